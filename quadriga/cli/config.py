@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     found = import_module(_PREFLIGHT).preflight(config)
     print(explain(config, found.num_prompts, found.fields), end="")
     problems = [respell(one, config.task) for one in found.problems]
-    for title, lines in (("Before training", problems), ("To know", found.notices)):
+    for title, lines in (("Models", found.models), ("Before training", problems), ("To know", found.notices)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
     return 2 if problems else 0

@@ -15,6 +15,7 @@ outputs. One copy of the weights is sharded over dp_shard x sp ranks (times pp a
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 from quadriga.errors import ConfigError
 
@@ -87,6 +88,22 @@ class Layout:
     def fsdp(self) -> int:
         """Ranks that shard one copy of a parameter, pp and tp aside."""
         return self.dp_shard * self.sp
+
+    @property
+    def edp(self) -> int:
+        """Ranks with the same experts that shard them."""
+        return gcd(self.world_size // self.pp // self.ep, max(1, self.fsdp * self.tp // self.ep))
+
+    def state_bytes(self, of_experts: int, others: int, itemsize: int, *, is_trained: bool) -> float:
+        """About what a rank keeps of a model with so many parameters in experts and elsewhere: weights of `itemsize`
+        bytes each that compute, and where it learns float32 masters, AdamW's moments and sums of gradients."""
+        if not self.has_own_modules:
+            computing = itemsize if self.is_whole and itemsize < 4 else 0  # sharded ones are gathered layer by layer
+            shared = self.pp * self.tp * self.fsdp
+            return (of_experts + others) / shared * (16 + computing if is_trained else itemsize)
+        experts, rest = of_experts / (self.pp * self.ep), others / (self.pp * self.tp)
+        masters = 12 * (experts / self.edp + rest / self.fsdp) if is_trained else 0
+        return (experts + rest) * (itemsize + 4 * is_trained) + masters
 
     @property
     def is_whole(self) -> bool:

@@ -27,6 +27,10 @@ from quadriga.redact import HIDDEN, hidden_names
 # Hydra's + (a new key) and ++ (a key, new or not) are taken; every key is known but those of a user's data set.
 _OVERRIDE = re.compile(r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
 _MISSING = object()
+_SIZES_OF_MEGATRON = {
+    "context_parallel_size": "ulysses_sequence_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,9 @@ class _Reading:
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
             fix = f"`quadriga verl {program}` takes verl's command lines; here leave the key out."
+            section, _, name = key.rpartition(".megatron.")
+            ours = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
+            fix = f"Set {ours}, the size of either training engine." if leaf_of(ours, self.task) else fix
             self._refuse(key, place, got="a key of verl's that has no place here", fix=fix)
             return
         close = nearest_keys(key, self.task)

@@ -159,22 +159,36 @@ def sglang_problem(config: Config) -> ConfigError | None:
     return wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
 
 
+def experts_problem(config: Config) -> ConfigError | None:
+    """Why vLLM cannot divide experts on a CPU; None: it is not asked to."""
+    rollout = config.actor_rollout_ref.rollout
+    if (size := rollout.expert_parallel_size) == 1 or rollout.name != "vllm":
+        return None
+    expected, fix = "1: vLLM's build for CPUs ends its process with it", "Set it to 1: the same is computed without it."
+    return wrong(f"{ROLLOUT}.expert_parallel_size", f"{size}, on a CPU", expected, fix)
+
+
 def has_shards(config: Config) -> bool:
     """Whether each rank of a rollout group gets its shards of the weights; else whole tensors, which it cuts."""
     return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.name == "native"
+
+
+def sends_parts(config: Config) -> bool:
+    """Whether all ranks of the trainer send what they have to a rollout group in a pool of its own; else their first
+    one sends whole tensors. An adapter is merged into those, or beside them, for an engine that cuts them itself."""
+    return has_shards(config) or (rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter)
 
 
 def _check_groups(config: Config) -> Iterator[Finding]:
     """Yields what rollout groups cannot be made of."""
     size, num_ranks = rollout_group_size(config), rollout_processes(config)
     where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
-    if (problem := sglang_problem(config)) and config.trainer.device != "cpu":
-        # Whether there are GPUs is known where the engine starts, which refuses it then.
-        yield (
-            problem
-            if config.trainer.device == "cuda"
-            else f"on a machine with GPUs the run ends at its start. {problem}"
-        )
+    # Where the device is chosen later, the engine refuses it as it starts.
+    problems = ((sglang_problem(config), "cuda", "with"), (experts_problem(config), "cpu", "without"))
+    for problem, device, machine in problems:
+        if problem and config.trainer.device in ("auto", device):
+            told = f"on a machine {machine} GPUs the run ends at its start. {problem}"
+            yield problem if config.trainer.device == device else told
     # Without Ray vLLM and SGLang start processes of their own.
     asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
     if num_ranks % asked:

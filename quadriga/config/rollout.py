@@ -118,6 +118,9 @@ class RolloutConfig(LogProbConfig):
     tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
     ranks there are n/k groups. `sglang`, and `vllm` without Ray, start so many processes of their own instead."""
+    expert_parallel_size: Count = 1
+    """Expert parallelism of generation: with `tensor_model_parallel_size` here too each rank of an engine has some of
+    the experts of every layer, whole; with 1 a part of each. Above 1 for `vllm` on GPUs."""
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
@@ -174,6 +177,11 @@ class RolloutConfig(LogProbConfig):
             got = f"{self.tensor_model_parallel_size}, with {at}.name={self.name}"
             fix = "Set it to 1, or generate with native or vllm."
             yield wrong(f"{at}.tensor_model_parallel_size", got, "1: each process generates with the whole model", fix)
+        size, experts = self.tensor_model_parallel_size, self.expert_parallel_size
+        if experts > 1 and (self.name != "vllm" or experts != size):
+            got = f"{experts}, with {at}.name={self.name} and tensor_model_parallel_size={size}"
+            expected = "1, or with vllm tensor_model_parallel_size: the ranks of an engine divide its experts"
+            yield wrong(f"{at}.expert_parallel_size", got, expected, "Set it to 1: the same is computed without it.")
 
     def _library_findings(self, at: str) -> Iterator[Finding]:
         """What vLLM or SGLang cannot do in training, where one of them is named."""

@@ -66,17 +66,12 @@ def mini_batches(
     data: DataProto, replicas: ProcessGroup, passes: Passes
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The mini-batches of all passes over a batch, as many on every rank.
-
-    Args:
-        data: the rows of this rank. Their numbers in the whole batch are its `row_index` [B], where there is such a
-            column; else they go on from rank to rank.
+    `data`: the rows of this rank. Their numbers in the whole batch are its `row_index` [B], where there is such a
+    column; else they go on from rank to rank.
 
     Yields:
         The rows that are here, in order, and their places in the order of the whole batch: [b] int64 each.
-
-    Raises:
-        EngineError: the numbers are not those of a whole batch.
-    """
+    Raises EngineError: the numbers are not those of a whole batch."""
     counts = replicas.gather(len(data))
     num_all = sum(counts)
     numbers = torch.arange(len(data)) + sum(counts[: replicas.rank])

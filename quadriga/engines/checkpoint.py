@@ -70,9 +70,7 @@ class StateWriter:
             states: the tensors [...] of each folder; the folders are made. The same on all ranks but for the tensors.
             afterwards: called in a thread of rank 0 when all folders are complete.
 
-        Raises:
-            CheckpointError: a folder cannot be made, or the last state could not be written.
-        """
+        Raises CheckpointError: a folder cannot be made, or the last state could not be written."""
         self.is_written(wait=True)
         parts = [_Part(folder, state, self.world) for folder, state in states.items()]
         rest = partial(self._complete, parts, afterwards)
@@ -197,14 +195,10 @@ class _Part(DefaultSavePlanner):
 
 def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
     """Fill the tensors [...] of a state in place, whatever layout wrote them. All ranks of the engine call it.
+    `state`: room for all of it; of DTensors each rank reads the part that it holds.
 
-    Args:
-        state: room for all of it; of DTensors each rank reads the part that it holds.
-
-    Raises:
-        CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or
-            optimizer. Nothing was changed then, unless a file turns out to be damaged while it is read.
-    """
+    Raises CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or
+    optimizer. Nothing was changed then, unless a file turns out to be damaged while it is read."""
     reader = error = None
     try:
         if not (folder / METADATA).is_file():
@@ -229,13 +223,10 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
         {name.split(".")[1] for name in names if name.startswith("optimizer.")} for names in (sizes, shapes)
     )
     if kinds != expected_kinds:
-        raise CheckpointError(
-            str(folder),
-            got=f"what another optimizer keeps: {', '.join(sorted(kinds)) or 'nothing'}",
-            expected=", ".join(sorted(expected_kinds)),
-            fix="Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' out of "
-            "checkpoint.load_contents: it then starts anew.",
-        )
+        got = f"what another optimizer keeps: {', '.join(sorted(kinds)) or 'nothing'}"
+        fix = "Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' out of "
+        fix += "checkpoint.load_contents: it then starts anew."
+        raise CheckpointError(str(folder), got=got, expected=", ".join(sorted(expected_kinds)), fix=fix)
     unknown, missing = sorted(set(sizes) - set(shapes)), sorted(set(shapes) - set(sizes))
     if unknown or missing:
         got = f"{len(unknown)} unknown and {len(missing)} missing tensors, first {[*unknown, *missing][0]}"
@@ -258,9 +249,7 @@ class CopyPlan:
 
 class StateCopier:
     """Copies the state of an engine, again and again. All ranks of the engine make one together.
-
-    Args:
-        state: tensors [...] that the engine changes in place and never replaces.
+    `state`: tensors [...] that the engine changes in place and never replaces.
 
     Attributes:
         plan: the same on all ranks.

@@ -136,9 +136,7 @@ def join(place: Place, device: torch.device, *, also_alone: bool = False) -> Pro
         device: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
         also_alone: whether a process without others is in a group too; else it pays for none.
 
-    Raises:
-        EngineError: not all of them came, or this process is in a group of another shape.
-    """
+    Raises EngineError: not all of them came, or this process is in a group of another shape."""
     if place.world_size == 1 and not also_alone:
         return ProcessGroup(device=device)
     if place.world_size == 1 and not dist.is_initialized():

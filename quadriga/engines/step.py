@@ -78,9 +78,7 @@ def infer(
         with_routes: return the experts that each token went through, as routed_experts.
         top_k: return the likeliest tokens of each place, top_ids int32 [B, T, k], and their top_log_probs [B, T, k].
 
-    Returns:
-        Float32 [B, T] by name, on the CPU, zero where the response mask is.
-    """
+    Returns float32 [B, T] by name, on the CPU, zero where the response mask is."""
     question = Question(temperature, with_entropy, with_sum_pi_squared, top_k)
     shape, results = data.batch["response_mask"].shape, {}
     for name in engine.output_names(question):
@@ -112,14 +110,10 @@ def update(
     """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch.
 
     Every rank of the engine calls it with its own rows, which may be none.
+    `data`: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
+    ranks, one below the other, are not in the order of the whole batch.
 
-    Args:
-        data: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
-            ranks, one below the other, are not in the order of the whole batch.
-
-    Returns:
-        Metrics, averaged over optimizer steps; those of all ranks are yet to be combined.
-    """
+    Returns metrics, averaged over optimizer steps; those of all ranks are yet to be combined."""
     steps = []
     with engine.awake(*ALL_KINDS):
         for rows, places in mini_batches(data, engine.replicas, passes):

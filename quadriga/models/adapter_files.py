@@ -79,10 +79,7 @@ class AdapterFiles(RenamedFiles):
 
 class MergedFiles:
     """The weights of a model with an adapter merged into them, the merged ones in float32.
-
-    Raises:
-        CheckpointError: the adapter is that of another model; names the folder `where`.
-    """
+    Raises CheckpointError: the adapter is that of another model; names the folder `where`."""
 
     def __init__(self, base: WeightFiles, adapter: WeightFiles, scale: float, where: Path) -> None:
         self.base, self.adapter, self.scale = base, adapter, scale

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from quadriga.errors import EngineError
+from quadriga.errors import EngineError, first_line
 from quadriga.models.attention import ATTENTION_NAME, PackedBatch, Segment
 from quadriga.models.fused import fuse
 from quadriga.models.heads import LogitRule
@@ -105,10 +105,7 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
     """How a model of this configuration is computed; tried once for each in a process, in some tenths of a second.
 
     Vision-language models, whose architectures are listed, are packed.
-
-    Raises:
-        EngineError: it cannot be computed; says why.
-    """
+    Raises EngineError: it cannot be computed; says why."""
     if is_vision(config):
         return PACKED
     described = {name: one for name, one in config.to_dict().items() if name not in _UNIMPORTANT}
@@ -217,10 +214,9 @@ class _Trial:
             model = self.model("eager")
             exact, products = own_log_probs(model, self.rows), self.alone(model)
         except Exception as error:
-            got = f"{type(error).__name__}: {_first_line(error)}"
             wanted = "an architecture that this version of transformers computes here"
             fix = "Install what it names, or take another actor_rollout_ref.model.path; docs/models.md lists them."
-            raise EngineError(f"model {self.name}", got=got, expected=wanted, fix=fix) from error
+            raise EngineError(f"model {self.name}", got=first_line(error), expected=wanted, fix=fix) from error
         if (off := _difference(products, exact)) > BOUND:
             fix = "Take a model of an architecture in docs/models.md."
             got = f"logits that are not the products of its head with its states: log-probs differ by {off:.2g} nats"
@@ -242,7 +238,7 @@ class _Trial:
             else:
                 found = self.alone(model)
         except _NOT_TAKEN as error:
-            return f"its layers do not take packed rows: {type(error).__name__}: {_first_line(error)}"
+            return f"its layers do not take packed rows: {first_line(error)}"
         off = _difference(found, expected)
         return "" if off <= BOUND else f"packed, its log-probs would be off by {off:.2g} nats"
 
@@ -287,7 +283,3 @@ def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     off = float((one - other).abs().max())
     return off if off == off else float("inf")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -157,10 +157,8 @@ def logit_gradients(
     outer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """The gradient [C, V'] of the logits before the temperature; arguments as for `statistics`, of C tokens.
-
-    Args:
-        outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of the whole
-            vocabulary: [C] each.
+    `outer`: gradients of log-probs and of entropies (or None), then normalisers and entropies of the whole vocabulary:
+    [C] each.
     """
     num_tokens, num_rows = len(hidden), len(weight)
     hidden, weight = _dense(hidden), _dense(weight)

@@ -56,8 +56,7 @@ def load_causal_lm(
         override_config: entries of the model's configuration to replace.
         needs_head: whether the projection to the vocabulary must be there; False: another head takes its place.
 
-    Raises:
-        EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
+    Raises EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
@@ -80,10 +79,7 @@ def load_causal_lm(
 def model_folder(path: str | Path) -> Path | None:
     """The folder of a model; one on a hub is fetched, once for all processes of a machine. None: what was fetched has
     no safetensors, and transformers alone reads it.
-
-    Raises:
-        EngineError: the hub has no such model, or does not respond.
-    """
+    Raises EngineError: the hub has no such model, or does not respond."""
     if Path(path).is_dir():
         return Path(path)
     with _explained(path):
@@ -99,10 +95,7 @@ def from_pretrained(
     path: str | Path, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder or hub name, and transformers' report of its loading (`missing_keys` and the like).
-
-    Raises:
-        CheckpointError: a checkpoint's weights are missing or damaged.
-    """
+    Raises CheckpointError: a checkpoint's weights are missing or damaged."""
     options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
@@ -121,10 +114,7 @@ def load_config(
     path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
     """The configuration of a model, with some entries replaced.
-
-    Raises:
-        EngineError: there is none.
-    """
+    Raises EngineError: there is none."""
     with _explained(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
 

@@ -28,10 +28,7 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     """The largest difference between the log-probs [M] of a small ragged batch with a shared prompt and those of the
     same rows alone by transformers' forward (eager). Of a value or reward model it is that of the hidden states [M, D]
     and of what the head makes of them, as a share of the largest. None: not in float32, or a model of images.
-
-    Raises:
-        EngineError: it is over the bound; names the architecture and the worst token.
-    """
+    Raises EngineError: it is over the bound; names the architecture and the worst token."""
     model = scorer.model
     if next(model.parameters()).dtype != torch.float32 or getattr(model.config, "vision_config", None) is not None:
         return None
@@ -104,10 +101,7 @@ def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
 
 def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterator[str]:
     """How a model is computed, and how far its log-probs are from transformers', for people to read.
-
-    Raises:
-        EngineError: it cannot be loaded, cannot be computed, or differs.
-    """
+    Raises EngineError: it cannot be loaded, cannot be computed, or differs."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     start = time.perf_counter()
     way = way_of(config, trust_remote_code=trust_remote_code)

@@ -31,9 +31,8 @@ def load_reward_model(
         path: a folder with config.json and weights, or a name that transformers can resolve.
         trust_remote_code: whether code that ships with the model may run.
 
-    Raises:
-        EngineError: it cannot be loaded, has no classification head, several labels, or attention in both directions.
-    """
+    Raises EngineError: it cannot be loaded, has no classification head, several labels, or attention in both
+    directions."""
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -94,9 +93,7 @@ def fresh_reward_model(
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
 
-    Raises:
-        EngineError: it cannot be loaded, or transformers has no classifier of its architecture.
-    """
+    Raises EngineError: it cannot be loaded, or transformers has no classifier of its architecture."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return load_reward_model(path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)

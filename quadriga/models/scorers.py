@@ -53,9 +53,7 @@ class Sharing:
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         """What this rank scores, given the last hidden states [n, D] of its tokens.
-
-        Args:
-            in_parts: whether the head is cut by tensor parallelism, so that every rank scores all tokens of its group.
+        `in_parts`: whether the head is cut by tensor parallelism, so that every rank scores all tokens of its group.
         """
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
@@ -97,9 +95,7 @@ class Scorer(nn.Module, ABC):
         self, batch: PackedBatch, question: Question, *, received: torch.Tensor | None = None
     ) -> "torch.Tensor | dict[str, torch.Tensor]":
         """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
-
-        Args:
-            received: [1, n, D] of the stage before, where this one has no embedding.
+        `received`: [1, n, D] of the stage before, where this one has no embedding.
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
         tokens: dict[str, Any] = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}

@@ -115,10 +115,8 @@ def packed_images(
     images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
 ) -> PackedImages | None:
     """Patches [S, X], grids [I, 3] and places [E] of images and videos of several prompts; None: there are none.
-
-    Args:
-        images: for each prompt that has some, the model's inputs, and the packed indices of their tokens, those of
-            images before those of videos.
+    `images`: for each prompt that has some, the model's inputs, and the packed indices of their tokens, those of images
+    before those of videos.
     """
     if not images:
         return None
@@ -158,9 +156,7 @@ def decoder_inputs(
     Returns:
         `inputs_embeds` [1, N, D]. For Qwen3-VL also what the encoder adds to the states after the first layers.
 
-    Raises:
-        EngineError: the encoder makes more or fewer embeddings than there are places.
-    """
+    Raises EngineError: the encoder makes more or fewer embeddings than there are places."""
     body = cast(Any, model.base_model)
     embeddings = model.get_input_embeddings()(input_ids)
     seen = body.get_image_features(images.pixel_values, images.grids, return_dict=True)

@@ -49,19 +49,13 @@ class WeightFiles(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor [...], in the dtype in which it was written.
-
-        Raises:
-            CheckpointError: its file is missing, cut or damaged.
-        """
+        Raises CheckpointError: its file is missing, cut or damaged."""
         ...
 
 
 def open_weights(folder: str | Path) -> WeightFiles:
     """The weights of a Hugging Face folder, of a role's part of a checkpoint, or of a distributed checkpoint.
-
-    Raises:
-        CheckpointError: there are none, or a file that belongs to them is missing or damaged.
-    """
+    Raises CheckpointError: there are none, or a file that belongs to them is missing or damaged."""
     folder = Path(folder)
     if place := distributed_folder(folder):
         return DistributedFiles(place, prefix=f"{MODEL}.")
@@ -93,10 +87,7 @@ def distributed_folder(folder: str | Path) -> Path | None:
 
 class SafetensorFiles:
     """Weights of Hugging Face, in safetensors files.
-
-    Raises:
-        CheckpointError: one is missing, cut or damaged.
-    """
+    Raises CheckpointError: one is missing, cut or damaged."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.shapes: dict[str, torch.Size] = {}
@@ -126,9 +117,7 @@ class SafetensorFiles:
 
 class DistributedFiles:
     """A distributed checkpoint; each tensor is put together from the chunks of all ranks that wrote it.
-
-    Args:
-        prefix: of the names that are weights; left out of the names here.
+    `prefix`: of the names that are weights; left out of the names here.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -161,9 +150,7 @@ class ChunkReader(FileSystemReader):
     Attributes:
         tensors: size, dtype and chunks of each tensor, by name.
 
-    Raises:
-        CheckpointError: the list of chunks is missing or damaged, or a file that it names is missing or cut.
-    """
+    Raises CheckpointError: the list of chunks is missing or damaged, or a file that it names is missing or cut."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -195,10 +182,7 @@ class ChunkReader(FileSystemReader):
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:
         """Fill tensors [...] in place, of DTensors the part that this rank holds.
-
-        Raises:
-            CheckpointError: a file is missing, cut or damaged.
-        """
+        Raises CheckpointError: a file is missing, cut or damaged."""
         planner = DefaultLoadPlanner(**_UNSHARDED)
         planner.set_up_planner(state, self.listed, is_coordinator=True)
         try:

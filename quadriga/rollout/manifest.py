@@ -2,7 +2,7 @@
 """Which weights make a model complete, and whether all of them arrived."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from quadriga.errors import WeightSyncError
 from quadriga.models.weight_names import weight_buffers
 from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.reshard import Piece, Wanted
 
 
 @dataclass(frozen=True)
@@ -19,20 +20,32 @@ class Manifest:
     Attributes:
         shapes: of each weight, by each name that it has.
         same: by name, all names of the same weight: a tied one is complete under any of them.
+        buffers: the dtypes of those that do not learn.
     """
 
     shapes: dict[str, tuple[int, ...]]
     same: dict[str, frozenset[str]]
+    buffers: dict[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> "Manifest":
         """The weights of a model, which may be on "meta"."""
-        named = {**dict(model.named_parameters(remove_duplicate=False)), **weight_buffers(model)}
+        buffers = weight_buffers(model)
+        named = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
         names: dict[int, set[str]] = {}
         for name, parameter in named.items():
             names.setdefault(id(parameter), set()).add(name)
         same = {name: frozenset(names[id(parameter)]) for name, parameter in named.items()}
-        return cls({name: tuple(parameter.shape) for name, parameter in named.items()}, same)
+        kinds = {name: buffer.dtype for name, buffer in buffers.items()}
+        return cls({name: tuple(parameter.shape) for name, parameter in named.items()}, same, kinds)
+
+    def whole(self, dtype: torch.dtype) -> Wanted:
+        """All of each weight, under the first of its names, in the dtype of a trainer that computes in `dtype`."""
+        found: dict[str, tuple[Piece, torch.dtype]] = {}
+        for name, shape in self.shapes.items():
+            if found.keys().isdisjoint(self.same[name]):
+                found[name] = Piece((0,) * len(shape), shape), self.buffers.get(name, dtype)
+        return found
 
     def part(self, wanted: Callable[[str], bool]) -> "Manifest":
         """The weights whose names are wanted, which share nothing with the others."""
@@ -41,7 +54,7 @@ class Manifest:
 
     def joined(self, other: "Manifest") -> "Manifest":
         """Both together."""
-        return Manifest(self.shapes | other.shapes, self.same | other.same)
+        return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()

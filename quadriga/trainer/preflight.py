@@ -12,7 +12,7 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.trainer.build import build_reward, build_tokenizer, build_train_loader, build_val_loader
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.models import check_models, require_text
+from quadriga.workers.models import require_text, sizes_of_models
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 
@@ -24,12 +24,14 @@ class Preflight(NamedTuple):
         notices: what its user should know.
         fields: what the advantage estimator reads; None: it is not known.
         num_prompts: rows of the training data; None: they cannot be read.
+        models: of those that learn, their sizes and costs.
     """
 
     problems: list[QuadrigaError]
     notices: list[str]
     fields: tuple[str, ...] | None
     num_prompts: int | None
+    models: list[str]
 
 
 def preflight(config: Config) -> Preflight:
@@ -55,9 +57,10 @@ def preflight(config: Config) -> Preflight:
         tried(rollout_engine_class, config)
     else:
         tried(require_text, config, "quadriga sft")
+    models: list[str] = []
     reward = train = val = tokenizer = None
     if "actor_rollout_ref.model.path" not in missing:
-        tried(lambda: check_models(config, has_critic="values" in (fields or ())))
+        models = tried(lambda: list(sizes_of_models(config, has_critic="values" in (fields or ())))) or []
         tokenizer = tried(build_tokenizer, config)
     if tokenizer is not None and "data.train_files" not in missing:
         train = tried(build_train_loader, config, tokenizer)
@@ -71,7 +74,7 @@ def preflight(config: Config) -> Preflight:
         reward.close()
     told = {str(one): one for one in problems}
     rows = train and (train.sampler if config.data.mixture else train.dataset)
-    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows))
+    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows), models)
 
 
 def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> None:

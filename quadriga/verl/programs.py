@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MEGATRON_ENGINES = frozenset({"megatron"})
 OWN_ENGINES = frozenset({"fsdp", "fsdp2"}) | MEGATRON_ENGINES
+_WHOLE_EXPERTS = frozenset({"hf", "sglang"})
+"""Engines whose ranks do not divide them."""
 _SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -74,6 +76,17 @@ def find_entry(program: str) -> Entry:
 def is_number(value: Any) -> bool:
     """Whether it is a number, which true is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def rollout_experts(line: "Line", key: str, value: Any) -> None:
+    """Ranks that divide the experts of an engine: in verl those of several engines, too."""
+    if is_number(value) and value > 1:
+        rollout = key.rpartition(".")[0]
+        size = 1 if line.get(f"{rollout}.name") in _WHOLE_EXPERTS else line.get(f"{rollout}.tensor_model_parallel_size")
+        if value != size:
+            line.note(line.sentence)
+        value = size or 1
+    line.set(key, value)
 
 
 def engine(line: "Line", key: str, value: Any) -> None:
@@ -321,5 +334,5 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
 
 FUNCTIONS = (
     engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
-    teacher_key, rollout_dtype,
+    teacher_key, rollout_dtype, rollout_experts,
 )  # fmt: skip

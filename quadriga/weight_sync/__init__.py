@@ -12,4 +12,4 @@ Each publication has a version and a fingerprint of every tensor, taken on both 
 from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender, meet, open_store
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightTarget
-from quadriga.weight_sync.reshard import Held, Piece, ReshardedWeights
+from quadriga.weight_sync.reshard import Held, Piece, ReshardedWeights, StreamedWeights

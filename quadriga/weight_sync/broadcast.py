@@ -193,17 +193,7 @@ class WeightReceiver(CopiedWeights):
         """Load what the trainer sends next into the target. Raises WeightSyncError: a tensor changed on its way, the
         target did not take it over, the version is another, or the trainer failed. The target's version is then -1."""
         arrived: dict[str, str] = {}
-        stream = self._stream(version, arrived)
-        try:
-            self.publish(stream, target, version, arrived)
-        except Exception as error:
-            # The sender goes on. A generator that has raised is over: there is no rest then.
-            try:
-                for _ in stream:
-                    pass
-            except WeightSyncError as other:
-                error.add_note(f"And the rest of the stream: {other}")
-            raise
+        self.publish(self._stream(version, arrived), target, version, arrived)
 
     def close(self) -> None:
         """End the connection."""

@@ -91,11 +91,8 @@ class CopiedWeights:
 
         `weights` is a complete set, or what is new of one that the target has (see `WeightTarget.load_weights`).
         `known` has fingerprints of tensors by name where they are known, and may be filled while the stream runs.
-
-        Raises:
-            WeightSyncError: the target refused the weights, or holds others afterwards. Its version is then -1, and it
-                generates nothing until a complete set has come.
-        """
+        Raises WeightSyncError: the target refused the weights, or holds others afterwards. Its version is then -1, and
+        it generates nothing until a complete set has come."""
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
         sent: dict[str, str] = {}
 
@@ -113,8 +110,15 @@ class CopiedWeights:
                 pass
             self._published |= sent
             self.verify(target, version)
-        except BaseException:
+        except BaseException as error:
             target.weight_version = -1
+            if isinstance(error, Exception) and isinstance(weights, Iterator):
+                # The senders go on. A generator that has raised is over: there is no rest then.
+                try:
+                    for _ in weights:
+                        pass
+                except WeightSyncError as other:
+                    error.add_note(f"And the rest of the stream: {other}")
             raise
 
     def verify(self, target: WeightTarget, version: int) -> None:

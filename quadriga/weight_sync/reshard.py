@@ -7,14 +7,14 @@
     marks       fingerprints of what each rank has sent to each other one, compared with those of what came
 
 A rank holds both of its shards and one bucket, in which it sends and receives. What it has itself is copied, or shared
-where it is what it wants. A weight that fills more than a bucket goes in slices of its rows.
+where it is what it wants. A weight that fills more than a bucket goes in slices of its rows. An engine that cuts whole
+tensors by itself wants all of each, and is lent those of a bucket at a time.
 """
 
 import json
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import taking_part
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
-from quadriga.weight_sync.publish import WeightTarget, name_some, require_version
+from quadriga.weight_sync.publish import CopiedWeights, WeightTarget, name_some, require_version
 
 _ALIGNMENT = 8  # bytes: of the words of a fingerprint, and of any dtype
 
@@ -51,21 +51,6 @@ Held = Mapping[str, tuple[Piece, torch.Tensor]]
 """By name the part of each weight that a rank has. Those of different ranks are equal, or have nothing in common."""
 Wanted = Mapping[str, tuple[Piece, torch.dtype]]
 """By name the part of each weight that a rank computes with, and in what."""
-
-
-class ShardTarget(WeightTarget, Protocol):
-    """A rollout engine that computes with a shard of each weight."""
-
-    merged_shards: Collection[str]  # which it changes after they have come: they are its own memory
-
-    @abstractmethod
-    def wanted_shards(self) -> Wanted:
-        """The shards, by the trainer's names."""
-
-    @abstractmethod
-    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Compute with these tensors from now on: memory of its own, or the trainer's. They are written to while the
-        engine is at rest."""
 
 
 class Move(NamedTuple):
@@ -113,9 +98,9 @@ class ReshardedWeights:
         self._published = Fingerprint({})
         self.num_shared = self.num_sliced = 0
 
-    def publish(self, held: Held, target: ShardTarget | None, version: int) -> None:
-        """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one. Its
-        version is -1 where that fails.
+    def publish(self, held: Held, target: Any, version: int) -> None:
+        """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one: a
+        rollout engine, which computes with a shard of each, or None. Its version is -1 where that fails.
 
         Raises:
             WeightSyncError: nobody has a weight, a piece changed on its way, or a rank is at another version.
@@ -136,8 +121,8 @@ class ReshardedWeights:
             }
             if target is not None:
                 target.hold_shards(self._shards)
-        with torch.no_grad():
-            self._run(held, wanted, version)
+        for _ in self._run(held, wanted, version):
+            pass
         if target is not None:
             target.load_weights(self._shards.items(), version)
             self._published = target.fingerprint()
@@ -175,9 +160,11 @@ class ReshardedWeights:
         view = held[0].view(held[1], box)
         return view if view.is_contiguous() and view.device == self.device else None
 
-    def _run(self, held: Held, wanted: Wanted, version: int) -> None:
-        """Fill the shards, bucket by bucket."""
+    @torch.no_grad()
+    def _run(self, held: Held, wanted: Wanted, version: int) -> Iterator[str]:
+        """Fill the shards, bucket by bucket; the name of each that is complete."""
         buckets = self._buckets
+        missing = Counter(one.name for bucket in buckets for one in bucket if one.receiver == self.rank)
         num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # [ranks, 1 + buckets]: what each other rank shall find, and what came from it; first the version.
@@ -185,26 +172,37 @@ class ReshardedWeights:
         for number, bucket in enumerate(buckets, start=1):
             outgoing = sorted((one for one in bucket if one.sender == self.rank), key=lambda one: one.receiver)
             incoming = sorted((one for one in bucket if one.receiver == self.rank), key=lambda one: one.sender)
-            ranks = range(self.size)
-            out_sizes = [sum(one.num_bytes for one in outgoing if one.receiver == rank) for rank in ranks]
-            in_sizes = [sum(one.num_bytes for one in incoming if one.sender == rank) for rank in ranks]
+            out_sizes, in_sizes = self._sizes(outgoing, "receiver"), self._sizes(incoming, "sender")
             source, output, _ = memory.tensor_split((sum(out_sizes), sum(out_sizes) + sum(in_sizes)))
             for move, place in self._places(outgoing, source):
-                box, tensor = held[move.name]
-                part = box.view(tensor, move.box)
-                if place is None:
-                    target = wanted[move.name][0].view(self._shards[move.name], move.box)
-                    if target.data_ptr() != part.data_ptr():
-                        target.copy_(part)
-                else:
-                    place.copy_(part)
+                if place is not None:
+                    box, tensor = held[move.name]
+                    place.copy_(box.view(tensor, move.box))
             with taking_part(self._where("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number], came[:, number] = _marks(source, out_sizes), _marks(output, in_sizes)
             for move, place in self._places(incoming, output):
-                if place is not None:
-                    wanted[move.name][0].view(self._shards[move.name], move.box).copy_(place)
+                self._take(move, *(held[move.name] if place is None else (move.box, place)), wanted)
+                missing[move.name] -= 1
+                if not missing[move.name]:
+                    yield move.name
         self._compare(sent, came)
+
+    def _sizes(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
+        """Bytes by the rank that is on this side of a move."""
+        total = Counter[int]()
+        for move in moves:
+            total[getattr(move, side)] += move.num_bytes
+        return [total[rank] for rank in range(self.size)]
+
+    def _take(self, move: Move, box: Piece, tensor: torch.Tensor, wanted: Wanted) -> None:
+        """Put a move, out of what is this box, into the shard, which has memory from its first move on."""
+        whole, dtype = wanted[move.name]
+        if move.name not in self._shards:
+            self._shards[move.name] = torch.empty(whole.shape, dtype=dtype, device=self.device)
+        part, target = box.view(tensor, move.box), whole.view(self._shards[move.name], move.box)
+        if target.data_ptr() != part.data_ptr():
+            target.copy_(part)
 
     def _places(self, moves: Iterable[Move], memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor | None]]:
         """Each move, and where it lies in a bucket; None: it is the rank's own."""
@@ -248,6 +246,29 @@ class ReshardedWeights:
 
     def _where(self, what: str) -> str:
         return f"weight sync, rank {self.rank} of {self.size}, in {what}"
+
+
+class StreamedWeights(ReshardedWeights):
+    """The same for an engine that cuts whole tensors by itself: each rank of it wants all of each weight, and holds the
+    tensors of a bucket beside the bucket."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bucket_bytes //= 2
+        self._copied = CopiedWeights()
+
+    def publish(self, held: Held, target: Any, version: int) -> None:
+        if target is None:
+            super().publish(held, None, version)
+            return
+        wanted = target.wanted_shards()
+        if self._group is None:
+            self._connect({name: box for name, (box, _) in held.items()}, wanted)
+        names = self._run(held, wanted, version)
+        self._copied.publish(((name, self._shards.pop(name)) for name in names), target, version)
+
+    def verify(self, target: WeightTarget, version: int) -> None:
+        self._copied.verify(target, version)
 
 
 def plan(

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, LogProbConfig
 from quadriga.config.adapter import adapter_route
-from quadriga.config.placement import ACTOR, has_shards, rollout_group_size
+from quadriga.config.placement import ACTOR, has_shards, rollout_group_size, sends_parts
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
@@ -30,6 +30,7 @@ from quadriga.weight_sync import (
     Piece,
     ReshardedWeights,
     SharedWeights,
+    StreamedWeights,
     WeightSender,
     meet,
     open_store,
@@ -250,7 +251,7 @@ class ActorRolloutRefWorker(Learner):
         rollout = self.generation.engine
         if isinstance(self.weight_sync, ReshardedWeights):
             with self.engine.awake("weights"):
-                self.weight_sync.publish(self.pieces(), cast(Any, rollout), version)
+                self.weight_sync.publish(self.pieces(), rollout, version)
             return
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
@@ -275,13 +276,14 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare weight sync with these ranks of a rollout in other processes, and no others any more. Returns, from
-        rank 0, the address of the weights. Shards are sent by all ranks, whole tensors by rank 0."""
+        rank 0, the address of the weights."""
         bucket_bytes, device = self.rollout_config.update_weights_bucket_megabytes << 20, self.processes.world.device
-        if has_shards(self.config):
+        if sends_parts(self.config):
             first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None
             address = self.engine.world.gather(first and first[0])[0]
             meeting = partial(meet, address, self.rank, device, first and first[1])
-            self.sender = ReshardedWeights(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
+            kind = ReshardedWeights if has_shards(self.config) else StreamedWeights
+            self.sender = kind(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
         if self.rank != 0:
             return None

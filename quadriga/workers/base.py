@@ -173,6 +173,13 @@ class EngineWorker(Worker):
             **options,
         )
 
+    def build_frozen(self, loaded: LoadedModel, fsdp: FSDPConfig, name: str) -> tuple[FSDPEngine, str]:
+        """An engine for inference alone, whose weights rest where `fsdp` says so; and what it is, to be printed."""
+        engine = self.build_engine(loaded, fsdp, name=name)
+        kinds = ["weights"] if fsdp.param_offload else []
+        rests, said = engine.rest_between_phases(kinds, self.config.trainer.offload_directory), engine.describe()
+        return engine, f"{said['parameters'] / 1e6:.1f} M parameters, {said['weights']} ({self.dtype.reason}){rests}"
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Leave the process group of the role."""
@@ -242,9 +249,7 @@ class Learner(EngineWorker):
             rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
             temperature: sampling temperature, by which logits are divided.
 
-        Returns:
-            metrics in `meta_info`; `perf/mfu/NAME` is the share of the device's measured peak that was reached.
-        """
+        Returns metrics in `meta_info`; `perf/mfu/NAME` is the share of the device's measured peak that was reached."""
         start, step, name = time.perf_counter(), data.meta_info["global_steps"], self.objective.name
         metrics = update(
             self.engine,

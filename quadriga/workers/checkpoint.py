@@ -85,12 +85,9 @@ class RoleCheckpoint:
                 for one in (saved, adapter_of(self.model))
             ]
             if kinds[0] != kinds[1]:
-                raise CheckpointError(
-                    str(folder / ADAPTER_CONFIG if saved else folder),
-                    got=kinds[0],
-                    expected=f"{kinds[1]}, as actor_rollout_ref.model says",
-                    fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
-                )
+                where, expected = folder / ADAPTER_CONFIG if saved else folder, "as actor_rollout_ref.model says"
+                fix = "Resume with the lora_rank and lora_alpha of the run that wrote it."
+                raise CheckpointError(str(where), got=kinds[0], expected=f"{kinds[1]}, {expected}", fix=fix)
         with self.engine.awake(*ALL_KINDS):
             for part in sorted(parts):
                 load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)

@@ -24,6 +24,8 @@ from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
 from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, way_of
+from quadriga.models.experts import mixtures, router_of
+from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.reward_model import load_reward_model, require_judge
@@ -31,7 +33,8 @@ from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueSco
 from quadriga.models.vision import is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
-from quadriga.workers.rollout_engines import ENGINES, ROUTER_REPLAY
+from quadriga.observe.machine import choose_dtype
+from quadriga.workers.rollout_engines import ENGINES
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
 """A value head of ours, of TRL, and of transformers' classifiers of tokens and of sequences."""
@@ -216,6 +219,35 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
         raise ConfigError(f"{ROLLOUT}.name", got=got, expected=expected, fix="Set it to hf, or lower the lengths.")
 
 
+def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
+    """Of the models that learn, as their config.json describes them: their parameters, what a token costs, and what a
+    process keeps of them; for people to read. Raises ConfigError: as `check_models`."""
+    check_models(config, has_critic=has_critic)
+    model, device = config.actor_rollout_ref.model, "cuda" if torch.cuda.is_available() else "cpu"
+    arranged = {where: layout for where, layout, _ in _arranged_models(config, has_critic=has_critic)}
+    for where, section in ((ACTOR, config.actor_rollout_ref.actor), (CRITIC, config.critic)):
+        if (layout := arranged.get(where)) is None:
+            continue
+        path, options = _path_and_options(config, where)
+        skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
+        is_adapted = model.has_adapter and where == ACTOR
+        cost = model_cost(skeleton.requires_grad_(not is_adapted))
+        total = sum(one.numel() for one in skeleton.parameters())
+        layers = list(mixtures(skeleton))
+        of_experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
+        told = f"{where}: {total / 1e6:.1f} M parameters"
+        if layers:
+            counts = f"{router_of(layers[0]).top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
+            told += f", {of_experts / 1e6:.1f} M of them experts, {counts} for a token"
+        told += f"; {(cost.num_block_parameters + cost.num_head_parameters) / 1e6:.1f} M multiply it"
+        forward, update = (f"{one(1, 1, 0) / 1e9:.3g}" for one in (cost.forward_flops, cost.update_flops))
+        yield f"{told}: {forward} GFLOP forward, {update} learned from, attention aside"
+        dtype = choose_dtype(section.fsdp_config.model_dtype, device).value
+        kept = layout.state_bytes(of_experts, total - of_experts, dtype.itemsize, is_trained=not is_adapted)
+        what = "frozen weights" if is_adapted else "weights, AdamW's moments and sums of gradients"
+        yield f"{where}: a process keeps about {kept / 1e9:.3g} GB of {what} ({layout.describe()}, {str(dtype)[6:]})"
+
+
 def require_text(config: Config, what: str) -> None:
     """Refuse a vision-language model where only text is supported. Raises ConfigError: says so."""
     if is_vision(kind := _model_config(config, ACTOR)):
@@ -248,7 +280,11 @@ def _check_routers(config: Config, policy: Any) -> None:
     """What the update of a mixture of experts is asked for, and cannot do."""
     actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
     losses = {f"{ACTOR}.{one}": getattr(actor, one) for one in ("router_aux_loss_coef", "router_z_loss_coef")}
-    asked = losses | {ROUTER_REPLAY: actor.router_replay}
+    experts = config.actor_rollout_ref.rollout.expert_parallel_size
+    asked = losses | {
+        f"{ACTOR}.router_replay": actor.router_replay,
+        f"{ROLLOUT}.expert_parallel_size": experts - 1 and experts,
+    }
     for key, value in asked.items():
         if value in (0.0, "off"):
             continue
@@ -324,8 +360,13 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
 
 
 def _model_config(config: Config, where: str) -> Any:
+    path, options = _path_and_options(config, where)
+    return load_config(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options)
+
+
+def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
+    """Of a role's model, and what of its configuration is replaced."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")
-    options = {"override_config": model.override_config} if path == model.path else {}
-    return load_config(path, trust_remote_code=model.trust_remote_code, **options)
+    return path, {"override_config": model.override_config} if path == model.path else {}

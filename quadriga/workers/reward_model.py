@@ -43,7 +43,7 @@ class RewardModelWorker(EngineWorker):
         loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
-        self.engine = self.build_engine(loaded, model_section.fsdp_config, name="reward model")
+        self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")
         self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         given = self.config.reward_model.max_length
@@ -51,15 +51,8 @@ class RewardModelWorker(EngineWorker):
             got, expected = str(given), f"at most {positions}, the positions of the reward model"
             raise ConfigError("reward_model.max_length", got=got, expected=expected, fix="Lower it, or leave it out.")
         self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
-        kinds = ["weights"] if model_section.fsdp_config.param_offload else []
-        rests = self.engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
-        about = self.engine.describe()
         longest = "" if self.limit is None else f", up to {self.limit} tokens"
-        return {
-            "reward model": f"{about['parameters'] / 1e6:.1f} M parameters, {about['weights']} ({self.dtype.reason})"
-            f"{rests}",
-            "reward inputs": f"{reason}{longest}",
-        }
+        return {"reward model": about, "reward inputs": f"{reason}{longest}"}
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
@@ -154,9 +147,7 @@ def rendered_chats(
         responses: tokens of the policy, without padding.
         judge: renders and encodes; it has a chat template.
 
-    Raises:
-        DataError: there are no chats, or the template refuses one.
-    """
+    Raises DataError: there are no chats, or the template refuses one."""
     texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
     for key in CHAT_OBJECTS:
         if key not in data.non_tensor_batch:
@@ -241,10 +232,8 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     """Sequences as a batch whose one predicted token stands behind each sequence: what predicts it is its last token.
-
-    Returns:
-        input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T], with the token behind counted in T.
-    """
+    Returns input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T], with the token behind counted
+    in T."""
     before = max((len(row.prompt) for row in rows), default=1)
     after = max((len(row.response) for row in rows), default=0) + 1
     input_ids = torch.zeros(len(rows), before + after, dtype=torch.int64)

@@ -8,12 +8,11 @@ send_weights(v)   <── v ─────────────── v ─�
 """
 
 from functools import partial
-from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.config.placement import has_shards, rollout_group_size
+from quadriga.config.placement import has_shards, rollout_group_size, sends_parts
 from quadriga.engines import process_group
 from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
@@ -22,7 +21,7 @@ from quadriga.protocol import DataProto
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.user_file import import_external
-from quadriga.weight_sync import Address, ReshardedWeights, WeightReceiver, meet
+from quadriga.weight_sync import Address, ReshardedWeights, StreamedWeights, WeightReceiver, meet
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
 
@@ -62,11 +61,13 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
         """Take the address that weights will come from, and leave an earlier one."""
-        if has_shards(self.config):
+        if sends_parts(self.config):
             rank, size = address.num_senders + self.rank, address.num_senders + self.world_size
             bucket_bytes = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
             meeting = partial(meet, address, rank, self.device)
-            self._receiver = ReshardedWeights(rank, size, self.device, bucket_bytes, meeting)
+            kind = ReshardedWeights if has_shards(self.config) else StreamedWeights
+            self._receiver = kind(rank, size, self.device, bucket_bytes, meeting)
+            self.generation.engine.is_load_stable = True  # no tensor is written to again
             return
         if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
@@ -77,7 +78,7 @@ class RolloutWorker(Worker):
         """Load what the actor sends meanwhile; the engine refuses to generate with any other weights. Returns whether
         the next time an adapter may come alone."""
         if isinstance(self.receiver, ReshardedWeights):
-            self.receiver.publish({}, cast(Any, self.generation.engine), version)
+            self.receiver.publish({}, self.generation.engine, version)
         else:
             self.receiver.receive(self.generation.engine, version)
         self.weight_version = version

@@ -43,18 +43,15 @@ class TeacherWorker(EngineWorker):
         self.section = section = self.config.distillation
         self.join(section, section.fsdp_config, DISTILLATION)
         self.teachers: dict[str, FSDPEngine | ServedScorer] = {}
-        kinds, about = ["weights"] if section.fsdp_config.param_offload else [], []
+        about = []
         for path in section.all_teachers:
             if is_served(path):
                 self.teachers[path] = served = _served(self.config, path)
                 about.append(f"{served.model} at {path}")
                 continue
             loaded = load_model(self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True)
-            self.teachers[path] = engine = self.build_engine(loaded, section.fsdp_config, name=f"teacher {path}")
-            rests = engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
-            said = engine.describe()
-            size = f"{said['parameters'] / 1e6:.1f} M parameters, {said['weights']} ({self.dtype.reason})"
-            about.append(f"{path}, {size}{rests}")
+            self.teachers[path], size = self.build_frozen(loaded, section.fsdp_config, f"teacher {path}")
+            about.append(f"{path}, {size}")
         return {"teacher": "; ".join(about)}
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)

@@ -27,19 +27,19 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2433, 34, 95),
     "cli": Size(1069, 11, 44),
     "compat": Size(2177, 10, 205),
-    "config": Size(3798, 21, 165),
+    "config": Size(3844, 21, 169),
     "data": Size(3617, 15, 208),
-    "engines": Size(4388, 25, 224),
-    "models": Size(3678, 18, 203),
+    "engines": Size(4371, 25, 225),
+    "models": Size(3622, 18, 202),
     "observe": Size(1740, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8866, 45, 535),
+    "rollout": Size(8856, 45, 537),
     "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5567, 29, 321),
-    "verl": Size(1818, 6, 126),
-    "weight_sync": Size(885, 6, 60),
-    "workers": Size(2101, 13, 109),
+    "trainer": Size(5570, 29, 321),
+    "verl": Size(1831, 6, 127),
+    "weight_sync": Size(900, 6, 63),
+    "workers": Size(2111, 13, 112),
     "": Size(1723, 12, 102),
 }
 REASONS: dict[str, str] = {
@@ -52,7 +52,8 @@ REASONS: dict[str, str] = {
     " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
-    " routers take and refuse; asynchronous training, by mini-batch; teachers; rows whose number is not known; float16",
+    " routers take and refuse, in generation too, what a rank keeps of a model;"
+    " asynchronous training, by mini-batch; teachers; rows whose number is not known; float16",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -81,10 +82,10 @@ REASONS: dict[str, str] = {
     " that go on after a kill; asynchronous training: what starts where and when,"
     " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
-    " teachers; float16",
-    "weight_sync": "a meeting whose receiver died is given up",
+    " teachers; float16; experts of a rollout",
+    "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training; teachers, loaded or served;"
-    " experts of a checkpoint",
+    " experts of a checkpoint; the sizes of models before they are loaded",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
 }

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,8 @@ from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
+from quadriga.engines.megatron import engine as megatron_engine
+from quadriga.engines.megatron import model as megatron_model
 from quadriga.engines.megatron.cpu import around_megatron
 from quadriga.engines.megatron.engine import MegatronEngine
 from quadriga.engines.parallel.processes import Processes
@@ -296,7 +300,40 @@ def of_two(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any
     of_megatron = "dp 2, distributed optimizer"
     for name, layout in {"fsdp 2": Layout(dp_shard=2), of_megatron: LAYOUTS[2][of_megatron][0]}.items():
         found[f"{name}, overflow"] = overflow(make_engine(folder, layout, world, "policy", torch.float16), batch)
+    found["linear modules"] = with_other_modules(folder, batch, world)
     return found | {f"chain, {kind}": chain(folder, batch, world, kind) for kind in CHAINS}
+
+
+class Column(ColumnParallelLinear):
+    """In the place of Transformer Engine's, which gathers no outputs."""
+
+    def __init__(self, *sizes: int, gather_output: bool, **options: Any) -> None:
+        assert not gather_output
+        super().__init__(*sizes, gather_output=False, **options)
+
+
+class Row(RowParallelLinear):
+    """In the place of Transformer Engine's, whose inputs are parallel."""
+
+    def __init__(self, *sizes: int, input_is_parallel: bool, **options: Any) -> None:
+        assert input_is_parallel
+        super().__init__(*sizes, input_is_parallel=True, **options)
+
+
+def with_other_modules(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
+    """Three steps with what stands in for Transformer Engine, as on CUDA; how many there are, and what is said."""
+    parts, chosen = megatron_model.transformer_engine, megatron_model.linear_modules
+    on_cuda = {"linear_modules": lambda device: chosen(torch.device("cuda"))}
+    with (
+        patch.multiple(parts, HAVE_TE=True, TEColumnParallelLinear=Column, TERowParallelLinear=Row),
+        patch.multiple(megatron_model, get_te_version=lambda: "2.99", **on_cuda),
+        patch.multiple(megatron_engine, **on_cuda),
+    ):
+        engine = make_engine(folder, LAYOUTS[2]["tp 2, sequence parallel"][0], world, "llama")
+        said = engine.describe()["weights"]
+    modules = [one for chunk in engine.stage.chunks for one in chunk.modules()]
+    counts = [sum(isinstance(one, kind) for one in modules) for kind in (Column, Row)]
+    return run(engine, batch, "llama") | {"counts": counts, "said": said}
 
 
 def of_four(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:

@@ -96,6 +96,13 @@ def test_three_optimizer_steps(results: dict[str, Any], layout: str, kind: str) 
     require_close(got["weights"], expected["weights"])
 
 
+def test_transformer_engines_linear_modules_are_taken_on_cuda(results: dict[str, Any]) -> None:
+    """By stand-ins: two of each in each of four layers, which learn what the other engine does; and it is said."""
+    got = results["linear modules"]
+    assert got["counts"] == [8, 8] and "linear modules of Transformer Engine 2.99" in got["said"]
+    require_close(got["weights"], results["fsdp, llama"]["weights"])
+
+
 @pytest.mark.parametrize("layout", MIXTURES)
 def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) -> None:
     """Their own choices, which pipelines do not return; steps in which they are told some, with a load-balancing loss

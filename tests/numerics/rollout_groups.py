@@ -20,14 +20,15 @@ from quadriga.engines import process_group
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.errors import PeerLostError
+from quadriga.errors import PeerLostError, WeightSyncError
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.scorers import PolicyScorer
 from quadriga.models.weight_files import open_weights
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.group import RolloutGroup
+from quadriga.rollout.manifest import Manifest
 from quadriga.single_controller import WorkerPlace
-from quadriga.weight_sync import Held, Piece, ReshardedWeights
+from quadriga.weight_sync import Fingerprint, Held, Piece, ReshardedWeights, StreamedWeights, tensor_fingerprint
 from tests.numerics.weight_layouts import peak_bytes
 
 CPU = torch.device("cpu")
@@ -94,6 +95,47 @@ async def conversations(engine: NativeEngine) -> list[Completion]:
     return [*done, await engine.generate(PROMPTS[0], params[0])]
 
 
+class CutsItself:
+    """In the place of an engine that takes whole tensors; it keeps their fingerprints alone."""
+
+    def __init__(self, path: Path, fails: bool) -> None:
+        self.manifest, self.fails, self.weight_version = Manifest.of(skeleton_causal_lm(path)), fails, -1
+        self.marks: dict[str, str] = {}
+
+    def wanted_shards(self) -> Any:
+        return self.manifest.whole(torch.float32)
+
+    def named_weights(self) -> Any:
+        return iter(())
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.marks = {}
+        for name, tensor in self.manifest.checked(weights):
+            self.marks[name] = tensor_fingerprint(tensor)
+            if self.fails:
+                raise WeightSyncError("the engine", got="weights that it does not like")
+        self.weight_version = version
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.marks)
+
+
+def streamed(path: Path, trainer: FSDPEngine, world: ProcessGroup, bucket_bytes: int) -> dict[str, Any]:
+    """Whole tensors, a bucket at a time; in the third publication one of the engines raises."""
+    sync = StreamedWeights(world.rank, world.size, CPU, bucket_bytes)
+    engine, held = CutsItself(path, fails=False), pieces(trainer)
+    peaks = [peak_bytes(lambda version=version: sync.publish(held, engine, version)) for version in (1, 2)]
+    sync.verify(engine, 2)
+    expected = {name: tensor_fingerprint(tensor) for name, tensor in trainer.weights()}
+    found = {"peak": peaks[1], "is_equal": engine.marks == expected}
+    engine.fails = world.rank == world.size - 1
+    try:
+        sync.publish(held, engine, 3)
+    except WeightSyncError as error:
+        found["refused"] = str(error)
+    return found | {"version": engine.weight_version}
+
+
 def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     layout, size, model = CASES[case]
     trainer = make_trainer(folder / model, layout, world)
@@ -112,6 +154,7 @@ def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     found["held"] = num_bytes(tensor for _, tensor in held.values())
     found["shards"] = num_bytes(dict(engine.model.named_parameters()).values())
     found["token"] = engine.token_bytes
+    found["streamed"] = streamed(folder / model, trainer, world, bucket_bytes)
     found |= {"sliced": sync.num_sliced, "shared": sync.num_shared}
     if group.is_leader:
         found["sync"] = plain(engine.generate_batch(PROMPTS, sampling()))

@@ -89,6 +89,19 @@ def test_a_sync_takes_a_bucket_and_the_shards(folder: Path, case: str) -> None:
             assert one["sliced"] >= 1
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_engines_that_cut_whole_tensors_get_a_bucket_of_them(folder: Path, case: str) -> None:
+    """From the parts of all ranks, bit for bit; beside a bucket the largest tensor, and those that end where
+    it begins. Where an engine of one rank raises, the stream goes on for those of the others."""
+    found = [one["streamed"] for one in results(folder, case)]
+    largest, others, bucket = 997 * 64 * 4, 2 * 330 * 64 * 4, results(folder, case)[0]["bucket"]
+    for one in found:
+        assert one["is_equal"]
+        assert one["peak"] <= (bucket + largest + others) * 1.05 + 16_384
+    assert [one["version"] for one in found] == [*[3] * (len(found) - 1), -1]
+    assert [one.get("refused") is not None for one in found] == [*[False] * (len(found) - 1), True]
+
+
 def test_equal_layouts_share(folder: Path) -> None:
     """Each shard is the trainer's own memory; where every rank has all weights, those that are cut by rows."""
     assert {(one["shared"], one["again"] < 100_000) for one in results(folder, "tp 2 -> tp 2")} == {(3 * 12 + 3, True)}

@@ -92,9 +92,7 @@ class FSDPEngine:
         resting: what leaves the device between phases, by kind: `weights`, `masters`, `optimizer`; and of what is kept
             there the kinds that are `asleep`.
 
-    Raises:
-        EngineError: another rank has a model with other weights.
-    """
+    Raises EngineError: another rank has a model with other weights."""
 
     def __init__(
         self,
@@ -255,14 +253,11 @@ class FSDPEngine:
             self._set_loss_scale(is_finite=is_finite)
         if not is_finite and self.num_nonfinite_steps >= training.max_nonfinite_steps:
             broken = [name for name in weights.trained if not torch.isfinite(weights.masters[name].grad).all()]
-            raise EngineError(
-                f"optimizer of the {self.name}",
-                got=f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
-                f"{len(weights.trained)} parameters, first in {next(iter(broken), 'those of another process')}",
-                expected="finite gradients",
-                fix="Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
-                "max_nonfinite_steps is the patience.",
-            )
+            got = f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
+            got += f"{len(weights.trained)} parameters, first in {next(iter(broken), 'those of another process')}"
+            fix = "Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
+            fix += "max_nonfinite_steps is the patience."
+            raise EngineError(f"optimizer of the {self.name}", got=got, expected="finite gradients", fix=fix)
         weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
 
@@ -311,12 +306,10 @@ class FSDPEngine:
         """The tensors of a checkpoint, in the engine's own memory; DTensors where several ranks hold a tensor.
 
         Masters and moments have the shape of the whole parameter ([out, in], [V, D] ...), numbers of steps are scalars.
-
-        Args:
-            contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,
-                `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`, `optimizer.nonfinite_steps`, and in float16
-                `optimizer.loss_scale`), or both. Of a model with an adapter `model` is the adapter alone, and
-                `frozen` (`frozen.NAME`, in the compute dtype) the rest, under the names that it has without one.
+        `contents`: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`, `optimizer.exp_avg_sq.NAME`,
+        `optimizer.step.NAME`, `optimizer.nonfinite_steps`, and in float16 `optimizer.loss_scale`), or both. Of a model
+        with an adapter `model` is the adapter alone, and `frozen` (`frozen.NAME`, in the compute dtype) the rest, under
+        the names that it has without one.
         """
         self._require_awake("weights", "masters", "optimizer")
         weights, state, trained = self.parameters, {}, set(self.parameters.trained)
@@ -367,9 +360,7 @@ class FSDPEngine:
         Returns:
             What rests, how much and where, to be printed behind other things; empty: nothing does.
 
-        Raises:
-            ConfigError: there is no room.
-        """
+        Raises ConfigError: there is no room."""
         tensors = self.parameters.resting()
         if self.training is not None and "optimizer" in kinds:
             tensors["optimizer"] = [self._moments(one)[kind] for one in self._masters for kind in _MOMENTS]
@@ -437,6 +428,8 @@ class FSDPEngine:
         kind = "trained" if self.training is not None else "frozen"
         if self.training is not None and self.dtype == torch.float16:
             kind += f", losses times {float(self.loss_scale[0]):g}"
+        if self.scorer.routers.count and not self.processes.layout.has_own_modules:
+            kind += f", experts by transformers' {self.model.config.get_text_config()._experts_implementation}"
         return {
             "parameters": self.num_parameters,
             "weights": f"{self.dtype}".removeprefix("torch.") + f", {kind}",

@@ -129,9 +129,7 @@ class PinnedCopy:
 class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
     """Context in which what a forward pass keeps for its backward pass goes to the memory of the host, from a GPU to
     pinned memory; weights, which the pass needs too, stay where they are.
-
-    Args:
-        root: the module that computes. Of sharded layers the weights are known once they have been gathered.
+    `root`: the module that computes. Of sharded layers the weights are known once they have been gathered.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -91,12 +91,14 @@ class PartialWeights:
 
     Attributes:
         names: of the parts, in the whole model.
+        parameters: what computes, under names of a subclass's own.
         masters: float32 [V/tp/fsdp, D] by this rank's names.
         trained: the names of those with gradients.
         sums: gradients in float32 that are added up beside a narrower parameter.
         buffers: those that belong to the weights, [...] by name.
     """
 
+    parameters: Mapping[Any, nn.Parameter]
     masters: dict[str, torch.Tensor]
     trained: list[str]
 
@@ -120,6 +122,13 @@ class PartialWeights:
     def part(self, name: str) -> torch.Tensor:
         """What this rank has [V/tp/fsdp, D] of a parameter."""
         return self.masters[name]
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients; the buffers of the sums are kept for the next mini-batch."""
+        for total in self.sums.values():
+            total.zero_()
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
 
     def grad_norm(self) -> torch.Tensor:
         """The norm [] of the whole gradient, float32, the same on all ranks."""
@@ -207,10 +216,13 @@ class PartialWeights:
             del tensor  # before the next one is there
 
     def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory."""
+        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory;
+        and its buffers."""
         for name, part in self.parts.items():
             if not part.is_copy:
                 yield part.name, self._box(name)[0], self.part(name)
+        for name, buffer in self.buffers.items():
+            yield name, (0,) * buffer.dim(), buffer
 
     def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where this rank's part of a parameter starts in the whole, and its shape."""
@@ -316,11 +328,6 @@ class ShardedWeights(PartialWeights):
 
     def refresh_compute(self) -> None:
         """Nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D] itself."""
-
-    def clear_gradients(self) -> None:
-        """Forget all gradients."""
-        for name, parameter in self.parameters.items():
-            parameter.grad = self.masters[name].grad = None
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
         """The tensors [V/tp/fsdp, D] that may rest: `weights`, which are the masters."""

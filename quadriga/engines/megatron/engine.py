@@ -21,7 +21,7 @@ from torch import nn
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.cpu import REPLACED, around_megatron
-from quadriga.engines.megatron.model import chunks_of, transformer_config
+from quadriga.engines.megatron.model import chunks_of, linear_modules, transformer_config, why_in_a_loop
 from quadriga.engines.megatron.schedule import PartsOfTokens, Schedule, WholeTokens
 from quadriga.engines.megatron.weights import MegatronWeights
 from quadriga.engines.parallel.processes import Processes
@@ -107,7 +107,14 @@ class MegatronEngine(FSDPEngine):
 
     def describe(self) -> dict[str, Any]:
         chosen = super().describe()
-        how = f"the modules of Megatron-core {megatron.core.__version__}, without Transformer Engine"
+        config, layout = self.stage.chunks[0].config, self.processes.layout
+        how = f"the modules of Megatron-core {megatron.core.__version__}, {linear_modules(self.device)[2]}"
+        if config.num_moe_experts:
+            reason = why_in_a_loop(config, self.device)
+            how += f"; experts one after the other ({reason})" if reason else "; experts in grouped products"
+        if layout.sp > 1:
+            how += "; sequences split by heads (Ulysses), for Megatron's context parallelism is in Transformer Engine's"
+            how += " attention, which knows no shared prompts"
         if self.device.type == "cpu":
             how += f"; on a CPU its calls of {REPLACED} are answered in place"
         return chosen | {"weights": f"{chosen['weights']}, in {how}"}

@@ -5,7 +5,8 @@
     Rotary       by the positions of packed tokens and the frequencies of Hugging Face's module
     Attention    by the plan of the packed batch, on any device
     Router       Megatron's, which goes where it is told, and says where it went
-    Experts      one after the other, on the tokens that Megatron's router and dispatcher bring
+    Experts      torch's grouped products, on the tokens that Megatron's router and dispatcher bring
+    Linear       Megatron's, or on CUDA Transformer Engine's where that is installed
 
 Legend: n packed tokens, D hidden size, E experts of width F, H query heads, K key-value heads, d head size; tp and ep
 ranks of tensor and expert parallelism.
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,14 +33,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.utils import get_te_version
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import grouped_mm, linear, silu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone
 from quadriga.models.attention import AttentionPlan
 from quadriga.models.experts import RoutedTokens
+
+_GROUPED_ALIGNMENT = 16  # bytes, of rows that torch's grouped products read
 
 
 @dataclass
@@ -138,11 +143,17 @@ class Experts(nn.Module):
         super().__init__()
         width, size = config.moe_ffn_hidden_size, config.hidden_size
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.are_grouped = not why_in_a_loop(config, torch.device(options["device"]))
         self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * width, size, **options))
         self.down_proj = nn.Parameter(torch.empty(number, size, width, **options))
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Tokens [m, D] sorted by expert, `counts` [E/ep] of each, with their weights [m] -> [m, D]."""
+        if self.are_grouped:
+            ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+            gate, up = grouped_mm(tokens, self.gate_up_proj.mT, offs=ends).chunk(2, -1)
+            mixed = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
+            return mixed * weights[:, None].to(mixed.dtype), None
         sizes, found = counts.tolist(), []
         for expert, (own, weight) in enumerate(zip(tokens.split(sizes), weights.split(sizes), strict=True)):
             gate, up = linear(own, self.gate_up_proj[expert]).chunk(2, -1)
@@ -150,10 +161,32 @@ class Experts(nn.Module):
         return torch.cat(found), None
 
 
-def _layers(config: TransformerConfig, number: int) -> TransformerBlockSubmodules:
-    norm = Norm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(ColumnParallelLinear, Attention, RowParallelLinear, norm, norm)
-    dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
+    """Why experts compute one after the other; empty: torch's grouped products take all of them at once."""
+    widths = config.hidden_size, config.moe_ffn_hidden_size
+    if any(width * config.params_dtype.itemsize % _GROUPED_ALIGNMENT for width in widths):
+        return f"rows of {' and '.join(map(str, widths))} numbers are no multiples of {_GROUPED_ALIGNMENT} bytes"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "grouped products need compute capability 8.0"
+    return ""
+
+
+def linear_modules(device: torch.device) -> tuple[type, type, str]:
+    """What cuts its rows over tensor-parallel ranks and what its columns, in the layers; and which these are, with the
+    reason, for people to read."""
+    own, name = (ColumnParallelLinear, RowParallelLinear), "Megatron's own linear modules"
+    if device.type != "cuda":
+        return *own, f"{name} (Transformer Engine is for CUDA)"
+    if not transformer_engine.HAVE_TE:
+        return *own, f"{name} (Transformer Engine is not installed)"
+    found = f"linear modules of Transformer Engine {get_te_version()}"
+    return transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear, found
+
+
+def _layers(config: TransformerConfig, number: int, device: torch.device) -> TransformerBlockSubmodules:
+    norm, (column, row, _) = Norm if config.qk_layernorm else IdentityOp, linear_modules(device)
+    attention = SelfAttentionSubmodules(column, Attention, row, norm, norm)
+    dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     mixture = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=Experts, router=Router))
     layer = ModuleSpec(
         TransformerLayer,
@@ -182,13 +215,9 @@ def transformer_config(
     model: PretrainedConfig, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> TransformerConfig:
     """Megatron's configuration of a Hugging Face one.
+    `options`: what the layout and the user say; fields of TransformerConfig.
 
-    Args:
-        options: what the layout and the user say; fields of TransformerConfig.
-
-    Raises:
-        EngineError: Megatron does not know a field, or refuses its value.
-    """
+    Raises EngineError: Megatron does not know a field, or refuses its value."""
     is_cpu = device.type == "cpu"
     heads = model.num_attention_heads
     values = {
@@ -250,9 +279,7 @@ def is_tied_policy(model: PreTrainedModel) -> bool:
 
 def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
     """The chunks of a model that this rank has, one for each virtual stage, without values.
-
-    Args:
-        model: on "meta"; its configuration, and the frequencies of its positions, are read.
+    `model`: on "meta"; its configuration, and the frequencies of its positions, are read.
     """
     base: Any = backbone(model)
     rotary = base.rotary_emb
@@ -269,7 +296,7 @@ def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.d
         is_last = pp == config.pipeline_model_parallel_size - 1 and chunk == (num_chunks or 1) - 1
         part = GPTModel(
             config,
-            _layers(config, get_num_layers_to_build(config, vp_stage=vp_stage)),
+            _layers(config, get_num_layers_to_build(config, vp_stage=vp_stage), device),
             vocab_size=-(-vocabulary // tp) * tp,
             max_sequence_length=0,
             pre_process=is_first,

@@ -108,13 +108,9 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
 
 def view_of(place: Place, local: torch.Tensor, sizes: Sizes, rows: int) -> torch.Tensor:
     """The part of a Megatron parameter [..., D] of this rank that is one of Hugging Face's; shares its memory.
+    `rows`: of the vocabulary that this rank has, without those that were added.
 
-    Args:
-        rows: of the vocabulary that this rank has, without those that were added.
-
-    Returns:
-        With the elements of the Hugging Face part in their order, in more dimensions.
-    """
+    Returns the elements of the Hugging Face part in their order, in more dimensions."""
     match place.view:
         case "query" | "key" | "value":
             heads = local.unflatten(0, (sizes.groups, sizes.queries + 2, sizes.head))

@@ -157,15 +157,6 @@ class MegatronWeights(PartialWeights):
         alike = [name for name in self.trained if parts[name].tensor_dimension is None and not parts[name].is_divided]
         self._join_copies([name for name in alike if self.places[name][0].is_partial or not whole_tokens])
 
-    def clear_gradients(self) -> None:
-        """Forget all gradients; the buffers of the sums are kept for the next mini-batch."""
-        for total in self.sums.values():
-            total.zero_()
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        for master in self.masters.values():
-            master.grad = None
-
     @torch.no_grad()
     def refresh_compute(self) -> None:
         """Gather the masters [V/tp/fsdp, D] into the parameters that compute."""

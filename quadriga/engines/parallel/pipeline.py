@@ -57,9 +57,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         names here -> names in the whole model, of parameters that the first and the last stage both have: the head's
         weight where it is the embedding's.
 
-    Raises:
-        EngineError: the architecture has not the parts that are to be taken out.
-    """
+    Raises EngineError: the architecture has not the parts that are to be taken out."""
     base = backbone(model)
     for part in ("layers", "norm"):
         if not hasattr(base, part):

@@ -11,7 +11,6 @@ Legend: N packed tokens, V vocabulary, D hidden size.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +76,7 @@ def _meshes_of(layout: Layout, device_type: str, meeting: int) -> tuple[DeviceMe
     ranks = torch.arange(layout.world_size).view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     work, experts = (layout.pp, layout.dp_size, layout.sp, layout.tp), None
     if layout.ep > 1:
-        copies = layout.world_size // layout.pp // layout.ep
-        edp = math.gcd(copies, max(1, layout.fsdp * layout.tp // layout.ep))
-        divided = ranks.reshape(layout.pp, -1, edp, layout.ep).transpose(2, 3)
+        divided = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
         experts = DeviceMesh(device_type, divided, mesh_dim_names=EXPERT_NAMES)
     return (
         DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES),

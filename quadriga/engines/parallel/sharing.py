@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from quadriga.engines.parallel.processes import Processes
 from quadriga.models.attention import PLAIN, AttentionOptions, AttentionPlan, PackedBatch
@@ -30,7 +31,7 @@ from quadriga.models.heads import VocabularyShard, all_gather_single
 from quadriga.models.scorers import Scored, Sharing
 from quadriga.partition import part_of
 
-_Move: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+_Move: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,7 +51,7 @@ class SharedTokens(Sharing):
             start, _ = part_of(num_vocabulary, layout.tp, place.tp)
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
-    def inputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
+    def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
         # Those of all ranks in the same tp group, which part them at the embedding.
         layout, place = self.processes.layout, self.processes.place
         plan: AttentionPlan = batch.plan
@@ -67,7 +68,7 @@ class SharedTokens(Sharing):
         start, size = part_of(batch.num_tokens, layout.sp, place.sp)
         return start + part_of(size, layout.tp, place.tp)[0]
 
-    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
+    def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         layout, place = self.processes.layout, self.processes.place
         start, size = part_of(batch.num_tokens, layout.sp, place.sp)
         if self.num_parts > 1 and in_parts:
@@ -94,7 +95,7 @@ class SharedTokens(Sharing):
             routed.add_up = partial(dist.all_reduce, group=self.processes.group("sp"))
         return routed
 
-    def joined(self, values: torch.Tensor) -> torch.Tensor:
+    def joined(self, values: Tensor) -> Tensor:
         return values if self.processes.layout.sp == 1 else all_gather(values, self.processes.group("sp"))
 
 
@@ -115,14 +116,8 @@ class UlyssesAttention:
         self.size = dist.get_world_size(group)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """[1, H, N/S, D], [1, K, N/S, D] twice -> [1, N/S, H, D]."""
         # Each key-value head is repeated so that every rank gets as many, next to the queries they serve.
         copies, per_kv_head = self.size // math.gcd(key.shape[1], self.size), query.shape[1] // key.shape[1]
@@ -149,16 +144,16 @@ class Collective(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, there: _Move) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, there: _Move) -> Tensor:
         ctx.group, ctx.back = group, _REVERSE[there]
         return there(value, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grad, ctx.group), None, None
 
 
-def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part s of [S, ...] goes to rank s; returns the parts for this one, in the order of the senders."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
@@ -166,7 +161,7 @@ def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-def all_gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] of each rank -> [S * n, ...] on all."""
     piece = piece.contiguous()
     whole = piece.new_empty(dist.get_world_size(group) * piece.shape[0], *piece.shape[1:])
@@ -174,7 +169,7 @@ def all_gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
-def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[S * n, ...] of each rank, parts of a sum -> the sum's piece [n, ...] of this one."""
     piece = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
     _reduce_scatter_single(piece, whole.contiguous(), group=group)
@@ -191,9 +186,7 @@ class _Fill(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, places: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         result = values.new_zeros(size, *values.shape[1:])
         result[places] = values
@@ -202,6 +195,6 @@ class _Fill(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
         (places,) = ctx.saved_tensors
         return None, None, None, grad[places]

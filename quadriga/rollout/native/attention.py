@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from quadriga.models.attention import HIDDEN, PLAIN, AttentionOptions, PackedAttention, Segment
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
@@ -35,9 +36,9 @@ class PrefixCache:
 
     def __init__(self, prefixes: Iterable[Any] = ()) -> None:
         self.prefixes = list(prefixes)
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.last_hidden: torch.Tensor | None = None  # [P, hidden size]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.last_hidden: Tensor | None = None  # [P, hidden size]
 
     @property
     def lengths(self) -> list[int]:
@@ -49,7 +50,7 @@ class PrefixCache:
         """Of the token that follows each prefix."""
         return [getattr(prefix, "next_position", len(prefix)) for prefix in self.prefixes]
 
-    def write(self, layer: int, places: slice, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, places: slice, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [p, K, S, D] of the prefixes in these places."""
         if layer == len(self.keys):
             shape, dtype = (len(self.prefixes), *key.shape[1:]), cache_dtype(value.dtype, value.device)
@@ -99,9 +100,9 @@ class ResponseCache:
     def __init__(self) -> None:
         self.capacity = 0
         self.room = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self._places: torch.Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._places: Tensor | None = None
         self._shape = (0, 0)
 
     def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
@@ -120,11 +121,11 @@ class ResponseCache:
         for states in (*self.keys, *self.values):
             states[target, :, :length] = states[source, :, :length]
 
-    def start_step(self, written: torch.Tensor, length: int) -> None:
+    def start_step(self, written: Tensor, length: int) -> None:
         """Begins a step that reads `length` tokens of each slot, which holds `written` [R] before the one it writes."""
         self._shape, self._written, self._places = (len(written), length), written, None
 
-    def of_layer(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The whole memory of one layer; what is to be written to it next is `like`, [R, K, ..., D]."""
         if layer == len(self.keys):
             shape = (self.capacity, like.shape[1], self.room, like.shape[-1])
@@ -132,7 +133,7 @@ class ResponseCache:
                 states.append(like.new_zeros(shape, dtype=cache_dtype(like.dtype, like.device)))
         return self.keys[layer], self.values[layer]
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one token per slot, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
         num_heads, head_size = key.shape[1], key.shape[3]
         keys, values = self.of_layer(layer, value)
@@ -161,14 +162,8 @@ class PrefillPlan:
         self.last = torch.tensor([segment.start + segment.length - 1 for segment in segments], device=device)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """[1, H, N, D] and [1, K, N, D] -> [1, N, H, D]"""
         # [1, K, N, D] -> [p, K, S, D]
         keys, values = (
@@ -194,10 +189,10 @@ class DecodePlan:
         self.first_positions = [next_positions[place] for place in places]
         self.lengths, self.places = lengths, places
         self.prefix_mask = self._mask(lengths, max(lengths))
-        self.mask: torch.Tensor | None = None
+        self.mask: Tensor | None = None
         self.members: list[list[int]] = [[] for _ in lengths]  # the slots of each prefix
         self.written: Sequence[int] = ()
-        self.windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # masks of a step, by the width
+        self.windows: dict[int, tuple[Tensor, Tensor]] = {}  # masks of a step, by the width
         for slot, place in enumerate(places):
             self.members[place].append(slot)
         self.group_size = max(map(len, self.members))
@@ -216,7 +211,7 @@ class DecodePlan:
         ]
         return grid, [cell for _, cell in sorted(cells)]
 
-    def start_step(self, written: Sequence[int]) -> torch.Tensor:
+    def start_step(self, written: Sequence[int]) -> Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
         self.responses.start_step(torch.tensor(written, device=self.device), max(written) + 1)
         self.written, self.windows = written, {}
@@ -225,14 +220,8 @@ class DecodePlan:
         return torch.tensor(positions, device=self.device)[:, None]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         num_slots, num_heads, _, head_size = query.shape
         own_keys, own_values = self.responses.write(layer, key, value)
@@ -256,7 +245,7 @@ class DecodePlan:
             mixed = mixed * (sums - torch.logaddexp(sums, sinks)).exp()[..., None].to(mixed.dtype)
         return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
 
-    def _masks(self, window: int | None, group: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _masks(self, window: int | None, group: int) -> tuple[Tensor | None, Tensor | None]:
         """For the keys of prefixes and of responses: [P, 1, 1, S] and [R, 1, 1, t], or None where all are seen; where
         the window hides some, [P, 1, n * group, S] and [R, 1, 1, t]. `group` is G."""
         if window is None:
@@ -281,12 +270,12 @@ class DecodePlan:
             )
         return self.windows[window]
 
-    def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor | None:
+    def _mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
         """[A, 1, 1, width] float32: 0 for the first tokens of each, as many as it has, then as good as -inf."""
         return None if min(lengths) == width else hidden_mask(torch.tensor(lengths, device=self.device), width)
 
 
-def hidden_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
+def hidden_mask(lengths: Tensor, width: int) -> Tensor:
     """[A, 1, 1, width] float32 from [A]: 0 for the first tokens of each, as many as it has, then as good as -inf."""
     is_hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
     return torch.zeros(is_hidden.shape, device=lengths.device).masked_fill_(is_hidden, HIDDEN)[:, None, None]
@@ -303,21 +292,15 @@ class CompiledPlan:
         lengths_of_slots = torch.tensor([lengths[place] for place in places])
         self.places = SlotPlaces(torch.tensor(places), lengths_of_slots, torch.zeros(len(places), dtype=torch.long))
 
-    def start_step(self, written: Sequence[int]) -> torch.Tensor:
+    def start_step(self, written: Sequence[int]) -> Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
         assert len(written) <= self.responses.capacity and 0 <= min(written) <= max(written) < self.responses.room
         self.places = self.places._replace(num_written=torch.tensor(written))
         return (self.first_positions + self.places.num_written)[:, None]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         own = KeysAndValues(*self.responses.of_layer(layer, value))
         shared = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
@@ -342,13 +325,13 @@ def plan_decoding(
 
 
 def attend_part(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
     scale: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention of `query` [A, K, Q, D] over a part of the keys, with `keys` and `values` [A, K, X, D].
 
     `mask` [A, 1, 1 or Q, X] float32 is added to the scores, which `softcap` caps before. Returns [A, K, Q, D], and

@@ -73,9 +73,7 @@ class NativeEngine(CausalModelEngine):
         records_routes: whether completions say which experts their tokens went through.
         options: those of `CausalModelEngine`.
 
-    Raises:
-        RolloutError: the model computes something that this engine does not.
-    """
+    Raises RolloutError: the model computes something that this engine does not."""
 
     name = "native"
     needs_packed_rows = reports_routes = True
@@ -245,10 +243,13 @@ class NativeEngine(CausalModelEngine):
         self.group.tell((specs, [numbers[id(request)] for request in given_up], max_cache_tokens))
 
     def wanted_shards(self) -> Wanted:
+        """The shards of a group's rank, by the trainer's names."""
         factors = {name: Piece((0, 0), shape) for name, shape in self._factors.items()}
         return {name: (piece, self.dtype) for name, piece in (self._pieces | factors).items()}
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these tensors from now on: memory of its own, or the trainer's. They are written to while the
+        engine is at rest; `merged_shards` it changes after they have come, so they are its own memory."""
         assert self.group is not None
         parts = {name: buffer.to(self.group.device) for name, buffer in self.model.named_buffers()}
         for name in self._pieces:

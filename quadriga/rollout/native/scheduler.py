@@ -66,9 +66,7 @@ class Scheduler(Generic[R]):
 
     def admit(self, room: int) -> list[R]:
         """Requests that start now, in the slots after those that run.
-
-        Args:
-            room: tokens of a response that each slot would have in the KV cache.
+        `room`: tokens of a response that each slot would have in the KV cache.
         """
         num_free = self.max_num_seqs - len(self.running)
         worthwhile = max(1, math.ceil(self.refill_share * self.max_num_seqs))

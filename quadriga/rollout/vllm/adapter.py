@@ -58,10 +58,7 @@ class AdapterSlot:
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
         """Have vLLM apply these matrices instead of those before. Returns their fingerprints from each process.
-
-        Raises:
-            WeightSyncError: vLLM holds another adapter afterwards, or not all of this one.
-        """
+        Raises WeightSyncError: vLLM holds another adapter afterwards, or not all of this one."""
         if self.request is not None:
             self.request = None
             self._core.ask("remove_lora", self._number)

@@ -63,11 +63,8 @@ class Response:
 
     def add(self, output: Any) -> None:
         """Take over what a `RequestOutput` of vLLM brings.
-
-        Raises:
-            RolloutError: vLLM has repeated the tokens of images otherwise than the data, so training would see another
-                prompt; or log-probabilities are missing.
-        """
+        Raises RolloutError: vLLM has repeated the tokens of images otherwise than the data, so training would see
+        another prompt; or log-probabilities are missing."""
         if self.expanded is not None and list(output.prompt_token_ids) != list(self.expanded):
             count = len(output.prompt_token_ids)
             got = f"{count} tokens of a prompt with images, as vLLM's image processor counts them"
@@ -86,10 +83,7 @@ class Response:
 
     def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
         """The response as ours; for its log-probabilities see `split_log_probs`.
-
-        Raises:
-            RolloutError: its finish reason is not known, or a log-probability is not a number.
-        """
+        Raises RolloutError: its finish reason is not known, or a log-probability is not a number."""
         reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
         if reason is None:
             got = f"a response that ended with {self.reason!r}"

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
+from quadriga.config.placement import experts_problem
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
@@ -51,6 +52,7 @@ from quadriga.rollout.vllm.library import (
 )
 from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
+from quadriga.weight_sync.reshard import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,7 @@ class VLLMEngine(ThirdPartyEngine):
         manifest: the weights that make the model complete, without an adapter.
         adapter: applied beside the weights, and part of each load; None: there is none, or it comes merged.
 
-    Raises:
-        RolloutError: vLLM is missing, too old, or refuses the model or the options.
-    """
+    Raises RolloutError: vLLM is missing, too old, or refuses the model or the options."""
 
     name, title = "vllm", "vLLM"
     takes_images = True
@@ -108,6 +108,8 @@ class VLLMEngine(ThirdPartyEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
+        if setup.device.type == "cpu" and (problem := experts_problem(setup.config)):
+            raise problem
         model, skeleton = setup.config.actor_rollout_ref.model, setup.skeleton()
         require_known_experts(cls.name, skeleton, MIXTURES)
         manifest, is_vision = Manifest.of(skeleton), hasattr(skeleton.config, "vision_config")
@@ -154,6 +156,10 @@ class VLLMEngine(ThirdPartyEngine):
             response.completion(params, self.log_probs_of, self.weight_version)
             for response, params in zip(responses, sampling, strict=True)
         ]
+
+    def wanted_shards(self) -> Wanted:
+        """What `load_weights` takes of a trainer that does not gather it: whole tensors, by their first names."""
+        return self._manifest.whole(self.setup.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images."""
@@ -287,6 +293,7 @@ class VLLMEngine(ThirdPartyEngine):
             "enable_chunked_prefill": not is_on_cpu,
             "gpu_memory_utilization": rollout.gpu_memory_utilization / rollout.data_parallel_size,
             "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "enable_expert_parallel": rollout.expert_parallel_size > 1,
             "enforce_eager": rollout.enforce_eager or is_on_cpu,
             "enable_sleep_mode": self.can_sleep,
             # Random weights would also fill what vLLM makes of a processor's files and no weight of the trainer's
@@ -326,9 +333,7 @@ class VLLMEngine(ThirdPartyEngine):
             where = f"in the processes of {told['tensor_parallel_size']} ranks, which hold it together"
         if not self.core.is_in_process:
             where = f"in processes of its own ({told['tensor_parallel_size']})"
-        lora = ""
-        if self.adapter is not None:
-            lora = f" and the adapter beside them, with room for rank {self.adapter.room_for_rank}"
+        lora = f" and the adapter beside them, with room for rank {self.adapter.room_for_rank}" if self.adapter else ""
         cache = told.get("kv_cache_memory_bytes")
         eager = "nothing is compiled" + (", for that takes longer than it saves on a CPU" if is_on_cpu else "")
         missing = "".join(f"; without {part}" for part in self.missing_parts)
@@ -346,7 +351,6 @@ class VLLMEngine(ThirdPartyEngine):
             fix = "Leave out the images, or take another actor_rollout_ref.model.path."
             raise RolloutError("vllm.generate", got=got, expected="a vision-language model", fix=fix)
         adapter = None if self._slot is None else self._slot.request
-        kinds = self.library.sampling.RequestOutputKind
         requests = []
         for prompt, params, one in zip(prompts, sampling, images, strict=True):
             given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
@@ -367,7 +371,7 @@ class VLLMEngine(ThirdPartyEngine):
                 detokenize=bool(params.stop),  # its text decides only where stop strings are looked for
                 logprobs=0,
                 flat_logprobs=True,
-                output_kind=kinds.FINAL_ONLY,
+                output_kind=self.library.sampling.RequestOutputKind.FINAL_ONLY,
             )
             requests.append(Request(given, told, adapter, None if one is None else prompt))
         return requests

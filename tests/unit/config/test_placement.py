@@ -2,6 +2,7 @@
 """Which role runs where: the three arrangements, arrangements of one's own, and what cannot be placed."""
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -217,6 +218,34 @@ def test_sglang_of_several_processes_is_for_cpus() -> None:
     assert [one for one in notices if GROUPS in one and "on a machine with GPUs the run ends at its start" in one]
     problems, notices = training_findings(load_config([*SGLANG, "trainer.device=cpu"]).config)
     assert not [one for one in (*problems, *notices) if GROUPS in str(one)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"name": "vllm", "tensor_model_parallel_size": 2}, "got 2, on a CPU"),
+        ({"name": "vllm"}, "got 2, with actor_rollout_ref.rollout.name=vllm and tensor_model_parallel_size=1"),
+        ({"name": "native", "tensor_model_parallel_size": 2}, "rollout.name=native and tensor_model_parallel_size=2"),
+        ({"name": "sglang", "tensor_model_parallel_size": 2}, "rollout.name=sglang and tensor_model_parallel_size=2"),
+    ],
+)
+def test_experts_of_a_rollout_are_divided_by_vllm_on_gpus(keys: dict[str, Any], words: str) -> None:
+    at = "actor_rollout_ref.rollout"
+    given = [
+        RAY,
+        "trainer.n_gpus_per_node=2",
+        f"{at}.expert_parallel_size=2",
+        *(f"{at}.{k}={v}" for k, v in keys.items()),
+    ]
+    problems, _ = training_findings(load_config([*given, "trainer.device=cpu"]).config)
+    assert any(words in str(one) for one in problems if one.where == f"{at}.expert_parallel_size")
+    problems, notices = training_findings(load_config([*given, "trainer.device=cuda"]).config)
+    is_fine = "on a CPU" in words
+    assert is_fine == (not any(one.where == f"{at}.expert_parallel_size" for one in problems))
+    _, notices = training_findings(load_config(given).config)
+    assert (keys["name"] == "vllm") == any(
+        "on a machine without GPUs the run ends at its start" in one for one in notices
+    )
 
 
 @pytest.mark.parametrize("key", ["data_parallel_size=2", "request_seeds=False"])

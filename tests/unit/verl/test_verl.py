@@ -176,6 +176,11 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
         (["actor_rollout_ref.rollout.nnodes=2"], {"trainer.nnodes": 1}),
         # Ranks of one engine there, engines of one rank here.
         (["actor_rollout_ref.rollout.data_parallel_size=4"], {"actor_rollout_ref.rollout.data_parallel_size": None}),
+        # verl divides experts among the ranks of several engines, too.
+        *(([f"actor_rollout_ref.rollout.{name}" for name in (*engine, "expert_parallel_size=8")],
+           {"actor_rollout_ref.rollout.expert_parallel_size": size}) for engine, size in (
+            (["tensor_model_parallel_size=2", "data_parallel_size=4"], 2), (["tensor_model_parallel_size=8"], 8),
+            (["name=sglang", "tensor_model_parallel_size=8"], 1))),
         (["+actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True",
           "actor_rollout_ref.model.lora.target_modules=[linear_qkv]"],
          {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora_merge": True,

@@ -21,13 +21,22 @@ from transformers import (
 )
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-from quadriga.config import Config
+from quadriga.config import Config, OptimConfig
 from quadriga.config.layout import Layout
+from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.scorers import PolicyScorer, ValueScorer
-from quadriga.workers.models import check_checkpoint, check_models, layout_tables, load_judge, load_model, require_text
+from quadriga.workers.models import (
+    check_checkpoint,
+    check_models,
+    layout_tables,
+    load_judge,
+    load_model,
+    require_text,
+    sizes_of_models,
+)
 from tests.architectures import config_of
 from tests.moe import CONFIGS
 from tests.tiny_vision import vision_config
@@ -190,6 +199,50 @@ def test_routers_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], 
     check_models(config(folder, "experts", router_replay="rollout", router_aux_loss_coef=0.1), has_critic=False)
     with pytest.raises(ConfigError, match=told):
         check_models(config(folder, **{"model": "experts", "processes": 2, **changes}), has_critic=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ({"expert_parallel_size": 4}, 16 * 28_849_152 / 8),
+        # Experts over 4 ranks, of which 2 have the same ones; the rest over tp=2, and 4 ranks shard its masters.
+        (
+            {"expert_parallel_size": 4, "strategy": "megatron", "tensor_model_parallel_size": 2},
+            6 * (25_165_824 / 4 + 3_683_328 / 2) + 12 * (25_165_824 / 8 + 3_683_328 / 8),
+        ),
+    ],
+)
+def test_sizes_know_experts(folder: Path, sizes: dict[str, Any], kept: float) -> None:
+    """Counted by hand: four layers of attention (655,360), a router (8,192), 16 experts (393,216 each), two of which a
+    token takes, and norms (1,152); embedding and head (512,000 each), and the last norm (512)."""
+    Qwen3MoeConfig(
+        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        vocab_size=1000, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2, tie_word_embeddings=False,
+    ).save_pretrained(folder / "mixture")  # fmt: skip
+    run = config(folder, "mixture", 8, fsdp_config={"model_dtype": "bfloat16"}, **sizes)
+    of_model, of_process = sizes_of_models(run, has_critic=False)
+    told = "28.8 M parameters, 25.2 M of them experts, 2 of 16 in each of 4 layers for a token; 6.3 M multiply it: "
+    assert told + "0.0126 GFLOP forward, 0.0379 learned from" in of_model
+    assert f"keeps about {kept / 1e9:.3g} GB" in of_process
+
+
+def test_what_a_process_keeps_is_what_an_engine_has() -> None:
+    """In one process, but for the sums of gradients, which come with the first of these."""
+    small = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    how = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "training": Training(OptimConfig(), 1.0, 1)}
+    engine = FSDPEngine(PolicyScorer(LlamaForCausalLM(small)), **how)
+    tensors = (*engine.parameters.parameters.values(), *engine.parameters.masters.values())
+    count = engine.num_parameters
+    kept = Layout().state_bytes(0, count, 2, is_trained=True)
+    assert sum(one.nbytes for one in tensors) + engine.moment_bytes == kept - 4 * count
+
+
+def test_a_rollout_without_experts_to_divide(folder: Path) -> None:
+    rollout = {"name": "vllm", "tensor_model_parallel_size": 2, "expert_parallel_size": 2}
+    lengths = {"max_prompt_length": 32, "max_response_length": 32}
+    run = Config(data=lengths, actor_rollout_ref={"model": {"path": str(folder / "llama")}, "rollout": rollout})
+    with pytest.raises(ConfigError, match=r"expert_parallel_size: got 2, with a model without experts \(llama\)"):
+        check_models(run, has_critic=False)
 
 
 def test_layouts_of_a_model_that_sees(folder: Path) -> None:

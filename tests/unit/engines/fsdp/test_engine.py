@@ -6,13 +6,16 @@ import logging
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from quadriga.config import OptimConfig
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import EngineError
+from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.scorers import PolicyScorer, ValueScorer
+from tests.moe import CONFIGS
 
 ALL = frozenset({"model", "optimizer"})
 
@@ -149,3 +152,10 @@ def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer) -> Non
         each.optimizer_step(lr=0.01)
     for name, master in engine.parameters.masters.items():
         assert torch.equal(master, other.parameters.masters[name]), name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_it_says_what_computes_experts(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation=ATTENTION_NAME)
+    engine = FSDPEngine(PolicyScorer(model), dtype=torch.float32, device=torch.device("cpu"))
+    assert "frozen, experts by transformers' grouped_mm" in engine.describe()["weights"]

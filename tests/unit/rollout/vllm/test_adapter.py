@@ -14,13 +14,14 @@ from torch import nn
 
 from quadriga.config import load_config
 from quadriga.config.adapter import ADAPTER_WEIGHTS, AdapterShape
-from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.models.adapter_files import AdapterFiles, is_factor, write_factors
 from quadriga.rollout import Balancer
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.adapter import Adapter
+from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights, Fingerprint
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
@@ -49,10 +50,10 @@ def weights(seed: int, *, with_frozen: bool) -> list[tuple[str, torch.Tensor]]:
 ADAPTER = Adapter(SHAPE, manifest(FACTORS))
 
 
-def stand_in(adapter: Adapter | None = ADAPTER) -> StandIn:
+def stand_in(adapter: Adapter | None = ADAPTER, *keys: str) -> StandIn:
     rollout = "actor_rollout_ref.rollout"
     config = load_config([f"{rollout}.name=vllm", f"{rollout}.max_model_len=20", "data.max_prompt_length=10",
-                          "data.max_response_length=10"]).config  # fmt: skip
+                          "data.max_response_length=10", *keys]).config  # fmt: skip
     setup = EngineSetup(config, None, {}, torch.device("cpu"), torch.float32)  # pyrefly: ignore[bad-argument-type]
     return StandIn(setup, manifest(FROZEN), (1,), adapter=adapter)
 
@@ -204,6 +205,17 @@ def test_what_vllm_is_told(engine: StandIn) -> None:
     for rank, room in ((8, 8), (9, 16), (257, 320), (512, 512)):
         assert replace(ADAPTER, shape=replace(SHAPE, rank=rank)).room_for_rank == room
     assert not any("lora" in name for name in stand_in(None).arguments)
+
+
+def test_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is vLLM's own, asked for where the key says so; on a CPU the engine is refused before there is one."""
+    stand_in_for_vllm(monkeypatch)
+    keys = [f"actor_rollout_ref.rollout.{name}_parallel_size=2" for name in ("tensor_model", "expert")]
+    engine = stand_in(None, *keys)
+    assert engine.arguments["enable_expert_parallel"] and engine.arguments["tensor_parallel_size"] == 2
+    assert not stand_in(None, keys[0]).arguments["enable_expert_parallel"]
+    with pytest.raises(ConfigError, match="expert_parallel_size: got 2, on a CPU"):
+        VLLMEngine.from_config(engine.setup)
 
 
 def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
