@@ -41,6 +41,7 @@ from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.verl.meaning import device
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
 from quadriga.workers.base import choose_device
+from quadriga.workers.models import sizes_of_models
 from tests.gpu.test_cuda import make_model
 from tests.rehearsal.in_worker import FINDINGS, STARTED
 from tests.rehearsal.stand_in import StandIn
@@ -170,8 +171,10 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
 
 def test_experts_of_megatron_are_made_on_the_device(stand_in: StandIn) -> None:
     megatron = pytest.importorskip("quadriga.engines.megatron.model")
-    sizes = SimpleNamespace(moe_ffn_hidden_size=4, hidden_size=8, params_dtype=torch.bfloat16)
-    assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in megatron.Experts(2, sizes).parameters())
+    sizes = SimpleNamespace(moe_ffn_hidden_size=8, hidden_size=8, params_dtype=torch.bfloat16)
+    experts = megatron.Experts(2, sizes)
+    assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in experts.parameters())
+    assert experts.are_grouped and "Transformer Engine is not installed" in megatron.linear_modules(CUDA)[2]
 
 
 def test_random_states_of_more_devices_than_there_are(stand_in: StandIn) -> None:
@@ -264,6 +267,7 @@ def test_weights_to_vllm_beside(stand_in: StandIn, monkeypatch: pytest.MonkeyPat
     tokenizer: Any = SimpleNamespace(eos_token_id=1)
     engine = OnStandIn.from_config(EngineSetup(config, tokenizer, {}, CUDA, torch.bfloat16))
     assert engine.can_sleep and engine.arguments["enable_chunked_prefill"] and not engine.arguments["enforce_eager"]
+    assert list(sizes_of_models(config, has_critic=False))[1].endswith("bfloat16)")
     engine.core.is_in_process = False
     weights = dict(make_model().to(CUDA).named_parameters())
     CopiedWeights().publish(weights.items(), engine, 1)

@@ -143,9 +143,9 @@ class Experts(nn.Module):
         super().__init__()
         width, size = config.moe_ffn_hidden_size, config.hidden_size
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
-        self.are_grouped = not why_in_a_loop(config, torch.device(options["device"]))
         self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * width, size, **options))
         self.down_proj = nn.Parameter(torch.empty(number, size, width, **options))
+        self.are_grouped = not why_in_a_loop(config, self.down_proj.device)
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Tokens [m, D] sorted by expert, `counts` [E/ep] of each, with their weights [m] -> [m, D]."""
