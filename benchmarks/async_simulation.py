@@ -54,7 +54,8 @@ NEAR = 1.03
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of what is done, and the most sequences of a worker; waiting is what the simulation finds."""
+    """Seconds of what is done, and the most sequences of a worker; waiting is what the simulation finds. With
+    `recomputes` a load takes `sequence_s` more for each token under way, whose cache is computed anew."""
 
     decode_s: float = 0.02
     sequence_s: float = 1e-4
@@ -62,6 +63,7 @@ class Costs:
     token_s: float = 4e-4
     publish_s: float = 2.0
     load_s: float = 1.0
+    recomputes: bool = False
     switch_s: float = 10.0
     capacity: int = 256
 
@@ -175,7 +177,7 @@ class Simulation:
                 case Load(worker, version):
                     self.pause(worker)
                     if version <= self.published:
-                        self.after(self.costs.load_s, partial(self.loaded, worker, version))
+                        self.after(self.load_s(worker), partial(self.loaded, worker, version))
                     else:
                         self.awaited.setdefault(version, []).append(worker)
                 case Resume(worker):
@@ -225,6 +227,12 @@ class Simulation:
             seconds = float(self.workload.reward_s[batch, row % self.workload.reward_s.shape[1]])
             self.after(seconds, partial(self.schedule.graded, group))
 
+    def load_s(self, number: int) -> float:
+        """Of a worker that takes weights now."""
+        worker = self.workers[number]
+        tokens = sum(worker.position - begin for begin in worker.begins.values())
+        return self.costs.load_s + self.costs.sequence_s * tokens * self.costs.recomputes
+
     def pause(self, number: int) -> None:
         """A worker makes no token."""
         self.workers[number].advance(self.now)
@@ -273,7 +281,7 @@ class Simulation:
         self.published = version
         self.schedule.has_published(version)
         for worker in self.awaited.pop(version, []):
-            self.after(self.costs.load_s, partial(self.loaded, worker, version))
+            self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
 def colocated(rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int) -> Outcome:
@@ -411,7 +419,8 @@ def main() -> None:
     parser.add_argument("--recorded-gpus", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     for name, value in vars(Costs()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, dest=name)
+        kind = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **kind)
     args = parser.parse_args()
     costs = Costs(**{name: getattr(args, name) for name in vars(Costs())})
     print("| GPUs | max_staleness | train + rollout | s a step | over colocated | over lockstep, same split ", end="")

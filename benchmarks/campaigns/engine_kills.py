@@ -50,9 +50,9 @@ KEYS = (
 COUNTS = ("rollout/requests_moved", "rollout/engine_restarts")
 
 
-def prepare(files: Path) -> None:
-    """Model, data, and the run left alone; again where the package has changed."""
-    sources = [*sorted((REPOSITORY / "quadriga").rglob("*.py")), Path(__file__)]
+def prepare(files: Path, script: str = __file__) -> None:
+    """Model, data, and the run left alone, by `script`; again where the package has changed."""
+    sources = [*sorted((REPOSITORY / "quadriga").rglob("*.py")), Path(script)]
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     done = files / "done"
     if done.is_file() and done.read_text() == state:
@@ -68,7 +68,7 @@ def prepare(files: Path) -> None:
     tiny.write_rows(home / "val.parquet", [tiny.make_row(number) for number in range(20, 24)])
     (home / "reward.py").write_text(tiny.REWARD)
     (files / "alone").mkdir()
-    if failure := run(files / "alone", files, 0):
+    if failure := run(files / "alone", files, 0, script):
         raise SystemExit(f"the run left alone: {failure}")
     done.write_text(state)
 
@@ -136,12 +136,12 @@ def drive(number: int, files: Path) -> int:
 # ---- in the process that looks at it ------------------------------------------------------------
 
 
-def run(folder: Path, files: Path, number: int) -> str:
-    """A run in a folder, in a session of its own. Returns what was wrong with it."""
+def run(folder: Path, files: Path, number: int, script: str = __file__) -> str:
+    """A run in a folder, in a session of its own, by `script`. Returns what was wrong with it."""
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(number), str(files)],
+            [sys.executable, script, str(number), str(files)],
             cwd=folder,
             env=os.environ | own,
             stdin=subprocess.DEVNULL,
@@ -166,7 +166,7 @@ def run(folder: Path, files: Path, number: int) -> str:
     return f"status {status}" if status else f"processes {left} stayed" if left else ""
 
 
-def differences(folder: Path, alone: Path) -> str:
+def differences(folder: Path, alone: Path, ignored: tuple[str, ...] = COUNTS) -> str:
     """How the responses or metrics of a run differ from those of another; "" where they do not."""
     for step in range(1, NUM_STEPS + 1):
         ours, theirs = (read(one / "run" / "rollouts" / f"{step}.jsonl") for one in (folder, alone))
@@ -176,7 +176,7 @@ def differences(folder: Path, alone: Path) -> str:
             return f"step {step}: {sum(a != b for a, b in zip(ours, theirs, strict=True))} other responses"
     for ours, theirs in zip(read(folder / "run/metrics.jsonl"), read(alone / "run/metrics.jsonl"), strict=True):
         for name in ours.keys() | theirs.keys():
-            if name.startswith(("timing_s/", "timing_per_token_ms/", "perf/", *COUNTS)):
+            if name.startswith(("timing_s/", "timing_per_token_ms/", "perf/", *ignored)):
                 continue
             if not math.isclose(ours.get(name, math.nan), theirs.get(name, math.nan), rel_tol=1e-4, abs_tol=2e-6):
                 return f"step {theirs['step']}: {name} {ours.get(name)}, not {theirs.get(name)}"

@@ -23,6 +23,9 @@ from quadriga.config.placement import (
     check_megatron,
     check_placement,
     check_profiles,
+    role_pools,
+    rollout_group_size,
+    rollout_processes,
 )
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
@@ -252,10 +255,18 @@ def check_async(config: Config) -> Iterator[Finding]:
         return
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
-    streams = settings.by_mini_batch
+    streams, on_ray = settings.by_mini_batch, trainer.backend == "ray"
     in_files = f"Rounds under way are not in a checkpoint: leave it out, or set {at}.max_staleness=0."
     for is_wrong, key, got, expected, fix in (
-        (trainer.backend != "local", "trainer.backend", trainer.backend, "local", "Only there generation goes on."),
+        (on_ray and "rollout" not in role_pools(trainer), "trainer.placement", str(trainer.placement),
+         "actor and rollout in pools of their own", "Such as {actor: training, ref: training, rollout: generation}."),
+        (on_ray and rollout_group_size(config) > 1, f"{ROLLOUT}.tensor_model_parallel_size",
+         str(rollout.tensor_model_parallel_size), "1", "Groups of ranks do not generate beside training."),
+        (on_ray and settings.replay, f"{at}.replay", str(settings.replay), "null, with trainer.backend=ray",
+         "What is replayed are the steps of the one engine of a run in one process."),
+        (on_ray and settings.deterministic and settings.in_flight == "continue" and rollout_processes(config) > 1,
+         f"{at}.deterministic", f"true, with in_flight=continue and {rollout_processes(config)} ranks that generate",
+         "in_flight=finish, or one rank", "How far each rank is when weights change is a matter of time."),
         (rollout.name != "native", f"{ROLLOUT}.name", rollout.name, "native, which has a version of each token", ""),
         (rollout.skip.enable, f"{ROLLOUT}.skip.enable", "true", "false", "Kept responses have no versions."),
         (settings.deterministic and has_conversations, f"{ROLLOUT}.mode", f"async, with {at}.deterministic=True",
@@ -274,6 +285,8 @@ def check_async(config: Config) -> Iterator[Finding]:
     ):  # fmt: skip
         if is_wrong:
             yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
+    if on_ray and stale and trainer.state_copies:
+        yield "trainer.state_copies: none beside generation: a run that loses its actor goes on from a checkpoint."
     correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     if stale and not (correction.needs_old_log_probs or correction.bypass_mode):
         yield f"{key}: nothing corrects for samples up to {settings.max_staleness} versions old: set {key}.preset."

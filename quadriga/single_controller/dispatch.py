@@ -326,6 +326,7 @@ class Registration:
     dispatch_mode: Dispatch
     blocking: bool
     is_rank_zero_only: bool  # rank 0 alone gets the arguments, whole, and its output is the result
+    is_beside: bool = False
 
 
 def register(
@@ -333,6 +334,7 @@ def register(
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
+    beside: bool = False,
 ) -> Callable[[Method], Method]:
     """Make a method of a worker callable on its group.
 
@@ -341,6 +343,7 @@ def register(
         execute_mode: with RANK_ZERO, rank 0 alone is called, with the arguments whole, and its output is the result.
         blocking: whether the call on the group waits for the result, or returns a DataProtoFuture of it.
         materialize_futures: whether the worker waits for arguments that are futures; else the method gets the futures.
+        beside: whether it runs in a second thread of the worker's process, so that it may wait while others run.
     """
     mode: Any = dispatch_mode
     if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:
@@ -352,7 +355,8 @@ def register(
         )
     if not isinstance(execute_mode, Execute):
         raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")
-    registration = Registration(mode, blocking, execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO)
+    is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO
+    registration = Registration(mode, blocking, is_rank_zero_only, beside)
 
     def decorate(method: Method) -> Method:
         @wraps(method)

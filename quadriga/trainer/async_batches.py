@@ -15,6 +15,8 @@ done       consumes: the rows of a group, in the rollout's thread. Waits for: th
 a load     waits for: the weights, where the schedule lets the rollout pause for them. Unblocked by: `publish`, or a
            hold before a save.
 
+With a rollout in processes of its own each engine is a worker of the schedule (`trainer/stream_pool.py`).
+
 What becomes of events is decided in one place, `trainer/async_schedule.py`; here its decisions are carried out. The
 bound on staleness is checked again on the tokens of every batch.
 
@@ -40,7 +42,7 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
 from quadriga.trainer.async_record import RECORD, RecordedSchedule, ScheduleRecord
 from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Schedule, Start
@@ -49,10 +51,11 @@ from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import repeat_prompts, rollout_inputs, without_passing
 from quadriga.trainer.rewards import grade
 from quadriga.trainer.rollout_pool import WeightPublisher
+from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker
 
-_WORKER = 0
-"""The number of the one engine in the schedule."""
+TEND_S = 1.0
+"""How often a wait looks after engines in other processes."""
 
 
 class AsyncBatches(WeightPublisher):
@@ -100,21 +103,25 @@ class AsyncBatches(WeightPublisher):
         self.schedule: Schedule | None = None
         self._changed = Condition()  # holds the lock of everything below
         self._rows: list[DataProto] = []  # prompts that are taken and not started
-        self._begun: dict[int, DataProto] = {}  # rows of a group without what their responses have
+        self._pool = weights if isinstance(weights, StreamPool) else None
+        self._streams: dict[int, Any] = {}  # by worker
+        self._joining: list[Any] = []  # streams that have no weights yet
+        self._num_workers, self._has_begun = 0, False
+        self._begun: dict[int, tuple[DataProto, DataProto]] = {}  # rows of a group: what the rollout has, and the rest
         self._complete: dict[int, DataProto] = {}
         self._filters: dict[int, GroupFilter] = {}  # by batch
         self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
-        self._weights: dict[int, dict[str, torch.Tensor]] = {}  # by version
+        self._weights: dict[int, DataProtoFuture] = {}  # by version
         self._unannounced: int | None = None
         self._handed: HandOver | None = None
         self._error: BaseException | None = None
         self._is_ended = False
         self._resumed: dict[str, Any] = {}
-        self._pause: dict[str, bool] = {}  # of the load that was decided last: whether it is given up
+        self._pauses: dict[int, dict[str, bool]] = {}  # of each worker's last load: whether it is given up
         self._counts: dict[str, float] = defaultdict(float)
         self.is_current = True
         self._taken = 0  # the step of the batch that was taken last
-        self._idle_since: float | None = None
+        self._idle_since: dict[int, float] = {}
 
     # What the loop calls.
 
@@ -144,12 +151,11 @@ class AsyncBatches(WeightPublisher):
             schedule = self._begin(step) if self.schedule is None else self.schedule
             schedule.release()
             self._announce()
+            self._tend()
             schedule.wants_batch()
             self._act()
             with waiting(f"the responses of step {step}", self._state):
-                self._changed.wait_for(lambda: self._handed is not None or self._error is not None)
-            if self._error is not None:
-                raise self._error
+                self._wait_for(lambda: self._handed is not None)
             handed, self._handed = self._handed, None
             assert handed is not None and handed.step == step
             depth = sum(group.is_kept for group in schedule.groups.values())
@@ -176,9 +182,7 @@ class AsyncBatches(WeightPublisher):
             self._announce()
             self._act()
             with waiting("responses under way, to be saved", self._state):
-                self._changed.wait_for(lambda: schedule.is_quiet or self._error is not None)
-            if self._error is not None:
-                raise self._error
+                self._wait_for(lambda: schedule.is_quiet)
             groups = {number: as_tensor(rows) for number, rows in self._complete.items()}
             return {"schedule": schedule.state(), "groups": groups, "rows": list(map(as_tensor, self._rows))}
 
@@ -196,6 +200,8 @@ class AsyncBatches(WeightPublisher):
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
+        if self._pool is not None:
+            self._pool.stop()
 
     def close(self) -> None:
         self._validation.close()
@@ -217,15 +223,62 @@ class AsyncBatches(WeightPublisher):
             self._complete = {number: from_tensor(rows) for number, rows in self._resumed["groups"].items()}
             self._rows = list(map(from_tensor, self._resumed["rows"]))
         self.schedule = schedule
-        self._stream = self._actor.open_stream(self._end_group)
-        weights, version = self._actor.copy_weights(), schedule.published
-        self._stream.load(lambda: weights, version, keeps_cache=False).result()
-        schedule.joined(_WORKER, version)
+        self._weights[schedule.published] = self._actor.copy_weights()
+        if self._pool is None:
+            self._join(self._actor.open_stream(self._end_group))
+        self._wait_for(lambda: bool(self._streams) and not self._joining)
+        if self._pool is None:
+            self._weights.clear()
         if path is not None:
-            self._stream.engine.before_step = self._replay
-            self._stream.load(lambda: None, version, keeps_cache=True)  # so that the engine looks
-        self._idle_since = time.perf_counter()
+            stream = self._streams[0]
+            stream.engine.before_step = self._replay
+            stream.load(lambda: None, schedule.published, keeps_cache=True)  # so that the engine looks
+        self._has_begun = True
         return schedule
+
+    def _join(self, stream: Any) -> None:
+        """A stream gets weights, and is a worker of the schedule once it has them: those that others generate with, so
+        that in a deterministic run the same ones begin a batch."""
+        assert self.schedule is not None
+        workers, number = self.schedule.workers.values(), self._num_workers
+        version = min((worker.version for worker in workers), default=self.schedule.published)
+        weights = self._weights[version]
+        self._num_workers += 1
+        self._joining.append(stream)
+
+        def joined(loaded: Future[int]) -> None:
+            with self._deciding(), self._changed:
+                loaded.result()
+                assert self.schedule is not None
+                self._joining.remove(stream)
+                self._streams[number], self._idle_since[number] = stream, time.perf_counter()
+                self.schedule.joined(number, version)
+
+        stream.load(lambda: weights, version, keeps_cache=False).add_done_callback(joined)
+
+    def _tend(self) -> None:
+        """Engines in other processes that are new or lost, as workers of the schedule."""
+        if self._pool is None or self.schedule is None:
+            return
+        new, lost = self._pool.tend(self._end_group, pauses=self.rules.deterministic)
+        self._joining = [stream for stream in self._joining if stream not in lost]
+        for number in [number for number, stream in self._streams.items() if stream in lost]:
+            del self._streams[number]
+            self._idle_since.pop(number, None)
+            self.schedule.lost(number)
+        if lost:
+            self._act()
+        for stream in new:
+            self._join(stream)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Wait with the lock, looking after the engines. Raises what fails in the rollout."""
+        while self._error is None and not is_there():
+            self._tend()
+            if not is_there():
+                self._changed.wait(None if self._pool is None else TEND_S)
+        if self._error is not None:
+            raise self._error
 
     def _announce(self) -> None:
         if self._unannounced is not None and self.schedule is not None:
@@ -255,19 +308,19 @@ class AsyncBatches(WeightPublisher):
     def _add_group(self, number: int, output: DataProto) -> None:
         schedule = self.schedule
         assert schedule is not None
-        rows, group = self._begun.pop(number), schedule.groups.get(number)
-        if group is None:
+        begun, group = self._begun.pop(number, None), schedule.groups.get(number)
+        if group is None or begun is None:  # it was dropped meanwhile
             self._counts["discarded_tokens"] += int(output.batch["response_mask"].sum())
             return
-        self._complete[number] = complete = rows.union(output)
+        self._complete[number] = complete = begun[1].union(output)
         complete.meta_info = {"metrics": output.meta_info["metrics"]}  # the rest may differ between groups
         versions = token_versions(output)
         for sample, own in enumerate(versions):
             drawn = own[own >= 0]
-            oldest = int(drawn.min()) if len(drawn) else None
-            schedule.ended(_WORKER, number, sample, oldest)
-        if not self._stream.num_open:
-            self._idle_since = time.perf_counter()
+            worker = group.running[sample]
+            schedule.ended(worker, number, sample, int(drawn.min()) if len(drawn) else None)
+            if not self._streams[worker].num_open:
+                self._idle_since[worker] = time.perf_counter()
         if not self.rules.round_size:
             schedule.graded(number)
             return
@@ -298,21 +351,23 @@ class AsyncBatches(WeightPublisher):
         """Carry out what the schedule decides, as long as it decides anything."""
         assert self.schedule is not None
         decided: list[Decision] = []
-        while decisions := self.schedule.decide():
+        while self._has_begun and (decisions := self.schedule.decide()):
             decided += decisions
         self._carry_out(decided)
 
     def _carry_out(self, decided: Sequence[Decision]) -> None:
         for decision in decided:
             match decision:
-                case Load(_, version):
-                    self._load(version)
-                case Resume():
-                    self._pause["is_over"] = True
+                case Load(worker, version):
+                    self._load(worker, version)
+                case Resume(worker):
+                    self._pauses[worker]["is_over"] = True
                     self._changed.notify_all()
                 case HandOver():
                     self._handed = decision
-                case Drop(group, reason):
+                case Drop(group, reason, running):
+                    for worker in {worker for worker, _ in running}:
+                        self._streams[worker].abort(group)
                     self._drop(group, reason)
         # After a load that was decided with them: else it would be a matter of time which one the engine takes first.
         self._start([one for one in decided if isinstance(one, Start)])
@@ -321,24 +376,31 @@ class AsyncBatches(WeightPublisher):
         """Before a step of the engine, what the record has there."""
         with self._deciding(), self._changed:
             assert isinstance(self.schedule, RecordedSchedule)
-            self._carry_out(self.schedule.at(num_steps, _WORKER))
+            self._carry_out(self.schedule.at(num_steps, next(iter(self._streams))))
 
     def _start(self, starts: Sequence[Start]) -> None:
-        begun = {}
-        for start in starts:
+        rows = {start.group: self._rows_of(start) for start in starts}  # prompts in the order of the schedule
+        for worker in dict.fromkeys(start.worker for start in starts):
+            own = [start for start in starts if start.worker == worker]
+            if (idle_since := self._idle_since.pop(worker, None)) is not None:
+                self._counts["rollout_wait_s"] += (time.perf_counter() - idle_since) / len(self._streams)
+            groups = [(start.group, start.batch, start.row) for start in own]
+            begun = {start.group: rows[start.group] for start in own}
+            self._streams[worker].start(begun, partial(lambda own, at: self._file.add(at=at, start=own), groups))
+
+    def _rows_of(self, start: Start) -> DataProto:
+        """What the rollout gets of a group: of the next prompt, or of the same one, where its worker was lost."""
+        if start.group not in self._begun:
             row = self._next_row()
             meta_info = {"global_steps": start.batch, "total_training_steps": self.rules.num_steps}
             prompt = DataProto(row.batch, dict(row.non_tensor_batch), row.meta_info | meta_info)
             assign_uids(prompt, str(start.batch), first=start.row)
             rows = repeat_prompts(prompt, self.rules.group_size)
-            begun[start.group] = rollout_inputs(rows, self._config)
-            self._begun[start.group] = without_passing(rows)
-        if begun:
-            if self._idle_since is not None:
-                self._counts["rollout_wait_s"] += time.perf_counter() - self._idle_since
-                self._idle_since = None
-            groups = [(start.group, start.batch, start.row) for start in starts]
-            self._stream.start(begun, lambda number: self._file.add(at=number, start=groups))
+            inputs = rollout_inputs(rows, self._config)
+            self._begun[start.group] = inputs, without_passing(rows)
+        else:
+            self._counts["restarted_groups"] += 1
+        return self._begun[start.group][0]
 
     def _next_row(self) -> DataProto:
         if not self._rows:
@@ -346,31 +408,34 @@ class AsyncBatches(WeightPublisher):
             self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
         return self._rows.pop(0)
 
-    def _load(self, version: int) -> None:
-        """Have the rollout take weights; it waits for them where they are not published yet."""
-        pause, schedule = {"is_over": False}, self.schedule
-        self._pause = pause
+    def _load(self, worker: int, version: int) -> None:
+        """Have a worker take weights; it waits for them where they are not published yet."""
+        pause, schedule, stream = {"is_over": False}, self.schedule, self._streams[worker]
+        self._pauses[worker] = pause
         assert schedule is not None
 
-        def weights() -> dict[str, torch.Tensor] | None:
+        def weights() -> DataProtoFuture | None:
             with self._changed:
                 self._changed.wait_for(lambda: version <= schedule.published or pause["is_over"] or self._is_ended)
                 return None if pause["is_over"] else self._weights.get(version)
 
         keeps = self._settings.kv_on_update == "keep"
-        done = self._stream.load(weights, version, keeps_cache=keeps)
-        done.add_done_callback(partial(self._loaded, version))
+        done = stream.load(weights, version, keeps_cache=keeps)
+        done.add_done_callback(partial(self._loaded, worker, version))
 
-    def _loaded(self, version: int, done: Future[int]) -> None:
+    def _loaded(self, worker: int, version: int, done: Future[int]) -> None:
         with self._deciding(), self._changed:
-            number = done.result()
-            if self._stream.engine.weight_version == version and self.schedule is not None:
-                self._file.add(at=number, load=version)
-                self._weights = {number: own for number, own in self._weights.items() if number > version}
-                self.schedule.loaded(_WORKER, version)
+            number, stream = done.result(), self._streams.get(worker)
+            if stream is not None and stream.weight_version == version and self.schedule is not None:
+                if self._pool is None:  # the steps of several engines have no order
+                    self._file.add(at=number, load=version)
+                self.schedule.loaded(worker, version)
+                oldest = min(one.version for one in self.schedule.workers.values())
+                # One that comes back begins with the oldest that are in use.
+                last = oldest if self._pool is None else oldest - 1
+                self._weights = {number: own for number, own in self._weights.items() if number > last}
 
     def _drop(self, number: int, reason: str) -> None:
-        self._stream.abort(number)
         self._begun.pop(number, None)
         rows = self._complete.pop(number, None)
         self._counts[f"dropped_{reason}"] += 1

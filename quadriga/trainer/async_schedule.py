@@ -196,6 +196,7 @@ class Schedule:
         self._to_start: set[int] = set()  # groups with samples that have no worker
         self._free: set[int] = set()  # workers that take samples
         self._behind: set[int] = set()  # workers that could load newer weights
+        self._loading: set[int] = set()  # workers that load weights which are there
         self._generated = step  # all batches up to this one have been
         self._wants = False
         self._pending: list[Decision] = []
@@ -214,8 +215,8 @@ class Schedule:
             del group.running[sample]
             group.waiting.append(sample)
             self._to_start.add(number)
-        self._free.discard(worker)
-        self._behind.discard(worker)
+        for those in (self._free, self._behind, self._loading):
+            those.discard(worker)
 
     def has_published(self, version: int) -> None:
         """Weights of this version can be loaded."""
@@ -350,6 +351,8 @@ class Schedule:
         (self._free.add if has_room and own.loading is None and not drains else self._free.discard)(worker)
         is_behind = own.loading is None and own.version < newest
         (self._behind.add if is_behind else self._behind.discard)(worker)
+        is_loading = own.loading is not None and own.loading <= self.published
+        (self._loading.add if is_loading else self._loading.discard)(worker)
 
     def _load(self) -> None:
         for number in sorted(self._behind):
@@ -404,15 +407,17 @@ class Schedule:
         return None
 
     def _worker_for(self, batch: int, size: int) -> int | None:
-        """The worker with the least to do of those that may begin samples of this batch now."""
+        """The worker with the least to do of those that may begin samples of this batch now; None too where one that
+        takes weights, which are there, has less to do: that gets its share once it has them."""
         best = None
-        for number in self._free:
+        for number in self._free | self._loading:
             worker = self.workers[number]
             load = len(worker.running)
             fits = worker.capacity is None or load + size <= worker.capacity or not load
-            if fits and self.may_start(worker.version, batch) and (best is None or (load, number) < best):
+            version = worker.version if worker.loading is None else worker.loading
+            if fits and self.may_start(version, batch) and (best is None or (load, number) < best):
                 best = load, number
-        return None if best is None else best[1]
+        return None if best is None or best[1] in self._loading else best[1]
 
     def _begin(self, worker: int, group: Group) -> None:
         own, samples = self.workers[worker], tuple(sorted(group.waiting))

@@ -28,6 +28,7 @@ from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
+from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.models import check_checkpoint, check_models, layout_tables, require_text
@@ -146,7 +147,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         counted = dict.fromkeys(names, max(1, len(train)))
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
         if reward is not None:
-            workers = handles(team, rollout_group_size(config))
+            workers = handles(team, config)
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
@@ -200,6 +201,8 @@ def state_copies(config: Config) -> Any:
     trainer = config.trainer
     if trainer.backend != "ray" or not trainer.state_copies or not trainer.max_worker_restarts or trainer.val_only:
         return None
+    if config.async_training.is_stale:  # what is under way would have to end at every step
+        return None
     return resolve_name(STATE_COPIES)()
 
 
@@ -220,14 +223,19 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     return choices
 
 
-def handles(team: WorkerGroups, group_size: int = 1) -> Workers:
+def handles(team: WorkerGroups, config: Config) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
-        weights = RolloutPool(groups[policy], groups[Role.Rollout], group_size)
+        rollout = groups[Role.Rollout]
+        weights = (
+            StreamPool(groups[policy], rollout)
+            if config.async_training.enable
+            else RolloutPool(groups[policy], rollout, rollout_group_size(config))
+        )
     return Workers(
         actor=workers[policy],
         rollout=weights if isinstance(weights, RolloutPool) else workers[policy],

@@ -57,13 +57,18 @@ class RolloutPool(WeightPublisher):
     An engine that is lost is started again in the background, wherever the cluster has room for it, and generates from
     the next batch on; it takes rows once its weights have the version and the fingerprints of the actor's. The last
     one's loss is raised, and that of a rank of a rollout group of `group_size`.
+
+    Attributes:
+        is_lazy: weights leave when there are rows to generate, not at their publication.
     """
+
+    is_lazy = False
 
     def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], group_size: int = 1) -> None:
         super().__init__(actor)
         self._group_size = group_size
         self._rollout, self._restarts = rollout, Restarts(self._restart, "rollout engine")
-        self._version, self._has_frozen = 0, False
+        self._version, self._has_frozen, self._is_sent = 0, False, False
         self._connected: list[int] = []
         """Ranks of the engines that weights are sent to."""
         self._is_new: set[int] = set()
@@ -79,16 +84,21 @@ class RolloutPool(WeightPublisher):
         self._restarts.wait()
 
     def publish(self, version: int) -> None:
-        self._version = version
+        self._version, self._is_sent = version, False
+        if not self.is_lazy:
+            self._send_all()
+
+    def _send_all(self) -> None:
         self._take_back()
-        while not self._send(version):
+        while not self._send(self._version):
             pass  # with one engine less
         self._is_new.clear()
+        self._is_sent = True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """A response to each row, in order, as the workers' method of this name gives them: each row once."""
-        if self._take_back():
-            self.publish(self._version)
+        if self._take_back() or not self._is_sent:
+            self._send_all()
         done: list[tuple[int, DataProto]] = []
         open_ = self._begin(0, prompts)
         while open_:

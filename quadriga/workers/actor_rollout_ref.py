@@ -34,12 +34,13 @@ from quadriga.weight_sync import (
     WeightSender,
     meet,
     open_store,
+    tensor_fingerprint,
 )
 from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
 from quadriga.workers.rollout_engines import rollout_engine_class
-from quadriga.workers.stream import Done, GenerationStream
+from quadriga.workers.stream import Done, GenerationStream, WeightCopy
 
 
 class Parts(NamedTuple):
@@ -264,14 +265,18 @@ class ActorRolloutRefWorker(Learner):
         self.stream = GenerationStream(own, done)
         return self.stream
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def copy_weights(self) -> dict[str, torch.Tensor]:
-        """The actor's weights as they are, in the dtype of the rollout, an adapter merged; they stay so."""
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def copy_weights(self) -> WeightCopy | None:
+        """From rank 0 the actor's weights as they are, in the dtype of the rollout, an adapter merged. They stay so, on
+        the rollout's device if that is here."""
+        copied: dict[str, torch.Tensor] = {}
         with self.engine.awake("weights"):
-            return {
-                name: tensor.detach().to(self.engine.dtype, copy=True)
-                for name, tensor in self.engine.weights(is_merged=True)
-            }
+            for name, tensor in self.engine.weights(is_merged=True):
+                if self.rank == 0:
+                    device = tensor.device if self.parts.rollout else "cpu"
+                    copied[name] = tensor.detach().to(device, self.engine.dtype, copy=True)
+        marks = {name: tensor_fingerprint(tensor) for name, tensor in copied.items()}
+        return WeightCopy(copied, marks) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:

@@ -7,7 +7,8 @@ send_weights(v)   <── v ─────────────── v ─�
                   ── buckets of weights ────────>
 """
 
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from quadriga.user_file import import_external
 from quadriga.weight_sync import Address, ReshardedWeights, StreamedWeights, WeightReceiver, meet
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
+from quadriga.workers.stream import ServedStream
 
 
 class RolloutWorker(Worker):
@@ -36,27 +38,43 @@ class RolloutWorker(Worker):
         self.weight_version = 0
         self._receiver: WeightReceiver | ReshardedWeights | None = None
         self.group: RolloutGroup | None = None
+        self.stream: ServedStream | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Make the engine. Returns what was chosen, with reasons, for people to read."""
+        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons, for people
+        to read."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
         if (size := rollout_group_size(self.config)) > 1:
             self.world = process_group.join(self.place, self.device)
             self.group = RolloutGroup(self.rank, self.world_size, size, self.device)
-        self.generation = Generation(
-            self.config,
-            self.tokenizer,
-            self.device,
-            dtype,
-            is_beside_training=False,
-            num_processes=self.world_size,
-            group=self.group,
-        )
-        choices = self.generation.choices
+        settings = self.config.async_training
+        if settings.enable:
+            self.stream = ServedStream(self._make(), waits=settings.deterministic)
+        choices = self.stream.generation.choices if self.stream is not None else self.generation.choices
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
+
+    @cached_property
+    def generation(self) -> Generation:
+        """What `generate_sequences` uses: beside a stream it validates, with weights of its own."""
+        return self._make()
+
+    def _make(self) -> Generation:
+        dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
+        own: dict[str, Any] = {"is_beside_training": False, "num_processes": self.world_size, "group": self.group}
+        return Generation(self.config, self.tokenizer, self.device, dtype, **own)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
+    def call_stream(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of the stream (`ServedStream`)."""
+        getattr(self.stream, method)(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, beside=True)
+    def stream_events(self) -> list[tuple[str, int, Any]]:
+        """What has happened in the stream; see `ServedStream.events`."""
+        assert self.stream is not None
+        return self.stream.events()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
@@ -92,8 +110,11 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Release the engine and the connection to the actor."""
-        self.generation.close()
+        """Release the engines and the connection to the actor."""
+        if self.stream is not None:
+            self.stream.close()
+        if "generation" in vars(self):
+            self.generation.close()
         if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
         if self.group is not None:

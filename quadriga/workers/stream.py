@@ -8,17 +8,25 @@ own.
 
 Consumes: groups of prompts. Waits for: weights that are loaded, while they are not there. Unblocked by: their
 publication, or None in their place. With `rollout.mode=async` conversations run in an event loop in a further thread.
+
+The driver may be another process (`ServedStream`):
+
+    driver, its calls in their order   start  await_weights  give_weights  abort  go_on
+    driver, at the same time           events() <── groups that have ended, weights that were taken, or an error
 """
 
+import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from threading import Condition
+from typing import Any, NamedTuple
 
 import torch
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.native.engine import NativeEngine
@@ -26,8 +34,15 @@ from quadriga.rollout.sequences import completed, images_of, requests_of
 from quadriga.weight_sync import CopiedWeights
 from quadriga.workers.generation import Generation
 
-Weights = Mapping[str, torch.Tensor]
 Done = Callable[[int, Callable[[], DataProto]], None]
+EVENTS_WITHIN_S = 1.0
+
+
+class WeightCopy(NamedTuple):
+    """Weights as they were published, and the fingerprint of each."""
+
+    weights: Mapping[str, torch.Tensor]
+    fingerprints: Mapping[str, str]
 
 
 class GenerationStream:
@@ -70,12 +85,19 @@ class GenerationStream:
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
 
-    def load(self, weights: Callable[[], Weights | None], version: int, *, keeps_cache: bool) -> Future[int]:
-        """Take weights of a version between two steps; `weights` is called there and may wait. None: keep the older."""
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the next token is drawn with."""
+        return self.engine.weight_version
+
+    def load(self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool) -> Future[int]:
+        """Take weights of a version between two steps. `weights` is called there and may wait: its future has a
+        `WeightCopy` first. None: keep the older."""
 
         def work() -> None:
             if (found := weights()) is not None:
-                self._weights.publish(found.items(), self.engine, version)
+                copied: WeightCopy = found.get()[0]
+                self._weights.publish(copied.weights.items(), self.engine, version, copied.fingerprints)
 
         return self.engine.between_steps(work, keeps_cache=keeps_cache)
 
@@ -111,3 +133,71 @@ class GenerationStream:
             completion.require_fit(config.data.max_response_length, f"engine, response {row}")
         length, pad = config.data.max_response_length, self.generation.tokenizer.pad_token_id
         return completed(rows, completions, self.engine.weight_version, length, pad, started)
+
+
+class ServedStream(GenerationStream):
+    """A stream whose driver is another process, which asks for what has happened.
+
+    Args:
+        waits: whether the engine makes no step after a group has ended until the driver has said `go_on`, so that what
+            the driver decides of it holds from that step on.
+    """
+
+    def __init__(self, generation: Generation, *, waits: bool) -> None:
+        super().__init__(generation, self._tell)
+        self._waits, self._changed = waits, Condition()
+        self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
+        self._given: dict[int, DataProtoFuture | None] = {}  # weights by version
+        self._num_told = self._num_seen = 0  # groups that have ended, and of how many the driver knows
+        self._is_closed = False
+
+    def await_weights(self, version: int, *, keeps_cache: bool) -> None:
+        """At the next step take weights of a version, which `give_weights` brings, before it or after."""
+
+        def weights() -> DataProtoFuture | None:
+            with self._changed:
+                self._changed.wait_for(lambda: version in self._given or self._is_closed)
+                return self._given.pop(version, None)
+
+        def told(done: Future[int]) -> None:
+            now = self.weight_version
+            self._happened.put(("loaded", version, lambda: (done.result(), now)[1]))
+
+        self.load(weights, version, keeps_cache=keeps_cache).add_done_callback(told)
+
+    def give_weights(self, version: int, weights: DataProtoFuture | None) -> None:
+        """Weights of a version, as `load` takes them. They come into this process here, while the engine goes on."""
+        found = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
+        with self._changed:
+            self._given[version] = found
+            self._changed.notify_all()
+
+    def go_on(self) -> None:
+        """The driver knows of one more group that has ended, and has said what follows from it."""
+        with self._changed:
+            self._num_seen += 1
+            self._changed.notify_all()
+
+    def events(self) -> list[tuple[str, int, Any]]:
+        """What has happened since the last call, within a second: ("ended", group, its rows) and ("loaded", version,
+        version of the weights since). Raises what failed."""
+        found = []
+        with suppress(queue.Empty):
+            found.append(self._happened.get(timeout=EVENTS_WITHIN_S))
+            while True:
+                found.append(self._happened.get_nowait())
+        return [(kind, number, value()) for kind, number, value in found]
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        super().close()
+
+    def _tell(self, group: int, output: Callable[[], DataProto]) -> None:
+        self._happened.put(("ended", group, output))
+        if self._waits:
+            with self._changed:
+                self._num_told += 1
+                number = self._num_told
+                self._changed.wait_for(lambda: self._num_seen >= number or self._is_closed)

@@ -16,6 +16,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
     "quadriga/observe/watchdog.py:waiting.watch": "a description that fails is reported inside the report of the wait",
     "quadriga/trainer/async_batches.py:AsyncBatches._deciding": "the trainer's thread raises it",
+    "quadriga/trainer/stream_pool.py:RemoteStream._listen": "the trainer's thread raises it, or goes on",
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/process.py:_serve_in_turn": "what a grader raises is its outcome: counted and stored",
     "quadriga/rewards/process.py:_serve_many.grade": "likewise, of a coroutine function",

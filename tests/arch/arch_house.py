@@ -27,7 +27,7 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2433, 34, 95),
     "cli": Size(1069, 11, 44),
     "compat": Size(2177, 10, 205),
-    "config": Size(3844, 21, 169),
+    "config": Size(3857, 21, 169),
     "data": Size(3617, 15, 208),
     "engines": Size(4371, 25, 225),
     "models": Size(3622, 18, 202),
@@ -35,11 +35,11 @@ SIZES: dict[str, Size] = {
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8856, 45, 537),
-    "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5570, 29, 321),
+    "single_controller": Size(3605, 16, 211),
+    "trainer": Size(5800, 30, 338),
     "verl": Size(1831, 6, 127),
     "weight_sync": Size(900, 6, 63),
-    "workers": Size(2111, 13, 112),
+    "workers": Size(2227, 13, 126),
     "": Size(1723, 12, 102),
 }
 REASONS: dict[str, str] = {
@@ -76,15 +76,17 @@ REASONS: dict[str, str] = {
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
     " weights in profiles",
-    "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
+    "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep;"
+    " methods that wait beside others",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
-    " that go on after a kill; asynchronous training: what starts where and when,"
+    " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers; float16; experts of a rollout",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
-    "workers": "state copies; engines that are made again; generation beside training; teachers, loaded or served;"
+    "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
+    " process; teachers, loaded or served;"
     " experts of a checkpoint; the sizes of models before they are loaded",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",

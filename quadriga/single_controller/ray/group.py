@@ -126,7 +126,10 @@ class WorkerProcesses:
         runtime_env = dict(options.get("runtime_env") or {})
         chosen |= runtime_env.pop("env_vars", {})
         # In order even if the arguments of the first call are the last to be there: ranks meet in their collectives.
-        fixed: dict[str, Any] = {"concurrency_groups": {"control": 1}, "allow_out_of_order_execution": False}
+        fixed: dict[str, Any] = {
+            "concurrency_groups": {"control": 1, "beside": 1},
+            "allow_out_of_order_execution": False,
+        }
         given = {key: value for key, value in options.items() if key != "runtime_env"}
         process = ray.remote(**share, **fixed, **given)(WorkerProcess)
         self._processes = [
@@ -216,6 +219,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         """Start a method on the group's ranks; what they share goes into the object store once."""
         group, method = self._group_of(method_name)
         addresses, started = self.processes.addresses, []
+        is_beside = method in group.methods and group.methods[method].is_beside
         for number, message in enumerate(OUTBOX.pack(per_rank)):
             rank = self.ranks[number]
             address, actor = addresses[rank], self.processes.actors[rank]
@@ -224,7 +228,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             header: Any = group.name, method, message.body
             if isinstance(message.body, bytes):
                 header = f"{group.name}\n{method}\n".encode() + message.body
-            ref = actor.call.remote(header, *message.refs)
+            ref = (actor.call_beside if is_beside else actor.call).remote(header, *message.refs)
             started.append(Call(ref, actor, address, worker, method, partial(describe_arguments, *per_rank[number])))
         return started
 

@@ -4,6 +4,7 @@
     driver                            the process (a Ray actor)
     ------                            ----------------------------------------------------
     build.remote, call.remote   --->  working thread    build, call: in the order of submission
+    call_beside.remote          --->  second thread     methods that wait for what happens in others
     Call.ref                    <---    an output, or a Failure
     status.remote               --->  control thread    status, stacks: look at the frames of the other threads
                                 <---    a Status                                                    heartbeat.py
@@ -149,12 +150,13 @@ class WorkerProcess:
             self._not_built[role] = running.outcome
         return running.outcome
 
-    def call(self, header: bytes | tuple[str, str, Any], *values: Any) -> Any:
+    def call(self, header: bytes | tuple[str, str, Any], *values: Any, is_shown: bool = True) -> Any:
         """Call a method of a role's worker. Returns its output, packed, or a Failure.
 
         Args:
             header: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
             values: what the message's references stand for.
+            is_shown: whether `status` tells of it.
         """
         if isinstance(header, bytes):
             role_bytes, method_bytes, body = header.split(b"\n", 2)
@@ -163,7 +165,7 @@ class WorkerProcess:
             role, method, body = header
         if role in self._not_built:
             return self._not_built[role]
-        with self._run(role, method) as running, PhaseTimer.mark(f"{role}.{method}"):
+        with self._run(role, method, is_shown=is_shown) as running, PhaseTimer.mark(f"{role}.{method}"):
             if role not in self._workers:
                 raise WorkerError(f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}")
             running.arguments = args, kwargs = transport.unpack(body, values)
@@ -179,6 +181,11 @@ class WorkerProcess:
                 got, expected = f"{type(error).__name__}: {error}", "a result that can be pickled"
                 raise WorkerError(f"output of {role}.{method}", got=got, expected=expected) from error
         return running.outcome
+
+    @ray.method(concurrency_group="beside")
+    def call_beside(self, header: bytes | tuple[str, str, Any], *values: Any) -> Any:
+        """`call` in a thread of its own."""
+        return self.call(header, *values, is_shown=False)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -200,9 +207,11 @@ class WorkerProcess:
         )
 
     @contextmanager
-    def _run(self, role: str, method: str) -> Iterator[_Running]:
+    def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_Running]:
         """Shows what runs; if that raises, the outcome is a Failure."""
-        running = self._running = _Running(role, method)
+        running = _Running(role, method)
+        if is_shown:
+            self._running = running
         try:
             yield running
         except BaseException as error:
@@ -211,7 +220,8 @@ class WorkerProcess:
             running_s, given = time.monotonic() - running.start, describe_arguments(*running.arguments)
             running.outcome = Failure.of(error, name, method, given, running_s)
         finally:
-            self._running = None
+            if is_shown:
+                self._running = None
 
 
 def state_of(pid: int) -> str:

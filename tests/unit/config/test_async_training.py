@@ -7,6 +7,11 @@ from quadriga.config import Config, explain, load_config, training_findings
 from quadriga.errors import ConfigError
 
 ON = "async_training.enable=True"
+ON_RAY = (
+    "trainer.backend=ray",
+    "trainer.placement={actor: training, ref: training, rollout: generation}",
+    "trainer.resource_pools.generation=[2]",
+)
 
 
 def config(*changes: str) -> Config:
@@ -40,7 +45,13 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        (["trainer.backend=ray"], "trainer.backend"),
+        (["trainer.backend=ray"], "trainer.placement"),
+        ([*ON_RAY, "async_training.replay=a.jsonl"], "async_training.replay"),
+        ([*ON_RAY, "async_training.deterministic=True"], "async_training.deterministic"),
+        (
+            [*ON_RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        ),
         (["actor_rollout_ref.rollout.name=hf"], "actor_rollout_ref.rollout.name"),
         (["actor_rollout_ref.rollout.skip.enable=True"], "actor_rollout_ref.rollout.skip.enable"),
         (
@@ -61,6 +72,13 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
 def test_what_cannot_run_beside_training_is_refused(changes: list[str], key: str) -> None:
     problems, _ = findings(*changes)
     assert key in problems
+
+
+def test_ranks_of_their_own_generate_on_ray() -> None:
+    problems, notices = findings(*ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish")
+    assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
+    one = (*ON_RAY[:2], "trainer.resource_pools.generation=[1]", "async_training.deterministic=True")
+    assert findings(*one)[0] == {}
 
 
 @pytest.mark.parametrize("change", ["async_training.max_staleness=2", "async_training.on_stale=drop"])

@@ -324,3 +324,23 @@ def test_an_engine_that_used_older_weights_than_it_said_is_an_error() -> None:
     schedule.decide()
     with pytest.raises(RolloutError, match="version 1 from worker 0"):
         schedule.ended(0, 0, 0, oldest=1)
+
+
+def test_a_worker_that_takes_weights_gets_its_share() -> None:
+    """The one that has them first does not begin all groups; one that is lost meanwhile is not waited for."""
+    schedule = Schedule(Rules(num_groups=4, group_size=1, num_steps=3))
+    for worker in (0, 1):
+        schedule.joined(worker, 0)
+    assert [one.worker for one in schedule.decide() if isinstance(one, Start)] == [0, 1, 0, 1]
+    for group in range(4):
+        schedule.ended(group % 2, group, 0)
+        schedule.graded(group)
+    schedule.wants_batch()
+    schedule.decide()
+    schedule.wants_batch()
+    schedule.has_published(1)
+    assert schedule.decide() == [Load(0, 1), Load(1, 1)]
+    schedule.loaded(0, 1)
+    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [(0, 0)]
+    schedule.lost(1)
+    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [(0, 1), (0, 2), (0, 3)]

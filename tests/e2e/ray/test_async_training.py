@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation beside training with rollout ranks of their own: the numbers of one process, ranks that are lost.
+
+What it does not prove: several nodes, GPUs, nor that anything is faster (`benchmarks/async.py`).
+"""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.protocol import DataProtoFuture
+from quadriga.trainer.async_batches import AsyncBatches
+from quadriga.trainer.stream_pool import RemoteStream
+
+Lines = list[dict[str, Any]]
+ON = ("async_training.enable=True", "data.max_response_length=24", "trainer.total_training_steps=6")
+APART = (
+    "trainer.backend=ray",
+    "trainer.placement={actor: training, ref: training, rollout: generation}",
+)
+ROLLOUT = "actor_rollout_ref.rollout"
+RESTARTED = ("async/restarted_groups", "rollout/engine_restarts")
+BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
+SIDES = {
+    "one step off": (2, ("async_training.preset=one_step_off",)),
+    "bounded": (1, ("async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=6")),
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_deterministic_run_has_the_numbers_of_one_process(
+    side: str, ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
+) -> None:
+    """To float32 rounding: an engine with half of the groups adds up in another order. Validation and checkpoints, too;
+    the run on Ray goes on from one of the run in one process, with what was generated ahead."""
+    num_engines, keys = SIDES[side]
+    options = (*ON, *keys, "async_training.deterministic=True", "trainer.save_freq=2", "trainer.test_freq=3")
+    alone = train(*options, run="alone")
+    own = (*APART, f"trainer.resource_pools.generation=[{num_engines}]")
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
+    expected, lines = metric_lines(alone), metric_lines(train(*options, *own, *source, run="apart"))
+    assert [line["step"] for line in lines] == [3, 4, 5, 6]
+    assert "val-core/letters/reward/mean@1" in lines[-1]
+    for ours, theirs in zip(lines, expected[2:], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs.keys() - set(BY_TIME):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
+
+
+@pytest.mark.slow
+def test_a_lost_rank_costs_no_prompt_and_comes_back(
+    ray_cluster: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """Killed while it generates, in a run whose schedule is deterministic: the responses are those of the run left
+    alone, each once."""
+    keys = (*ON, *APART, "trainer.resource_pools.generation=[2]", "async_training.preset=one_step_off")
+    keys = (*keys, "async_training.deterministic=True", "data.max_response_length=96", f"{ROLLOUT}.ignore_eos=True")
+    alone = train(*keys, f"trainer.rollout_data_dir={tmp_path / 'alone_rows'}", run="alone")
+    take, start, killed = AsyncBatches.take, RemoteStream.start, list[int]()
+
+    def begun(stream: RemoteStream, groups: Any, joined: Any = None) -> None:
+        start(stream, groups, joined)
+        if stream.rank == 1 and not killed and any(rows.meta_info["global_steps"] == 3 for rows in groups.values()):
+            killed.append(stream._group.processes.addresses[1].pid)
+            threading.Timer(0.05, os.kill, (killed[0], signal.SIGKILL)).start()
+
+    def late(batches: AsyncBatches, step: int) -> Any:
+        if step == 5:
+            batches._pool._restarts.wait(120)
+        return take(batches, step)
+
+    monkeypatch.setattr(RemoteStream, "start", begun)
+    monkeypatch.setattr(AsyncBatches, "take", late)
+    lines = metric_lines(train(*keys, f"trainer.rollout_data_dir={tmp_path / 'rows'}", run="disturbed"))
+    assert killed and "rollout engine 1 is lost, 1 are left" in caplog.text
+    counts = {name: sum(line.get(name, 0.0) for line in lines) for name in RESTARTED}
+    assert counts["async/restarted_groups"] >= 1 and counts["rollout/engine_restarts"] == 1
+    for step in range(1, 7):
+        ours, theirs = ((tmp_path / f / f"{step}.jsonl").read_text().splitlines() for f in ("rows", "alone_rows"))
+        assert [json.loads(line)["output"] for line in ours] == [json.loads(line)["output"] for line in theirs]
+    assert len(lines) == len(metric_lines(alone)) == 6
+
+
+def test_what_fails_in_a_rank_ends_the_run(
+    ray_cluster: str, arguments: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Weights that change on their way are refused by the engine, with its place in front."""
+    call = RemoteStream._call
+
+    def spoiled(stream: RemoteStream, method: str, *args: Any, **kwargs: Any) -> None:
+        if method == "give_weights" and args[0] == 1:
+            copied = args[1].get()
+            next(iter(copied[0].weights.values()))[0] += 1
+            args = (args[0], DataProtoFuture(list, copied, resolve=list))
+        call(stream, method, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteStream, "_call", spoiled)
+    assert main(["train", *arguments(*ON, *APART)]) == 1
+    told = capsys.readouterr().err
+    assert "rollout[rank 0/1" in told and "weights that differ" in told

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream whose driver is another process: what it is told and asked, with the engine in a thread of this one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.config import Config
+from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.generation import Generation
+from quadriga.workers.stream import ServedStream
+
+
+@pytest.fixture
+def actor(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
+    worker = ActorRolloutRefWorker(config, tokenizer, role="actor")
+    worker.init_model()
+    return worker
+
+
+@pytest.fixture(params=[False, True], ids=["goes on", "waits"])
+def stream(request: pytest.FixtureRequest, config: Config, tokenizer: Any) -> Iterator[ServedStream]:
+    own: dict[str, Any] = {"is_beside_training": False, "num_processes": 1}
+    made = ServedStream(Generation(config, tokenizer, torch.device("cpu"), torch.float32, **own), waits=request.param)
+    yield made
+    made.close()
+
+
+def copies(actor: ActorRolloutRefWorker) -> DataProtoFuture:
+    return DataProtoFuture(list, [actor.copy_weights()], resolve=list)
+
+
+def events(stream: ServedStream, count: int) -> list[tuple[str, int, Any]]:
+    found: list[tuple[str, int, Any]] = []
+    while len(found) < count:
+        found += stream.events()
+    return found
+
+
+def test_weights_are_awaited_and_groups_told_of(
+    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
+    """Weights may be announced before they are there, or be there before; each group's rows come once."""
+    stream.await_weights(3, keeps_cache=False)
+    assert stream.events() == []
+    stream.give_weights(3, copies(actor))
+    assert events(stream, 1) == [("loaded", 3, 3)]
+    stream.start({5: prompts[:2], 6: prompts[2:]})
+    stream.give_weights(4, copies(actor))
+    stream.await_weights(4, keeps_cache=True)
+    stream.go_on()
+    stream.go_on()
+    told = events(stream, 3)
+    groups = {number: rows for kind, number, rows in told if kind == "ended"}
+    assert groups.keys() == {5, 6} and stream.num_open == 0 and ("loaded", 4, 4) in told
+    assert set(groups[5].batch["token_versions"].unique().tolist()) <= {-1, 3, 4}
+    stream.await_weights(5, keeps_cache=False)
+    stream.give_weights(5, None)
+    assert events(stream, 1) == [("loaded", 5, 4)], "without weights it keeps the older"
+
+
+def test_what_fails_is_told(stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto) -> None:
+    stream.await_weights(1, keeps_cache=False)
+    copied = copies(actor)
+    next(iter(copied.get()[0].weights.values())).add_(1)
+    stream.give_weights(1, copied)
+    with pytest.raises(WeightSyncError, match="that differ"):
+        events(stream, 1)
+    assert stream.weight_version == -1
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        stream.start({1: prompts[:2]})
