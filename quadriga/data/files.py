@@ -315,6 +315,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         return [_from_web(name, cache, where)]
     try:
         filesystem, root = _store_of(name, is_url=is_url)
+        filesystem.invalidate_cache()  # it may have listed an earlier version in this process
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
             raise DataError(where, got=f"{name!r}, which matches no file", expected="at least one file")
@@ -383,7 +384,10 @@ def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path
     target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
-            filesystem.get_file(path, str(draft))
+            try:
+                filesystem.get_file(path, str(draft))
+            except (FileNotFoundError, ConnectionError, TimeoutError) as error:
+                raise ServerLostError(str(error)) from error  # not the disk of the cache
     return target
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files: tables that are read whole or refused, files that appear only when they are whole."""
 
+import hashlib
 import multiprocessing
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import fsspec
 import pyarrow as pa
@@ -107,7 +109,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(memory, tmp_path: Path, monkeyp
         raise ConnectionError("the line is down")
 
     monkeypatch.setattr(type(memory), "get_file", fail)
-    with pytest.raises(DataError, match="the line is down"):
+    with pytest.raises(DataError, match=r"^k: got 'memory://bucket/train.jsonl': ServerLostError: the line is down"):
         resolve_files("memory://bucket/train.jsonl", tmp_path, where="k")
     assert list((tmp_path / "files").iterdir()) == []
 
@@ -164,11 +166,20 @@ def test_what_is_no_file_on_the_web(web, tmp_path: Path, monkeypatch: pytest.Mon
     assert not [*tmp_path.rglob("*.jsonl*")]
 
 
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
+
+
 class Bucket(Handler, BaseHTTPRequestHandler):
     """As much of an S3 server as it takes to list and to read the objects of one bucket, `files` by path."""
 
     def do_HEAD(self) -> None:
-        self.do_GET()
+        content = self.server.files.get(self.path)
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.send_header("Last-Modified", self.server.changed)
+        self.send_header("ETag", _etag(content or b""))
+        self.end_headers()
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
@@ -176,14 +187,16 @@ class Bucket(Handler, BaseHTTPRequestHandler):
         time.sleep(self.server.delay_s)
         if (content := self.server.files.get(path)) is not None:
             first, last = self.headers.get("Range", f"bytes=0-{len(content) - 1}").removeprefix("bytes=").split("-")
-            content, size = content[int(first) : int(last) + 1], len(content)
-            changed = {"Last-Modified": self.server.changed, "Content-Range": f"bytes {first}-{last}/{size}"}
-            self.reply(206 if "Range" in self.headers else 200, content, changed)
+            facts = {"Last-Modified": self.server.changed, "ETag": _etag(content)}
+            facts["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            part = content[int(first) : int(last) + 1]
+            self.reply(206 if "Range" in self.headers else 200, part, facts)
         elif "list-type=2" in query:
             listed = (
                 f"<Contents><Key>{name.split('/', 2)[2]}</Key><Size>{len(content)}</Size><LastModified>"
-                f"2026-01-02T03:04:05.000Z</LastModified></Contents>"
+                f"2026-01-02T03:04:05.000Z</LastModified><ETag>{_etag(content)}</ETag></Contents>"
                 for name, content in self.server.files.items()
+                if name.startswith(f"{path.rstrip('/')}/{parse_qs(query).get('prefix', [''])[0]}")
             )
             self.reply(200, f"<ListBucketResult>{''.join(listed)}</ListBucketResult>".encode())
         else:
