@@ -488,9 +488,11 @@ def reward_models(line: "Line") -> None:
         line.set("trainer.placement", {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"})
 
 
+_PPO = (processes, reward_models, programs.distillation, schedules)
 FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {
-    "ppo": (processes, reward_models, programs.distillation, schedules), "sft": (programs.supervised, schedules),
-    "fsdp_sft": (programs.supervised, schedules),
+    "ppo": _PPO,
+    **dict.fromkeys(("async", "fully_async"), (*_PPO, programs.beside_training)),
+    **dict.fromkeys(("sft", "fsdp_sft"), (programs.supervised, schedules)),
     "generation": (programs.generation,),
-}  # fmt: skip
+}
 """Rows of rules.tsv -> functions of the whole line, called when every leaf was translated."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import lcm, prod
+from math import ceil, lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,8 @@ ENTRIES = tuple(Entry(name, tuple(modules.split()), *rest) for name, modules, *r
 CONFIG_FILES = {
     "ppo_trainer": "ppo", "ppo_megatron_trainer": "ppo_megatron", "dapo_trainer": "ppo", "dapo_megatron_trainer":
     "ppo_megatron", "entropy_trainer": "ppo",
+    **{f"{name}_trainer": "ppo" for name in ("fully_async_ppo", "fully_async_dapo", "one_step_off_ppo")},
+    **{f"{name}_ppo_megatron_trainer": "ppo_megatron" for name in ("fully_async", "one_step_off")},
     "sft_trainer_engine": "sft_trainer_engine", "sft_trainer": "fsdp_sft_trainer", "generation": "generation",
     "evaluation": "evaluation",
 }  # fmt: skip
@@ -234,6 +236,48 @@ def _teacher_loss(line: "Line") -> None:
             line.note("verl does not read it without task rewards (distillation_loss.use_task_rewards).")
 
 
+_ASYNC, _EXPERTS = "async_training", "expert_parallel_size"
+
+
+def async_key(line: "Line", key: str, value: Any) -> None:
+    """How far generation may be ahead; keys without a line here are read with others."""
+    size = line.get("actor_rollout_ref.actor.ppo_mini_batch_size") * line.get(f"{_ASYNC}.require_batches", 1)
+    match key.rpartition(".")[2]:
+        case "staleness_threshold":
+            line.set(f"{_ASYNC}.max_staleness", ceil(value))
+            if value % 1:
+                line.note(line.sentence)
+        case "partial_rollout":
+            line.set(f"{_ASYNC}.in_flight", "continue" if value else "finish")
+        case "require_batches":
+            line.set("data.train_batch_size", size)
+        case "total_rollout_steps" if value:
+            line.set("trainer.total_training_steps", max(1, value // size))
+        case "use_rollout_log_probs" if value and not line.get(f"{_ASYNC}.compute_prox_log_prob"):
+            line.set("algorithm.rollout_correction.bypass_mode", True)
+
+
+def beside_training(line: "Line") -> None:
+    """Generation on processes of its own, while the policy is trained."""
+    line.written = "actor_rollout_ref.rollout.name"
+    line.note("The engine native generates beside training; vllm and sglang generate in turns with it (main_ppo).")
+    for line.written in (f"actor_rollout_ref.rollout.{name}" for name in ("tensor_model_parallel_size", _EXPERTS)):
+        line.note("A process that generates beside training has the whole model.")
+        line.ours[line.written] = 1
+    line.written = ""
+    line.set(f"{_ASYNC}.enable", True)
+    if line.entry.name == "one_step_off_ppo":
+        line.set(f"{_ASYNC}.preset", "one_step_off")
+    if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
+        line.set("algorithm.rollout_correction.preset", "disabled")
+    line.ours |= {"trainer.backend": "ray", "actor_rollout_ref.rollout.name": "native"}
+    others = {role: pool for role, pool in line.ours.get("trainer.placement", {}).items() if "rollout" not in role}
+    policy = {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
+    line.ours["trainer.placement"] = {**others, **policy}
+    pool = [line.get("rollout.n_gpus_per_node", 8)] * line.get("rollout.nnodes", 1)
+    line.ours["trainer.resource_pools"] = {**line.ours.get("trainer.resource_pools", {}), "generation": pool}
+
+
 def router_replay(line: "Line", key: str, value: Any) -> None:
     """Whose choice of experts the update repeats: R2 and R3, of the papers that bring them."""
     meanings = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "rollout"}
@@ -334,5 +378,5 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
 
 FUNCTIONS = (
     engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
-    teacher_key, rollout_dtype, rollout_experts,
+    teacher_key, rollout_dtype, rollout_experts, async_key,
 )  # fmt: skip

@@ -37,7 +37,7 @@ SIZES: dict[str, Size] = {
     "rollout": Size(8856, 45, 537),
     "single_controller": Size(3605, 16, 211),
     "trainer": Size(5800, 30, 338),
-    "verl": Size(1831, 6, 127),
+    "verl": Size(1877, 6, 129),
     "weight_sync": Size(900, 6, 63),
     "workers": Size(2227, 13, 126),
     "": Size(1723, 12, 102),
@@ -83,7 +83,7 @@ REASONS: dict[str, str] = {
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
-    " teachers; float16; experts of a rollout",
+    " teachers; float16; experts of a rollout; programs that generate beside training",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"

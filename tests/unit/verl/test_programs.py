@@ -211,8 +211,48 @@ def test_other_programs_are_answered_in_one_sentence(program: str) -> None:
     assert refused.fix
 
 
-@pytest.mark.parametrize("module", ["verl.experimental.fully_async_policy.fully_async_main", "recipe.prime.main_prime",
-                                    "verl.experimental.one_step_off_policy.main_ppo", "verl.experimental.vla.main_ppo",
+POOLS = {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
+
+
+def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
+    """A step learns from `require_batches` mini-batches; 0.5 of a version's samples may be older: up to one version."""
+    words = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32", "data.train_batch_size=0", "data.gen_batch_size=1",
+        "actor_rollout_ref.hybrid_engine=False", "rollout.total_rollout_steps=51200", "rollout.nnodes=2",
+        "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=8", "async_training.staleness_threshold=0.5",
+        "async_training.trigger_parameter_sync_step=16", "async_training.require_batches=4",
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )  # fmt: skip
+    found = translated("verl.experimental.fully_async_policy.fully_async_main", *words)
+    expected = {
+        "async_training.enable": True, "async_training.max_staleness": 1, "async_training.sync_every": 16,
+        "async_training.in_flight": "continue", "data.train_batch_size": 128, "trainer.total_training_steps": 400,
+        "algorithm.rollout_correction.bypass_mode": True, "trainer.backend": "ray", "trainer.placement": POOLS,
+        "trainer.resource_pools": {"generation": [4, 4]}, "actor_rollout_ref.rollout.name": "native",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    }  # fmt: skip
+    assert not found.refused and found.ours.items() >= expected.items()
+    notices = "\n".join(found.notices)
+    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name: The eng" in notices
+    other = ours("fully_async_main", "async_training.staleness_threshold=0", "async_training.partial_rollout=False",
+                 "async_training.compute_prox_log_prob=True")  # fmt: skip
+    assert (other["async_training.max_staleness"], other["async_training.in_flight"]) == (0, "finish")
+    assert not other.get("algorithm.rollout_correction.bypass_mode")
+    (refused,) = translated("fully_async_main", "async_training.use_dynamic_resource_scheduling=True").refused
+    assert "stay as they are" in str(refused)
+
+
+def test_one_step_off_keeps_its_batch() -> None:
+    keys = ours("verl.experimental.one_step_off_policy.main_ppo", "data.train_batch_size=512", "rollout.nnodes=1",
+                "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=6", "actor_rollout_ref.hybrid_engine=False",
+                "actor_rollout_ref.actor.strategy=fsdp2")  # fmt: skip
+    assert keys.items() >= {
+        "async_training.enable": True, "async_training.preset": "one_step_off", "data.train_batch_size": 512,
+        "trainer.placement": POOLS, "trainer.resource_pools": {"generation": [2]}, "trainer.n_gpus_per_node": 6,
+    }.items()  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["recipe.prime.main_prime", "verl.experimental.vla.main_ppo",
                                     "recipe.dapo_transfer_queue.main_dapo"])  # fmt: skip
 def test_a_module_of_another_program_is_not_taken_for_main_ppo(module: str) -> None:
     assert translated(module).refused
