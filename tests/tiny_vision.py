@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import attention_of
-from tests.vision_folder import END, EOS, FAMILIES, IMAGE, START, VIDEO, WORDS, tiny_model
+from tests.vision_folder import END, EOS, FAMILIES, FILM, IMAGE, MIXTURE, START, VIDEO, WORDS, tiny_model
 
-__all__ = ["EOS", "FAMILIES", "IMAGE"]
+__all__ = ["EOS", "FAMILIES", "IMAGE", "MIXTURE"]
 VOCABULARY = len(WORDS)
 
 
@@ -69,9 +69,12 @@ def video_tokens(inputs: dict[str, torch.Tensor], family: str) -> list[int]:
     """The tokens that stand for videos in a prompt; where frames stand apart, a word before each."""
     tokens: list[int] = []
     for time, height, width in inputs["video_grid_thw"].tolist():
-        one = [VIDEO] * (height * width // 4)
+        one = [IMAGE if family == "glm4v" else VIDEO] * (height * width // 4)
+        if family == "glm4v":
+            tokens += [FILM[0], *[START, *one, END, EOS + 6] * time, FILM[1]]
+            continue
         apart = [token for _ in range(time) for token in (EOS + 6, START, *one, END)]
-        tokens += apart if family == "qwen3_vl" else [START, *one * time, END]
+        tokens += apart if family in ("qwen3_vl", MIXTURE) else [START, *one * time, END]
     return tokens
 
 
@@ -90,4 +93,5 @@ def positions_of(model: PreTrainedModel, tokens: list[int], inputs: dict[str, to
 
 def token_types(ids: torch.Tensor) -> torch.Tensor:
     """As transformers numbers them: 1 for images, 2 for videos."""
-    return (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    is_film = (ids == FILM[0]).cumsum(-1) > (ids == FILM[1]).cumsum(-1)
+    return (ids == IMAGE).int() * (1 + is_film.int()) + 2 * (ids == VIDEO).int()

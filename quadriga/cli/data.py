@@ -21,8 +21,9 @@ from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, prompt_length
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
-from quadriga.trainer.build import build_processor, build_tokenizer
+from quadriga.trainer.build import build_tokenizer
 from quadriga.trainer.checkpoint import model_folder
+from quadriga.workers.generation import build_processor
 
 _LISTED, _BARS, _WIDTH = 20, 12, 40
 """Bad rows that are listed; bars of a histogram, and characters of its longest."""
@@ -70,7 +71,8 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     elif is_chat:
         encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
         skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
-        chats = MultiTurnSFTDataset([path], encoder.tokenizer, skips)
+        processor = build_processor(config) if config.actor_rollout_ref.model.path else None
+        chats = MultiTurnSFTDataset([path], encoder.tokenizer, skips, processor=processor)
         print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
         shown = chats.rows[min(row, len(chats) - 1)]
         _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())

@@ -13,7 +13,7 @@ from quadriga.config.layout import Layout
 from quadriga.config.types import Count, Dtype, KLKind, LossAggMode, Meaning, MinusOneOrCount, Name, PathText, Share
 from quadriga.errors import ConfigError
 
-VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Vision-language models, as the `model_type` of their config.json names them."""
 ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
 """Keys of a new adapter beside its rank; one that is started from brings them."""

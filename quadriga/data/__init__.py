@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from quadriga.data.loading import create_dataloader, create_rl_dataset, create_rl_sampler
     from quadriga.data.padding import collate_fn
     from quadriga.data.rl_dataset import RLHFDataset
-    from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
+    from quadriga.data.rm_dataset import RMDataset
+    from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
     from quadriga.data.tokenizing import load_tokenizer
     from quadriga.data.vision import VisionProcessor, load_processor
 
@@ -24,7 +25,8 @@ _HOMES = {
     "loading": "create_dataloader create_rl_dataset create_rl_sampler",
     "padding": "collate_fn",
     "rl_dataset": "RLHFDataset",
-    "sft_dataset": "MultiTurnSFTDataset RMDataset SFTDataset",
+    "rm_dataset": "RMDataset",
+    "sft_dataset": "MultiTurnSFTDataset SFTDataset",
     "tokenizing": "load_tokenizer",
     "vision": "VisionProcessor load_processor",
 }

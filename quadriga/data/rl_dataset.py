@@ -233,13 +233,38 @@ def read_prompt(
     """
     at_prompt = f"{where}, column {config.prompt_key!r}"
     messages = as_messages(row.get(config.prompt_key), where=at_prompt)
-    keys = {"image": config.image_key, "video": config.video_key}
-    media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+    media = media_of(row, config)
     if processor is None:
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=at_prompt)
     return messages, given
+
+
+def media_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, list[Any]]:
+    """The images and videos of a row's columns; without those whose key is null."""
+    keys = {"image": config.image_key, "video": config.video_key}
+    return {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+
+
+def media_sizes(
+    given: Sequence[Sequence[Any]], processor: VisionProcessor, config: DataConfig, *, folder: Path, where: str
+) -> tuple[list[int], list[Clip]]:
+    """How many embeddings each image of a row has, and which frames are taken of its videos. Pixels are only read
+    where damaged rows are left out.
+
+    Arguments and errors as for `read_media`.
+    """
+    if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
+        read_media(given, processor, config, folder=folder, where=where)
+    counts, clips, (images, videos) = [], [], given
+    for number, image in enumerate(images):
+        place = f"{where}, column {config.image_key!r} or a message, image {number}"
+        counts.append(processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place))
+    for number, video in enumerate(videos):
+        place = f"{where}, column {config.video_key!r} or a message, video {number}"
+        clips.append(processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place))
+    return counts, clips
 
 
 def read_media(
@@ -357,15 +382,9 @@ class PromptMeter:
         config, processor, beyond = self.config, self.processor, 0
         messages, media = read_prompt(row, processor, config, where=where)
         if processor is not None:
-            if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
-                read_media(media, processor, config, folder=folder, where=where)
-            for number, image in enumerate(media[0]):
-                place = f"{where}, column {config.image_key!r} or a message, image {number}"
-                beyond += processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place) - 1
-            for number, video in enumerate(media[1]):
-                place = f"{where}, column {config.video_key!r} or a message, video {number}"
-                clip = processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place)
-                beyond += len(processor.video_ids(clip, self.encoder.encode)) - 1
+            counts, clips = media_sizes(media, processor, config, folder=folder, where=where)
+            counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
+            beyond = sum(counts) - len(counts)
         return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond
 
 

@@ -10,7 +10,8 @@ a further turn only what is new is tokenized. A response is learned up to and wi
 template writes behind that one (a line break, say) the model never has to generate.
 
 Everything is tokenized when the data set is made, so that a bad row is found then and not after an hour, and no epoch
-pays for it again. It is kept as 5 bytes a token.
+pays for it again. It is kept as 5 bytes a token. Of images and videos the sizes are read then, and the pixels when the
+row is fetched; no token that stands for one is learned.
 
 Shapes: L tokens of one sequence.
 """
@@ -33,7 +34,10 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
+from quadriga.data.rl_dataset import media_of, media_sizes, read_media
 from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
+from quadriga.data.videos import Clip
+from quadriga.data.vision import as_vision, refuse_media, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
@@ -41,14 +45,25 @@ BATCH_ROWS = 256
 ASSISTANT = "assistant"
 THINKING = "enable_thinking"
 """Column, and argument of chat templates: whether this conversation is one with reasoning."""
-Row = TypeVar("Row", bound=tuple[np.ndarray, ...])
+Row = TypeVar("Row", bound=tuple[Any, ...])
+"""Arrays, and behind them a `RowMedia` or None."""
+
+
+class RowMedia(NamedTuple):
+    """Where a row stands that has images or videos, and how long each of them is as tokens, chat by chat."""
+
+    table: RowTable
+    number: int
+    images: list[int]
+    clips: list[Clip]
 
 
 class Conversation(NamedTuple):
-    """Tokens, int32 [L], and which of them are learned, bool [L]."""
+    """Tokens, int32 [L], which of them are learned, bool [L], and the images and videos that stand among them."""
 
     ids: np.ndarray
     is_learned: np.ndarray
+    media: RowMedia | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +75,9 @@ class TextPart:
 
 
 class TokenizedRows(FileDataset, Generic[Row]):
-    """Rows of files that are tokenized at once; a row is a tuple of arrays, which a subclass defines.
+    """Rows of files that are tokenized at once; a subclass defines what a row is.
 
-    Arguments as for `FileDataset`.
+    Arguments as for `FileDataset`, and `processor`, of a vision-language model; None: rows are text.
 
     Raises:
         DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and number.
@@ -72,8 +87,15 @@ class TokenizedRows(FileDataset, Generic[Row]):
     """Keys of the section `data` that name the columns of a row."""
 
     def __init__(
-        self, data_files: FileNames, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, is_train: bool = True
+        self,
+        data_files: FileNames,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        *,
+        processor: Any = None,
+        is_train: bool = True,
     ) -> None:
+        self.processor = as_vision(processor)
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
@@ -103,12 +125,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
             print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
 
     @abstractmethod
-    def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        """The row as pieces of text."""
+    def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
+        """The conversations of a row, which show the same images, each with its place in words."""
 
     @abstractmethod
-    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Row:
-        """The row from its pieces and their token ids."""
+    def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
+        """One of them as pieces of text."""
+
+    @abstractmethod
+    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str) -> Row:
+        """The row from the pieces of its conversations, their token ids, and its images and videos."""
 
     @abstractmethod
     def num_tokens(self, row: Row) -> int:
@@ -125,36 +151,99 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def digest(self) -> str:
         """Hash of all tokens."""
         digest = hashlib.sha256()
-        for row in self.rows:
-            for values in row:
+        for *arrays, media in self.rows:
+            for values in arrays:
                 digest.update(len(values).to_bytes(4, "little") + values.tobytes())
+            if media is not None:
+                digest.update(f"{media.table.digest} {media.number}".encode())
         return digest.hexdigest()
 
-    def padded(self, sequences: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask`, `position_ids`: int64 [sequences, `data.max_length`], padded on the right."""
+    def padded(self, sequences: Sequence[np.ndarray], media: RowMedia | None) -> dict[str, Any]:
+        """`input_ids`, `attention_mask`, `position_ids`: int64 [sequences, `data.max_length`], padded on the right.
+
+        With a processor positions are [sequences, 3, `data.max_length`], and `multi_modal_inputs` are what the model
+        takes of the images and videos, which are read.
+        """
         length = self.config.max_length
         input_ids = torch.full((len(sequences), length), int(self.tokenizer.pad_token_id), dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
         for number, tokens in enumerate(sequences):
             input_ids[number, : len(tokens)] = torch.from_numpy(tokens)
             attention_mask[number, : len(tokens)] = 1
-        position_ids = torch.arange(length) * attention_mask
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        columns = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self.processor is None:
+            return columns | {"position_ids": torch.arange(length) * attention_mask}
+        inputs: dict[str, torch.Tensor] = {}
+        if media is not None:
+            table, number, where = media.table, media.number, f"{media.table.path} row {media.number}"
+            row = self._row(table[number], where)
+            chats = self.chats_of(row, where)
+            _, *given = self._shown(row, chats[0][1], where)
+            counts = (len(own) // len(chats) for own in (media.images, media.clips))
+            given = [own[:count] for own, count in zip(given, counts, strict=True)]
+            read = read_media(given, self.processor, self.config, folder=table.path.parent, where=where)
+            inputs = self.processor.inputs(*read, where=where)
+        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+        found = [self.processor.get_rope_index(tokens.tolist(), **grids)[0] for tokens in sequences]
+        position_ids = torch.stack([F.pad(one, (0, length - one.shape[1])) for one in found])
+        return columns | {"position_ids": position_ids, "multi_modal_inputs": inputs}
+
+    def _shown(self, row: dict[str, Any], chat: Messages, where: str) -> tuple[Messages, list[Any], list[Any]]:
+        """A conversation with its images and videos as parts, and both in order."""
+        media, column = media_of(row, self.config), getattr(self.config, self.columns[0])
+        if self.processor is not None:
+            return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
+        # What a model writes may have the tags of HTML.
+        rest = [one for one in chat if not isinstance(one.get("content"), str)]
+        refuse_media(rest, media, self.config, where=where, column=repr(column))
+        return chat, [], []
+
+    def _parts(self, table: RowTable, number: int, row: dict[str, Any]) -> tuple[list[TextPart], RowMedia | None]:
+        """A row as pieces of text, and the images and videos that stand in them."""
+        where = f"{table.path} row {number}"
+        row, parts, shown = self._row(row, where), list[TextPart](), []
+        for place, chat in self.chats_of(row, where):
+            chat, *given = self._shown(row, chat, place)
+            parts += self.parts_of(row, chat, place)
+            last = max(number for number, one in enumerate(chat) if one["role"] == ASSISTANT)
+            contents = [one["content"] for one in chat[: last + 1] if isinstance(one.get("content"), list)]
+            kinds = [part["type"] for content in contents for part in content]
+            shown.append([given[0][: kinds.count("image")], given[1][: kinds.count("video")]])
+        if any(one != shown[0] for one in shown):
+            expected = "responses to one prompt, which shows the same images and videos to both"
+            raise DataError(where, got="two responses that are shown others", expected=expected, fix="Correct the row.")
+        if self.processor is None or not any(shown[0]):
+            return parts, None
+        sizes = media_sizes(shown[0], self.processor, self.config, folder=table.path.parent, where=where)
+        return parts, RowMedia(table, number, *(own * len(shown) for own in sizes))
+
+    def _expanded(self, tokens: list[list[int]], media: RowMedia | None, where: str) -> list[list[int]]:
+        """The token ids of a row's pieces, with as many for each image or video as the model has embeddings of it."""
+        if (processor := self.processor) is None:
+            return tokens
+        own = ([], []) if media is None else (media.images, media.clips)
+        for token, what, given in zip(processor.media_ids[:2], ("image", "video"), own, strict=False):
+            if (count := sum(one.count(token) for one in tokens)) != len(given):
+                got = f"{count} {what} tokens in the rendered chat, for {len(given)} {what}s"
+                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
+                raise DataError(where, got=got, expected="one for each", fix=fix)
+        counts, clips = map(iter, own)
+        return [processor.expand(one, counts, clips, self.encoder.encode) for one in tokens]
 
     def _read(self, table: RowTable) -> Iterator[Row]:
         first = 0
         for batch in table.batches(table.columns, BATCH_ROWS):
-            rows: list[tuple[str, list[TextPart]]] = []
+            rows: list[tuple[str, list[TextPart], RowMedia | None]] = []
             for number, row in enumerate(batch, start=first):
-                where = f"{table.path} row {number}"
                 with self._skips():
-                    rows.append((where, self.parts_of(self._row(row, where), where)))
+                    rows.append((f"{table.path} row {number}", *self._parts(table, number, row)))
             first += len(batch)
-            tokens = iter(self.encoder.encode([part.text for _, parts in rows for part in parts]))
-            for where, parts in rows:
+            tokens = iter(self.encoder.encode([part.text for _, parts, _ in rows for part in parts]))
+            for where, parts, media in rows:
                 ids = [next(tokens) for _ in parts]
                 with self._skips():
-                    yield self._fitted(self.made(parts, ids, where), where)
+                    made = self.made(parts, self._expanded(ids, media, where), media, where)
+                    yield self._fitted(made, where)
 
     @contextmanager
     def _skips(self) -> Iterator[None]:
@@ -185,9 +274,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
         length, limit, truncation = self.num_tokens(row), self.config.max_length, self.config.truncation
         if length <= limit or self.config.filter_overlong_prompts:
             return row
-        if truncation == "error":
-            how = "leave such rows out with data.filter_overlong=true, or cut them with data.truncation=left or right"
-            fix, expected = f"Raise that length, {how}.", f"at most data.max_length={limit}"
+        if truncation == "error" or row[-1] is not None:
+            how = "leave such rows out with data.filter_overlong=true"
+            how += ", or cut them with data.truncation=left or right" if row[-1] is None else ""
+            whole = "" if row[-1] is None else ", for a row with images or videos is not cut"
+            fix, expected = f"Raise that length, {how}.", f"at most data.max_length={limit}{whole}"
             raise DataError(where, got=f"{length} tokens", expected=expected, fix=fix)
         if (shorter := self.cut(row)) is None:
             left = f"data.truncation={truncation} leaves {limit} without a response among them"
@@ -201,27 +292,36 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
     columns = ("messages_key",)
 
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, padded on the right to `data.max_length` = L.
 
         Returns:
             `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
+            With a processor positions are [3, L], and there are `multi_modal_inputs`.
         """
         row = self.rows[item]
-        columns = {name: values[0] for name, values in self.padded([row.ids]).items()}
+        columns = self.padded([row.ids], row.media)
+        tensors = {name: values[0] for name, values in columns.items() if name != "multi_modal_inputs"}
         is_learned = torch.from_numpy(row.is_learned).long()
-        return {**columns, "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids)))}
+        return {**columns, **tensors, "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids)))}
 
-    def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        messages = as_messages(row[self.config.messages_key], where=where, key="messages_key")
+    def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
+        return [(where, as_messages(row[self.config.messages_key], where=where, key="messages_key"))]
+
+    def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
         thinks = row.get(THINKING)
         options = {} if thinks is None else {THINKING: bool(thinks)}
         key = self.config.tools_key
         tools = tools_of_row(row.get(key), where=f"{where}, column {key!r}")
-        return text_parts(messages, self.encoder, where=where, tools=tools, **options)
+        return text_parts(chat, self.encoder, where=where, tools=tools, **options)
 
-    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Conversation:
-        return conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
+    def made(
+        self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str
+    ) -> Conversation:
+        made = conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
+        if media is None or self.processor is None:
+            return made
+        return Conversation(made.ids, made.is_learned & ~np.isin(made.ids, self.processor.media_ids), media)
 
     def num_tokens(self, row: Conversation) -> int:
         return len(row.ids)
@@ -239,13 +339,15 @@ class SFTDataset(MultiTurnSFTDataset):
 
     columns = ("prompt_key", "response_key")
 
-    def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
+    def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         prompt, response = row[self.config.prompt_key], row[self.config.response_key]
         if not isinstance(response, str):
             fix = "Correct the row, or name the column with data.response_key."
             raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
-        messages = [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}]
-        return prompt_and_response(messages, self.encoder, where=where)
+        return [(where, [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}])]
+
+    def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
+        return prompt_and_response(chat, self.encoder, where=where)
 
 
 def text_parts(
@@ -332,77 +434,3 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
         fix = "Correct the row, or name the column that holds the tools with data.tools_key."
         raise DataError(where, got=f"the tool schema {wrong}, which is no JSON object", expected=expected, fix=fix)
     return tools
-
-
-class Pair(NamedTuple):
-    """Token ids, int32 [L]: of the prompt, of the better response and of the worse one."""
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-
-
-class RMDataset(TokenizedRows[Pair]):
-    """Preference pairs: two responses to one prompt, the better one and the worse one.
-
-        prompt     text or chat messages; may be missing where the responses are whole chats
-        chosen     the better response: text, a list with the assistant's message, or a whole chat
-        rejected   the worse one, in the same form
-
-    Read in the tokens that a rollout would have: the rendered prompt, then the response up to its end of sequence.
-    Arguments as for `TokenizedRows`.
-
-    Raises:
-        DataError: also for a pair of equal responses, from which nothing can be learned.
-    """
-
-    columns = ("chosen_key", "rejected_key")
-
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        """Pair `item`, padded on the right to `data.max_length` = L.
-
-        Returns:
-            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
-            `num_prompt_tokens`, int64 [], with which both begin.
-        """
-        pair = self.rows[item]
-        sequences = [np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)]
-        return {**self.padded(sequences), "num_prompt_tokens": torch.tensor(len(pair.prompt))}
-
-    def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        parts: list[TextPart] = []
-        for key in self.columns:
-            column = getattr(self.config, key)
-            place, prompt, response = f"{where}, {column}", row.get(self.config.prompt_key), row[column]
-            before = [] if prompt is None else as_messages(prompt, where=place)
-            if isinstance(response, str):
-                if not before:
-                    got = "a response in text, without a prompt"
-                    fix = "Name the column of the prompts with data.prompt_key."
-                    raise DataError(place, got=got, expected="a prompt in the same row, or a whole chat", fix=fix)
-                messages = [*before, {"role": ASSISTANT, "content": response}]
-            else:
-                chat = as_messages(response, where=place, key=key)
-                # Some data sets repeat the prompt in front of each response.
-                messages = chat if chat[: len(before)] == before else [*before, *chat]
-            parts += prompt_and_response(messages, self.encoder, where=place)
-        if parts[0].text != parts[2].text:
-            expected = "responses to one prompt: chats that differ in the last turn only"
-            raise DataError(where, got="two responses to different prompts", expected=expected, fix="Correct the row.")
-        return parts
-
-    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Pair:
-        eos = self.tokenizer.eos_token_id
-        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], eos).ids[len(tokens[i]) :] for i in (0, 2))
-        if np.array_equal(chosen, rejected):
-            got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
-            raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")
-        return Pair(np.array(tokens[0], dtype=np.int32), chosen, rejected)
-
-    def num_tokens(self, row: Pair) -> int:
-        return len(row.prompt) + max(len(row.chosen), len(row.rejected))
-
-    def cut(self, row: Pair) -> Pair | None:
-        # The prompt loses its beginning; one token of it must be left.
-        kept = len(row.prompt) - (self.num_tokens(row) - self.config.max_length)
-        return Pair(row.prompt[-kept:], row.chosen, row.rejected) if kept > 0 else None

@@ -35,6 +35,8 @@ except ImportError:  # a video file asks for it; frames as images and arrays nee
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _FPS, _LEAST, _MOST = 2.0, 4, 768
 """Frames for each second, and of a video, where neither the model's files nor the configuration say."""
+APART = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
+"""Models whose frames stand apart, beside their times."""
 _MAX_RATIO = 200
 _SEEK_S = 10.0
 _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W, 3], or one of these as `video`"
@@ -50,6 +52,7 @@ class Video:
         height, width: in pixels.
         read: the frames with these numbers, which rise, [H, W, 3] uint8 each.
         source: the file, or its bytes; None: it came as frames.
+        seconds: that a file lasts; None: as `fps` says.
     """
 
     num_frames: int
@@ -58,6 +61,7 @@ class Video:
     width: int
     read: Callable[[Sequence[int]], Iterator[np.ndarray]]
     source: Path | io.BytesIO | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,9 @@ class FrameRules:
     """Which frames of a video are taken, and how they are cut into patches.
 
     Attributes:
-        are_apart: whether each pair of frames stands in the prompt by itself, behind its time (Qwen3-VL).
+        are_apart: whether each pair of frames stands in the prompt by itself, beside its time.
+        longest_s: seconds of which frames are taken at `fps` each, of longer videos as many in all (GLM-4V). None: by
+            `min_frames` and `max_frames`.
         counts_all: whether `min_pixels` and `max_pixels` bound all frames together; else each frame.
         scale: of a pixel's value, before `mean` and `std` of the three colors.
     """
@@ -113,28 +119,38 @@ class FrameRules:
     fps: float = _FPS
     min_frames: int = _LEAST
     max_frames: int = _MOST
+    longest_s: float | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], *, are_apart: bool, options: Mapping[str, Any]) -> "FrameRules":
-        """Those that `video_settings` tell; what `data.mm_processor_kwargs` sets replaces them."""
-        size = told.get("size") or {}
-        edge = 128 * (32 if are_apart else 28) ** 2
-        default = 0.5 if are_apart else None
+    def of(cls, told: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> "FrameRules":
+        """Those that `video_settings` tell of a model of this type; what `data.mm_processor_kwargs` sets replaces them.
+
+        Raises:
+            DataError: an option that does not act in this model.
+        """
+        is_glm, size = kind == "glm4v", told.get("size") or {}
+        edge = 128 * (32 if kind.startswith("qwen3_vl") else 28) ** 2
+        low, high = (16 * 28**2, 60_000 * 28**2) if is_glm else (edge, 6 * edge)
+        default = 0.5 if kind.startswith("qwen3_vl") else None
         rules = cls(
-            patch_size=told.get("patch_size") or (16 if are_apart else 14),
+            patch_size=told.get("patch_size") or (16 if kind.startswith("qwen3_vl") else 14),
             temporal_patch_size=told.get("temporal_patch_size") or 2,
             merge_size=told.get("merge_size") or 2,
-            min_pixels=told.get("min_pixels") or size.get("shortest_edge") or edge,
-            max_pixels=told.get("max_pixels") or size.get("longest_edge") or 6 * edge,
+            min_pixels=told.get("min_pixels") or size.get("shortest_edge") or low,
+            max_pixels=told.get("max_pixels") or size.get("longest_edge") or high,
             mean=tuple(told.get("image_mean") or ([default] * 3 if default else (0.48145466, 0.4578275, 0.40821073))),
             std=tuple(told.get("image_std") or ([default] * 3 if default else (0.26862954, 0.26130258, 0.27577711))),
             scale=told.get("rescale_factor") or 1 / 255,
-            are_apart=are_apart,
-            counts_all=are_apart,
+            are_apart=kind in APART,
+            counts_all=kind in APART,
+            longest_s=(told.get("max_duration") or 300) if is_glm else None,
             fps=told.get("fps") or _FPS,
             min_frames=told.get("min_frames") or _LEAST,
             max_frames=told.get("max_frames") or _MOST,
         )
+        if is_glm and (given := {"min_frames", "max_frames"} & options.keys()):
+            where, got = f"data.mm_processor_kwargs.{min(given)}", f"a value, for a model of type {kind}"
+            raise DataError(where, got=got, expected="fps, by which alone it takes frames", fix="Leave the key out.")
         if {"min_pixels", "max_pixels"} & options.keys():
             # These keys bound an image, and so a frame.
             rules = replace(rules, counts_all=False)
@@ -147,7 +163,7 @@ class FrameRules:
             DataError: its sides differ too much.
         """
         fps = video.fps or self.fps
-        indices = self._indices(video.num_frames, fps)
+        indices = self._indices(video.num_frames, fps, video.seconds)
         size = self._size(len(indices), video.height, video.width, where)
         return Clip(indices, fps, video.num_frames, size)
 
@@ -167,11 +183,12 @@ class FrameRules:
         return math.ceil(len(clip.indices) / self.temporal_patch_size), height, width
 
     def times(self, clip: Clip) -> list[float]:
-        """Of each patch along time, the second in the middle of its frames."""
+        """Of each patch along time, the second in the middle of its frames; with `longest_s`, of the first of them."""
         size = self.temporal_patch_size
         numbers = [*clip.indices, *[clip.indices[-1]] * (-len(clip.indices) % size)]
         seconds = [number / clip.fps for number in numbers]
-        return [(seconds[at] + seconds[at + size - 1]) / 2 for at in range(0, len(seconds), size)]
+        last = 0 if self.longest_s else size - 1
+        return [(seconds[at] + seconds[at + last]) / 2 for at in range(0, len(seconds), size)]
 
     def patches(self, clip: Clip) -> torch.Tensor:
         """[S, X] float32: along time, then the squares of which an embedding is made, then the patches of each."""
@@ -186,7 +203,18 @@ class FrameRules:
         ordered = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return ordered.reshape(time * height * width, 3 * size * pixels**2)
 
-    def _indices(self, num_frames: int, fps: float) -> tuple[int, ...]:
+    def _indices(self, num_frames: int, fps: float, seconds: float | None) -> tuple[int, ...]:
+        if self.longest_s is not None:
+            last = num_frames - 1
+            seconds = seconds or round(last / fps) + 1
+            if seconds <= self.longest_s:
+                places = np.ceil(np.arange(max(int(seconds * self.fps), 1)) * fps / self.fps)
+            elif (count := int(self.longest_s * self.fps)) >= num_frames:
+                places = np.arange(num_frames)
+            else:
+                places = np.ceil(np.linspace(0, seconds, count) * fps)
+            found = np.unique(places.clip(max=last).astype(int)).tolist()
+            return tuple(found + found[-1:] * (len(found) % 2))
         if self.are_apart:
             count = min(max(int(num_frames / fps * self.fps), self.min_frames), self.max_frames, num_frames)
             return tuple(np.linspace(0, num_frames - 1, count).round().astype(int).tolist())
@@ -321,7 +349,11 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
             got = f"a video without frames ({_named(source)})"
             raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
         height, width, _ = _upright(first).shape
-    return Video(count, fps, height, width, lambda indices: _frames(source, fps, indices, where), source)
+
+    def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        return _frames(source, fps, indices, where)
+
+    return Video(count, fps, height, width, read, source, count / fps)
 
 
 def _frames(source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str) -> Iterator[np.ndarray]:

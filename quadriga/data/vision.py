@@ -10,30 +10,31 @@ each patch out of two frames, and has a token of its own. This holds for the mod
 
     Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>              time is an axis of the positions, in Qwen2.5-VL in seconds
     Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time stands as text
+    GLM-4V                 <video><start>▪▪▪▪<end>0<start>▪▪▪▪<end>1</video>        likewise; ▪ is the token of images
 
 Shapes: P tokens of the expanded prompt.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, ProcessorMixin
 
 from quadriga.config import DataConfig
 from quadriga.config.actor import VISION_TYPES
-from quadriga.data.pictures import require_pillow
+from quadriga.data.pictures import read_picture, require_pillow
 from quadriga.data.tokenizing import Messages
 from quadriga.data.videos import Clip, FrameRules, video_settings
 from quadriga.errors import DataError
 from quadriga.protocol.columns import object_array
 
 IMAGE, VIDEO = "<image>", "<video>"
-APART = ("qwen3_vl",)
-"""Models before whose frames stand their times."""
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")
 """Keys of a content part under which its image or video may stand, besides those of its own name."""
@@ -81,11 +82,12 @@ class VisionProcessor:
     Attributes:
         image_processor: of transformers: images to patches.
         image_token_id: stands in a prompt for an embedding of an image.
-        video_token_id: the same of a video.
+        video_token_id: the same of a video, or where `video_bounds` are given for all of it before it is expanded.
         name: the model's folder or name, for errors.
         frames: how videos are cut; None: prompts that have some are refused.
         tokens_per_second: places along time for a second of video; None: one for each patch along time.
         bounds: tokens before and behind the patches of one time, where frames stand apart.
+        video_bounds: between these tokens that of images stands for an embedding of a video.
     """
 
     image_processor: Any
@@ -95,12 +97,19 @@ class VisionProcessor:
     frames: FrameRules | None = None
     tokens_per_second: float | None = None
     bounds: tuple[int, int] = field(default=(0, 0))
+    video_bounds: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        kind, known = type(self.image_processor).__name__, "Qwen2VLImageProcessor"
+        kind, known = type(self.image_processor).__name__, ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
         if not kind.startswith(known):
-            expected = f"{known}, that of {', '.join(VISION_TYPES)}"
+            expected = f"{' or '.join(known)}, those of {', '.join(VISION_TYPES)}"
             raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
+
+    @property
+    def media_ids(self) -> tuple[int, ...]:
+        """The tokens that stand for images and for videos, and those that tell which embeddings are a video's."""
+        video = () if self.video_token_id is None else (self.video_token_id,)
+        return (self.image_token_id, *video, *(self.video_bounds or ()))
 
     @property
     def merge_size(self) -> int:
@@ -139,11 +148,23 @@ class VisionProcessor:
         if "multi_modal_inputs" not in batch and (rows := batch.get("multi_modal_data")) is not None:
             made = []
             for row, data in enumerate(rows):
-                frames, told = map(torch.from_numpy, data.get("video", ())), data.get("video_metadata", ())
-                clips = [Clip.of(*one) for one in zip(frames, told, strict=True)]
+                clips = clips_of(zip(data.get("video", ()), data.get("video_metadata", ()), strict=True))
                 made.append(self.inputs(data.get("image", ()), clips, where=f"row {row} of a batch"))
             batch["multi_modal_inputs"] = object_array(made)
         return batch
+
+    def conversation(
+        self,
+        ids: list[int],
+        images: Sequence[Any],
+        videos: Iterable[tuple[np.ndarray, Any]],
+        encode: Encode,
+        where: str,
+    ) -> VisionPrompt:
+        """A prompt and the turns behind it, with images in any form that a row may have, and the frames of videos with
+        their metadata. Arguments and errors as for `prompt`, but of any length."""
+        read = [read_picture(one, folder=Path(), where=f"{where}, image {number}") for number, one in enumerate(images)]
+        return self.prompt(ids, read, sys.maxsize, where=where, clips=clips_of(videos), encode=encode)
 
     def frame_rules(self, where: str) -> FrameRules:
         """How videos are cut; raises DataError for a processor that takes none."""
@@ -193,9 +214,12 @@ class VisionProcessor:
             fix = "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text."
             raise DataError(where, got=got, expected="text behind it, as chat templates write it", fix=fix)
         inputs = self.inputs(pictures, clips, where=where)
-        expanded = self.expand(ids, inputs.get("image_grid_thw"), clips, encode)
+        grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
+        counts = (grids.prod(-1) // self.merge_size**2).int().tolist()
+        expanded = self.expand(ids, iter(counts), iter(clips), encode)
         if inputs and len(expanded) > limit:
-            counts = {"images": expanded.count(self.image_token_id), "videos": expanded.count(self.video_token_id)}
+            kinds = self._kinds(expanded)
+            counts = {"images": kinds.count(1), "videos": kinds.count(2)}
             seen = [f"{count} of them of {what}" for what, count in counts.items() if count]
             expected = f"at most data.max_prompt_length={limit}, for a prompt with images or videos is not cut"
             how = "leave such rows out with data.filter_overlong_prompts=true"
@@ -207,23 +231,18 @@ class VisionProcessor:
         return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
 
     def expand(
-        self,
-        ids: list[int],
-        grids: torch.Tensor | None,
-        clips: Sequence[Clip] = (),
-        encode: Encode | None = None,
+        self, ids: Sequence[int], counts: Iterator[int], clips: Iterator[Clip], encode: Encode | None = None
     ) -> list[int]:
         """Each image token of `ids` as often as its image has embeddings, and for each video token those of its clip.
 
-        `grids` [images, 3] counts patches.
+        `counts` are of the next images, `clips` the next videos.
         """
-        counts = iter([] if grids is None else (grids.prod(-1) // self.merge_size**2).tolist())
-        videos, expanded = iter(clips), list[int]()
+        expanded = list[int]()
         for one in ids:
             if one == self.image_token_id:
                 expanded += [one] * next(counts)
             elif one == self.video_token_id:
-                expanded += self.video_ids(next(videos), encode)
+                expanded += self.video_ids(next(clips), encode)
             else:
                 expanded.append(one)
         return expanded
@@ -238,6 +257,11 @@ class VisionProcessor:
             return [token] * (time * count)
         assert encode is not None, "times are tokenized"
         before, behind = self.bounds
+        if self.video_bounds is not None:
+            one = [before, *[self.image_token_id] * count, behind]
+            return [
+                token for stamp in encode([str(int(second)) for second in rules.times(clip)]) for token in one + stamp
+            ]
         stamps = encode([f"<{second:.1f} seconds>" for second in rules.times(clip)])
         return [one for stamp in stamps for one in (*stamp, before, *[token] * count, behind)]
 
@@ -264,13 +288,11 @@ class VisionProcessor:
         """
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
-        grids = {
-            self.image_token_id: iter([(grid, 1.0) for grid in ([] if image_grid_thw is None else image_grid_thw)]),
-            self.video_token_id: self._video_grids(video_grid_thw, second_per_grid_ts),
-        }
+        images = iter([(grid, 1.0) for grid in ([] if image_grid_thw is None else image_grid_thw)])
+        grids = (iter(()), images, self._video_grids(video_grid_thw, second_per_grid_ts))
         parts, place, start = [], 0, 0
-        for begin, token in enumerate(ids):
-            if begin < place or token not in grids or (found := next(grids[token], None)) is None:
+        for begin, kind in enumerate(self._kinds(ids)):
+            if begin < place or (found := next(grids[kind], None)) is None:
                 continue
             (time, height, width), interval = found[0].tolist(), found[1]
             parts.append((torch.arange(begin - place) + start).expand(3, -1))
@@ -282,6 +304,14 @@ class VisionProcessor:
         parts.append((torch.arange(len(ids) - place) + start).expand(3, -1))
         return torch.cat(parts, dim=1), start - place
 
+    def _kinds(self, ids: list[int]) -> list[int]:
+        """Of each expanded token 1 where it stands for an image, 2 for a video, else 0."""
+        tokens = np.array(ids)
+        if self.video_bounds is None:
+            return ((tokens == self.image_token_id) + 2 * (tokens == self.video_token_id)).tolist()
+        first, last = (np.cumsum(tokens == one) for one in self.video_bounds)
+        return ((tokens == self.image_token_id) * (1 + (first > last))).tolist()
+
     def _video_grids(self, grids: torch.Tensor | None, seconds: torch.Tensor | None) -> Iterator[tuple[Any, Any]]:
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.are_apart:
@@ -290,6 +320,11 @@ class VisionProcessor:
                 yield grid, self.tokens_per_second or 1.0
             else:
                 yield grid, self.tokens_per_second * seconds[number]
+
+
+def clips_of(videos: Iterable[tuple[np.ndarray, Any]]) -> list[Clip]:
+    """Of frames [T, 3, H, W] with their `Clip.metadata`."""
+    return [Clip.of(torch.from_numpy(frames), told) for frames, told in videos]
 
 
 def with_parts(
@@ -320,14 +355,17 @@ def with_parts(
     return result, found[0], found[1]
 
 
-def refuse_media(messages: Messages, media: Mapping[str, Sequence[Any]], config: DataConfig, *, where: str) -> None:
+def refuse_media(
+    messages: Messages, media: Mapping[str, Sequence[Any]], config: DataConfig, *, where: str, column: str | None = None
+) -> None:
     """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
 
-    `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row.
+    `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row,
+    and `column` that of the messages, `data.prompt_key` if it is None.
     """
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt, expected = f"{where}, column {config.prompt_key!r}", "text, or a vision-language model"
+    at_prompt, expected = f"{where}, column {column or config.prompt_key!r}", "text, or a vision-language model"
     for what, given in media.items():
         if given or TAGS[what] in text:
             got = f"{what}s" if given else TAGS[what]
@@ -392,20 +430,27 @@ def load_processor(
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     options = dict(options or {})
-    sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
+    sizes, is_glm = {name: value for name, value in options.items() if name.endswith("pixels")}, kind == "glm4v"
     try:
         loaded = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **sizes)
     except (OSError, ValueError, KeyError, ImportError) as error:
         got, fix = str(error).strip().partition("\n")[0], "Copy it from the model that this one was made of."
         raise DataError(where, got=got, expected="preprocessor_config.json in the model's folder", fix=fix) from error
+    if is_glm:
+        # Its processor bounds both frames of a patch together, under other names.
+        ends = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        given = {ends[name]: value * loaded.temporal_patch_size for name, value in sizes.items()}
+        loaded.size = type(loaded.size)(**{**dict(loaded.size), **given})
+    names = ("image", "video") if is_glm else ("vision",)
+    bounds = [(getattr(settings, f"{one}_start_token_id"), getattr(settings, f"{one}_end_token_id")) for one in names]
     return VisionProcessor(
         loaded,
         settings.image_token_id,
         settings.video_token_id,
         str(path),
-        FrameRules.of(video_settings(path), are_apart=kind in APART, options=options),
+        FrameRules.of(video_settings(path), kind, options),
         getattr(settings.vision_config, "tokens_per_second", None),
-        (settings.vision_start_token_id, settings.vision_end_token_id),
+        *bounds,
     )
 
 

@@ -29,12 +29,12 @@ LossFunction = Callable[[Outputs], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class PromptImages:
-    """The images of one prompt."""
+class RowImages:
+    """The images of one row: of its prompt, and of what others said behind it."""
 
     # As the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and those of videos.
     inputs: Mapping[str, torch.Tensor]
-    places: np.ndarray  # their tokens' indices in the prompt
+    places: np.ndarray  # their tokens' indices in the row, among those that nothing is learned from
     key: bytes  # equal for equal images
 
 
@@ -47,7 +47,7 @@ class RowTokens(RowLength):
     response: np.ndarray
     positions: np.ndarray  # [L] of both, or [3, L]
     trained: np.ndarray  # the response positions that are predicted
-    images: PromptImages | None = None  # of the prompt
+    images: RowImages | None = None
 
 
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
@@ -55,7 +55,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
 
     `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs
     and routed_experts [b, P + T, L, k].
-    Raises EngineError: a prompt is empty, or does not fit its images.
+    Raises EngineError: a prompt is empty, or a row does not fit its images.
     """
     input_ids, attention, positions, trained = (
         data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -66,21 +66,28 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     keys: dict[int, bytes] = {}  # the samples of a prompt hold the same object
     rows = []
     for row, valid in enumerate(attention != 0):
-        prompt, predicted = input_ids[row, :width][valid[:width]], np.flatnonzero(trained[row])
+        prompt, response = input_ids[row, :width][valid[:width]], input_ids[row, width:][valid[width:]]
+        size, predicted = len(prompt), np.flatnonzero(trained[row])
+        num_response_tokens = int(predicted[-1]) if len(predicted) else 0
         if not len(prompt):
             raise EngineError(f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token")
         images = None
         if image_tokens is not None or column is not None:
-            images = _prompt_images(row, {} if column is None else column[row] or {}, prompt, image_tokens, keys)
+            # What the model wrote is a token like others.
+            given = np.concatenate([prompt, np.where(trained[row][: len(response)], -1, response)])
+            images = _row_images(row, {} if column is None else column[row] or {}, given, size, image_tokens, keys)
         # A prompt is computed once for those rows whose routes through it are the same.
         told = b"" if routes is None else routes[row, :width][valid[:width]].tobytes()
+        if images is not None and (last := int(images.places.max())) >= size:
+            # It has its prompt for itself, and is read as far as its last image.
+            told, num_response_tokens = told + row.to_bytes(8), max(num_response_tokens, last + 1 - size)
         rows.append(
             RowTokens(
                 prompt_key=prompt.tobytes() + (images.key if images else b"") + told,
-                num_prompt_tokens=len(prompt),
-                num_response_tokens=int(predicted[-1]) if len(predicted) else 0,
+                num_prompt_tokens=size,
+                num_response_tokens=num_response_tokens,
                 prompt=prompt,
-                response=input_ids[row, width:][valid[width:]],
+                response=response,
                 positions=positions[row][..., valid],
                 trained=predicted,
                 images=images,
@@ -89,24 +96,24 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     return rows
 
 
-def _prompt_images(
-    row: int, inputs: dict[str, Any], prompt: np.ndarray, tokens: ImageTokens | None, keys: dict[int, bytes]
-) -> PromptImages | None:
-    """The images of a row out of `multi_modal_inputs`; None: it has none."""
+def _row_images(
+    row: int, inputs: dict[str, Any], given: np.ndarray, size: int, tokens: ImageTokens | None, keys: dict[int, bytes]
+) -> RowImages | None:
+    """The images of a row out of `multi_modal_inputs`, in `given` tokens, the prompt's `size` first; None: none."""
     where = f"row {row} of a batch"
     if tokens is None:
         if inputs:
             raise EngineError(where, got="images", expected="text: the model is no vision-language model")
         return None
-    places, problem = tokens.places(prompt, inputs)
+    places, problem = tokens.places(given, inputs, size)
     if problem:
-        fix = "Let data.image_key and video_key name the columns; a prompt is never cut inside of an image or a video."
+        fix = "Let data.image_key and video_key name the columns; a row is never cut inside of an image or a video."
         raise EngineError(where, got=problem, expected="one for each embedding", fix=fix)
     if not inputs:
         return None
     if id(inputs) not in keys:
         keys[id(inputs)] = images_key(inputs).encode()
-    return PromptImages(inputs, places, keys[id(inputs)])
+    return RowImages(inputs, places, keys[id(inputs)])
 
 
 def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:

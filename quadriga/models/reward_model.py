@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward models: a sequence classifier with one label, to score with or to be trained.
 
+Of vision-language models transformers has no classifiers: here one is the model itself with a head `score` [1, D] in
+place of the projection onto the vocabulary, in the same files.
+
 Legend: D hidden size.
 """
 
@@ -14,10 +17,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
-from quadriga.models.architecture import choose_attention, is_packed
+from quadriga.models.adapter_files import open_model
+from quadriga.models.architecture import backbone, choose_attention, is_packed
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.load import load_causal_lm, load_config
+from quadriga.models.load import load_causal_lm, load_config, model_folder
+from quadriga.models.vision import is_vision
 
 _FIX = "Set reward_model.model.path to a model that was trained to score: a sequence classifier with one label."
 
@@ -34,6 +39,13 @@ def load_reward_model(
     Raises EngineError: it cannot be loaded, has no classification head, several labels, or attention in both
     directions."""
     disable_progress_bar()
+    if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
+        source = load_causal_lm(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False)
+        folder, missing = model_folder(path), ["score.weight"]
+        if folder is not None and missing[0] in (files := open_model(folder)).shapes:
+            add_score(source).score.weight.data.copy_(files.read(missing.pop()))
+        require_judge(path, source, missing)
+        return source
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
@@ -49,6 +61,16 @@ def load_reward_model(
     if is_packed(model):
         fuse(model)
     return model.to(device).eval()
+
+
+def add_score(model: PreTrainedModel) -> PreTrainedModel:
+    """A vision-language model with a head `score` [1, D] of zeros, of which its configuration tells."""
+    size, weight = model.config.get_text_config().hidden_size, next(model.parameters())
+    model.score = nn.Linear(size, 1, bias=False, dtype=weight.dtype, device=weight.device)
+    torch.nn.init.zeros_(model.score.weight)
+    model.config.num_labels = 1
+    model.config.architectures = [f"{type(model).__name__.partition('For')[0]}ForSequenceClassification"]
+    return model
 
 
 def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
@@ -68,7 +90,7 @@ def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) 
         expected = "a decoder with a head at the last token, such as LlamaForSequenceClassification"
     elif head.out_features != 1:
         got, expected = f"a classifier with {head.out_features} labels", "one label, the score"
-    elif any(getattr(module, "is_causal", True) is False for module in model.modules()):
+    elif any(getattr(module, "is_causal", True) is False for module in backbone(model).modules()):
         got, expected = f"{kind}, whose tokens see those behind them", "a decoder with causal attention"
     else:
         return
@@ -97,9 +119,10 @@ def fresh_reward_model(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return load_reward_model(path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)
-    source = load_causal_lm(
-        path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code, override_config=override_config
-    )
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "override_config": override_config}
+    source = load_causal_lm(path, dtype=torch.float32, device=device, needs_head=not is_vision(config), **how)
+    if is_vision(config):
+        return add_score(source)
     config.num_labels, config.pad_token_id = 1, pad_token_id
     try:
         model = AutoModelForSequenceClassification.from_config(

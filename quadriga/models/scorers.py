@@ -99,7 +99,7 @@ class Scorer(nn.Module, ABC):
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
         tokens: dict[str, Any] = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
-        if batch.images is not None:
+        if batch.images is not None and received is None:
             tokens = decoder_inputs(self.model, input_ids, batch.images, self.sharing.first_token(batch))
         (body,) = self._backbone
         if is_packed(self.model):

@@ -31,6 +31,8 @@ from quadriga.errors import EngineError
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
 """What the model takes of images, and the same of videos."""
+ONE_TOKEN = ("glm4v",)
+"""Models with one token for embeddings of images and of videos, whose encoder takes each frame as an image."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -58,10 +60,12 @@ class ImageTokens:
     Attributes:
         token_ids: that stand once for each embedding, of an image and of a video.
         patches_per_token: patches of which the encoder makes one embedding.
+        video_bounds: between these tokens stand embeddings of a video, where one token stands for both (GLM-4V).
     """
 
     token_ids: tuple[int, int]
     patches_per_token: int
+    video_bounds: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ImageTokens | None":
@@ -69,28 +73,37 @@ class ImageTokens:
         if not is_vision(config):
             return None
         settings = cast(Any, config)
-        return cls((settings.image_token_id, settings.video_token_id), settings.vision_config.spatial_merge_size**2)
+        image, merged = settings.image_token_id, settings.vision_config.spatial_merge_size**2
+        if settings.model_type in ONE_TOKEN:
+            return cls((image, image), merged, (settings.video_start_token_id, settings.video_end_token_id))
+        return cls((image, settings.video_token_id), merged)
 
     def count(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """E: embeddings of the images and videos of a prompt."""
         return sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs) // self.patches_per_token
 
-    def places(self, tokens: np.ndarray, inputs: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, str]:
-        """Where the embeddings of a prompt's images stand, then those of its videos, [E]; and what does not fit.
+    def places(
+        self, tokens: np.ndarray, inputs: Mapping[str, torch.Tensor], size: int | None = None
+    ) -> tuple[np.ndarray, str]:
+        """Where the embeddings of a row's images stand, then those of its videos, [E]; and what does not fit.
 
         Args:
             tokens: of the prompt, and perhaps of a response, in which the model may write such a token.
             inputs: of the model, `image_grid_thw` and `video_grid_thw` [I, 3] among them.
+            size: tokens of the prompt, which has no more of them than there are embeddings. None: all.
 
         Returns:
             The first of the tokens, as many as there are embeddings; and in words what there is too much or too little
             of, empty where all fits.
         """
-        found, problems = [], []
-        for token, name in zip(self.token_ids, GRIDS, strict=True):
-            grids, own = inputs.get(name), np.flatnonzero(tokens == token)
+        found, problems, kinds = [], [], [tokens == token for token in self.token_ids]
+        if self.video_bounds is not None:
+            first, last = (np.cumsum(tokens == one) for one in self.video_bounds)
+            kinds = [kinds[0] & (first <= last), kinds[1] & (first > last)]
+        for token, is_own, name in zip(self.token_ids, kinds, GRIDS, strict=True):
+            grids, own = inputs.get(name), np.flatnonzero(is_own)
             count = 0 if grids is None else int(grids.prod(-1).sum()) // self.patches_per_token
-            if len(own) != count:
+            if not np.count_nonzero(own < (len(tokens) if size is None else size)) <= count <= len(own):
                 problems.append(f"{len(own)} tokens with id {token} for {count} embeddings of {name.split('_')[0]}s")
             found.append(own[:count])
         return np.concatenate(found), ", ".join(problems)
@@ -159,7 +172,11 @@ def decoder_inputs(
     Raises EngineError: the encoder makes more or fewer embeddings than there are places."""
     body = cast(Any, model.base_model)
     embeddings = model.get_input_embeddings()(input_ids)
-    seen = body.get_image_features(images.pixel_values, images.grids, return_dict=True)
+    grids = images.grids
+    if model.config.model_type in ONE_TOKEN:
+        grids = grids.repeat_interleave(grids[:, 0], 0)
+        grids[:, 0] = 1
+    seen = body.get_image_features(images.pixel_values, grids, return_dict=True)
     features = torch.cat(seen.pooler_output).to(embeddings.dtype)
     added = [torch.cat(tuple(layer)) for layer in getattr(seen, "deepstack_features", None) or ()]
     if not len(images.places):
@@ -205,7 +222,7 @@ class VisionEncoderCost:
         if not is_vision(model.config):
             return None
         settings, body = cast(Any, model.config).vision_config, vision_encoder(model)
-        mergers = [part for name, part in body.named_children() if "merger" in name]
+        mergers = [part for name, part in body.named_children() if "merger" in name or name == "downsample"]
         of_tokens = sum(_num_multiplied(merger) for merger in mergers)
         whole = getattr(settings, "fullatt_block_indexes", None)
         merged = settings.spatial_merge_size
@@ -240,7 +257,7 @@ class VisionEncoderCost:
 
 def _num_multiplied(module: nn.Module) -> int:
     """Numbers in the matrices of a module."""
-    return sum(one.weight.numel() for one in module.modules() if isinstance(one, (nn.Linear, nn.Conv3d)))
+    return sum(one.weight.numel() for one in module.modules() if isinstance(one, (nn.Linear, nn.Conv2d, nn.Conv3d)))
 
 
 def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | None = None) -> None:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.vision import ONE_TOKEN, PIXELS
 from quadriga.rollout.causal_model import CausalModelEngine
 from quadriga.rollout.interface import BatchImages, Completion, FinishReason, Images, Prompts, Sampling
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
@@ -59,9 +60,15 @@ class HFEngine(CausalModelEngine):
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
-        alike: dict[tuple[int, frozenset[int]], list[int]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
-            alike[params.max_tokens, params.stops(self.eos_token_ids)].append(row)
+            kinds = () if given[row] is None else tuple(one for one in PIXELS if one in given[row].inputs)
+            is_apart = self.model.config.model_type in ONE_TOKEN
+            if is_apart and len(kinds) > 1:
+                got, fix = "images and videos in one prompt", "Take native, or leave one of them out."
+                expected = f"one of both: transformers cannot tell their tokens apart in {self.model.config.model_type}"
+                raise RolloutError(f"{self.name}.generate, prompt {row}", got=got, expected=expected, fix=fix)
+            alike[params.max_tokens, params.stops(self.eos_token_ids), kinds * is_apart].append(row)
         completions: dict[int, Completion] = {}
         for rows in alike.values():
             for start in range(0, len(rows), self.max_num_seqs):

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation by running servers: any with OpenAI's completions that return token ids and log-probabilities.
 
+A prompt with images goes as a chat of one message, in which its text and its images stand, to a server that takes a
+chat template with a request; the tokens that it made of it must be those of the data.
+
 A request goes to the server with the fewest in flight. One that does not respond, or responds with an error of its own,
 is passed over: the request moves to the next one, and when every server has failed it `num_tries` times the error
 names each. The servers keep their weights: those of version 0 are taken on trust, later ones refused.
@@ -11,6 +14,7 @@ Servers of a model that is not ours to train tell the log-probabilities of given
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -35,12 +39,16 @@ from quadriga.rollout.interface import (
     SamplingParams,
 )
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, LogProbsOf, split_log_probs
+from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, LogProbsOf, data_urls, split_log_probs
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 _AS_TEXT = "token_id:"
+_TEMPLATE = (
+    "{% for part in messages[0]['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ PLACE }}{% endif %}{% endfor %}"
+)
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 
 _TOLD_S = 30.0
@@ -147,6 +155,8 @@ class HTTPEngine(RolloutEngine):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.image_token_id: int | None = None
         fix = "Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves."
         options: dict[str, Any] = {"headers": headers, "timeout_s": timeout_s, "num_tries": num_tries}
         options |= {"setting": f"{_KWARGS}.urls", "where": _WHERE, "fix": fix, "max_num_seqs": max_num_seqs}
@@ -168,18 +178,23 @@ class HTTPEngine(RolloutEngine):
             expected = f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}"
             fix = f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME."
             raise ConfigError(_KWARGS, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix)
-        eos_token_ids = stop_token_ids(setup.skeleton(), setup.tokenizer.eos_token_id)
-        return cls(urls, model, eos_token_ids=eos_token_ids, max_num_seqs=setup.rollout.max_num_seqs, **options)
+        skeleton = setup.skeleton()
+        options["eos_token_ids"] = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
+        engine = cls(urls, model, max_num_seqs=setup.rollout.max_num_seqs, **options)
+        image = getattr(skeleton.config, "image_token_id", None)
+        engine.tokenizer, engine.image_token_id, engine.takes_images = setup.tokenizer, image, image is not None
+        return engine
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         """One response. A caller that is cancelled ends the connection, and so the request."""
         self._require_ready([prompt], [sampling], [images])
-        return await asyncio.wrap_future(self._thread.submit(self._respond(prompt, sampling)))
+        return await asyncio.wrap_future(self._thread.submit(self._respond(prompt, sampling, images)))
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
-        futures = [self._thread.submit(self._respond(*one)) for one in zip(prompts, sampling, strict=True)]
+        images = [None] * len(prompts) if images is None else images
+        futures = [self._thread.submit(self._respond(*one)) for one in zip(prompts, sampling, images, strict=True)]
         try:
             return [future.result() for future in futures]
         finally:
@@ -227,11 +242,14 @@ class HTTPEngine(RolloutEngine):
             self.abort()
             self._thread.close()
 
-    async def _respond(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+    async def _respond(self, prompt: Prompt, sampling: SamplingParams, images: Images | None) -> Completion:
         """One response, from the first server that gives it."""
+        path, asked = "v1/completions", {"prompt": list(prompt), "logprobs": 1}
+        if images is not None:
+            path, asked = "v1/chat/completions", self._chat(images)
         body = {
             "model": self.model,
-            "prompt": list(prompt),
+            **asked,
             "max_tokens": sampling.max_tokens,
             **sampling.drawing,
             "seed": sampling.seed % (1 << SEED_BITS),
@@ -240,7 +258,6 @@ class HTTPEngine(RolloutEngine):
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
             "ignore_eos": True,
             "skip_special_tokens": False,
-            "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
@@ -248,8 +265,8 @@ class HTTPEngine(RolloutEngine):
         assert task is not None
         self._running.add(task)
         try:
-            read = partial(self._completion, sampling=sampling)
-            return await self.servers.ask("v1/completions", body, read, f"{len(prompt)} prompt tokens")
+            read = partial(self._completion, sampling=sampling, expanded=None if images is None else list(prompt))
+            return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
         except asyncio.CancelledError:
             if task not in self._aborted:
                 raise
@@ -258,10 +275,39 @@ class HTTPEngine(RolloutEngine):
             self._running.discard(task)
             self._aborted.discard(task)
 
-    def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
-        """The first choice of a reply."""
+    def _chat(self, images: Images) -> dict[str, Any]:
+        """A message with the images of a prompt, and a template that writes its text as it is."""
+        assert self.tokenizer is not None and self.image_token_id is not None, "else images are refused"
+        shown, texts = iter(data_urls(images, self.name)), list[list[int]]([[]])
+        for token in images.short_prompt:
+            if token == self.image_token_id:
+                texts.append([])
+            else:
+                texts[-1].append(token)
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        parts: list[dict[str, Any]] = []
+        for number, ids in enumerate(texts):
+            parts += [{"type": "image_url", "image_url": {"url": next(shown)}}] if number else []
+            parts += [{"type": "text", "text": self.tokenizer.decode(ids, **options)}] if ids else []
+        place = json.dumps(self.tokenizer.decode([self.image_token_id], **options))
+        template = _TEMPLATE.replace("PLACE", place)
+        settings = {"chat_template": template, "add_generation_prompt": False, "add_special_tokens": False}
+        return {"messages": [{"role": "user", "content": parts}], **settings, "logprobs": True}
+
+    def _completion(
+        self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams, expanded: list[int] | None
+    ) -> Completion:
+        """The first choice of a reply. `expanded` are the tokens of a prompt with images."""
         choice = (content.get("choices") or [{}])[0]
         numbers = choice.get("logprobs") or {}
+        if expanded is not None:
+            if (told := content.get("prompt_token_ids")) != expanded:
+                got = "other tokens of a prompt with images" if told else "no `prompt_token_ids`"
+                fix = "Use vLLM's server with the model's own tokenizer and the sizes of data.mm_processor_kwargs."
+                raise RolloutError(client.where, got=got, expected="the tokens of the data", fix=fix)
+            of_chat = {"tokens": "token", "token_logprobs": "logprob"}
+            listed = numbers.get("content") or []
+            numbers = {name: [one[key] for one in listed] for name, key in of_chat.items()}
         tokens, log_probs = numbers.get("tokens") or [], numbers.get("token_logprobs") or []
         token_ids = choice.get("token_ids")
         if token_ids is None and tokens and all(str(token).startswith(_AS_TEXT) for token in tokens):

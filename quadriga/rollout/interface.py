@@ -307,7 +307,7 @@ class RolloutEngine(WeightTarget, ABC):
                 raise RolloutError(where, got=f"prompt {row} without a token", expected="at least one token")
         if not self.takes_images and any(one is not None for one in images or ()):
             got = "a prompt with images"
-            fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images."
+            fix = "Set actor_rollout_ref.rollout.name=native, or leave out the rows with images."
             raise RolloutError(where, got=got, expected=f"text: the engine {self.name} takes no images", fix=fix)
 
     def _require_length(self, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:

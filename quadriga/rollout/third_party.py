@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them."""
 
+import base64
+import io
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +14,15 @@ from transformers import PreTrainedModel
 from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.experts import mixtures
 from quadriga.observe.probe import release_numbers
-from quadriga.rollout.interface import BatchImages, FinishReason, Prompts, RolloutEngine, Sampling, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    FinishReason,
+    Images,
+    Prompts,
+    RolloutEngine,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
@@ -25,6 +35,18 @@ SEED_BITS = 63
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 """`processed_logprobs` are those of the distribution that tokens are drawn from, after temperature and filters;
 `raw_logprobs` those of the model, before both. The words are vLLM's."""
+
+
+def data_urls(images: Images, engine: str) -> list[str]:
+    """The images of a prompt as `data:` URLs of PNG files; a RolloutError where it has videos."""
+    if images.videos:
+        fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with videos."
+        raise RolloutError(f"{engine}.generate", got="a prompt with videos", expected="text and images", fix=fix)
+    urls = []
+    for picture in images.pictures:
+        picture.save(file := io.BytesIO(), "PNG")
+        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return urls
 
 
 class ThirdPartyEngine(RolloutEngine):

@@ -12,9 +12,10 @@ from typing import Any
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
 from quadriga.config.placement import POLICIES, asked_roles, role_pools, rollout_group_size
-from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
+from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
-from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
+from quadriga.data.rm_dataset import RMDataset
+from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
@@ -31,7 +32,8 @@ from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrain
 from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.models import check_checkpoint, check_models, layout_tables, require_text
+from quadriga.workers.generation import build_processor
+from quadriga.workers.models import check_checkpoint, check_models, layout_tables
 from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 from quadriga.workers.teacher import check_teachers, require_teachers
@@ -121,8 +123,6 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
         rollout_engine_class(config)  # likewise an engine
         check_overlap(config, needs)
-    else:
-        require_text(config, "quadriga sft")
     check_models(config, has_critic=needs.critic)
     check_checkpoint(config, start_of(config.trainer))
     with timeline.part("tokenizer"):
@@ -301,23 +301,14 @@ def build_tokenizer(config: Config) -> Any:
     )
 
 
-def build_processor(config: Config) -> Any:
-    """The image processor of a vision-language model; None for a language model."""
-    model = config.actor_rollout_ref.model
-    trusts = config.data.trust_remote_code or model.trust_remote_code
-    sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
-    return load_processor(model.path, trust_remote_code=trusts, options=sizes)
-
-
 def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
     """The rows of training or of validation."""
     data = config.data
     files = data.train_files if is_train else data.val_files
-    if config.task == "reward_model":
-        return RMDataset(files, tokenizer, data, is_train=is_train)
-    if config.task == "sft":
+    if config.task != "rl":
         kind = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}[data.format]
-        return kind(files, tokenizer, data, is_train=is_train)
+        kind = RMDataset if config.task == "reward_model" else kind
+        return kind(files, tokenizer, data, processor=build_processor(config), is_train=is_train)
     if config.reward_model.enable:
         # A reward model may read the chats.
         data = data.model_copy(update={"return_raw_chat": True})

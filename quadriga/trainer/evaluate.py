@@ -16,11 +16,12 @@ from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards import RewardManager
-from quadriga.trainer.build import build_processor, build_reward, build_tokenizer, build_val_loader, frozen_workers
+from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
 from quadriga.trainer.responses import repeat_prompts
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Role
 from quadriga.trainer.validate import Validator, interval, means, sample_values
+from quadriga.workers.generation import build_processor
 
 
 class Grades(NamedTuple):

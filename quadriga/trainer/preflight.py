@@ -12,7 +12,7 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.trainer.build import build_reward, build_tokenizer, build_train_loader, build_val_loader
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.models import require_text, sizes_of_models
+from quadriga.workers.models import sizes_of_models
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 
@@ -55,8 +55,6 @@ def preflight(config: Config) -> Preflight:
         fields = estimator and estimator.fields
         tried(UpdateInputs, config)
         tried(rollout_engine_class, config)
-    else:
-        tried(require_text, config, "quadriga sft")
     models: list[str] = []
     reward = train = val = tokenizer = None
     if "actor_rollout_ref.model.path" not in missing:

@@ -33,12 +33,13 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth
-from quadriga.trainer.build import build_processor, build_tokenizer, frozen_workers
+from quadriga.trainer.build import build_tokenizer, frozen_workers
 from quadriga.trainer.evaluate import Grades, texts_of
 from quadriga.trainer.responses import generate_responses
 from quadriga.trainer.roles import Role
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
+from quadriga.workers.generation import build_processor
 
 RESPONSES = "responses.jsonl"
 _OUTPUT = "--output"

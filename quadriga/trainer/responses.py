@@ -18,7 +18,7 @@ from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.base import CONVERSATION_OBJECTS, PROMPT_OBJECTS, PROMPT_TENSORS
+from quadriga.workers.base import CONVERSATION_OBJECTS, MODEL_OBJECTS, PROMPT_OBJECTS, PROMPT_TENSORS
 
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its responses have in another form, or do without."""
@@ -37,7 +37,10 @@ def generate_responses(
     `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
-    return without_passing(rows).union(rollout.generate_sequences(rollout_inputs(rows, config)))
+    responses, kept = rollout.generate_sequences(rollout_inputs(rows, config)), without_passing(rows)
+    for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():  # conversations show more than their prompts
+        kept.non_tensor_batch.pop(name, None)
+    return kept.union(responses)
 
 
 def rollout_inputs(rows: DataProto, config: Config) -> DataProto:

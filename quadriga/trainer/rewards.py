@@ -21,7 +21,7 @@ from quadriga.protocol.columns import object_array
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.trainer.metrics import spread
 from quadriga.workers import RewardModelWorker
-from quadriga.workers.base import CHAT_OBJECTS, model_inputs
+from quadriga.workers.base import CHAT_OBJECTS, MODEL_OBJECTS, model_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ModelReward(RewardManager):
         """The graders and the reward model begin; at the join its `rm_scores` [B, T] come into the batch."""
         rule = self.graders.begin(data, outcomes)
         try:
-            inputs = model_inputs(data, objects=CHAT_OBJECTS if self.reads_chats else ())
+            inputs = model_inputs(data, [*MODEL_OBJECTS, *(CHAT_OBJECTS if self.reads_chats else ())])
             scores: Any = self.model.compute_rm_score(inputs)
         except BaseException:
             rule.cancel()

@@ -137,14 +137,16 @@ class SFTTrainer(SupervisedTrainer):
 def conversations_batch(rows: DataProto) -> DataProto:
     """Rows of a conversation data set as the engine reads them: a first token, and all behind it as its response.
 
-    `rows`: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right.
+    `rows`: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right; positions may be
+    [B, 3, L], with `multi_modal_inputs`.
     Returns the same columns without those that are padding in every row, and `response_mask` [B, T] for `loss_mask`.
     """
     width = int(rows.batch["attention_mask"].sum(-1).max())
     if width < 2:
         raise DataError("a batch", got="rows of one token", expected="a question and an answer")
-    tensors = {key: rows.batch[key][:, :width] for key in ("input_ids", "attention_mask", "position_ids")}
-    return DataProto.from_dict(tensors=tensors | {"response_mask": rows.batch["loss_mask"][:, 1:width]})
+    tensors = {key: rows.batch[key][..., :width] for key in ("input_ids", "attention_mask", "position_ids")}
+    tensors["response_mask"] = rows.batch["loss_mask"][:, 1:width]
+    return DataProto.from_dict(tensors=tensors, non_tensors=rows.non_tensor_batch)
 
 
 class RewardModelTrainer(SupervisedTrainer):
@@ -197,12 +199,14 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pairs_batch(rows: DataProto) -> DataProto:
     """Pairs as the engine reads them: two rows each, the better response first.
 
-    `rows` have `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B].
+    `rows` have `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B]; of a vision-language model
+    `position_ids` [B, 2, 3, L] and `multi_modal_inputs`.
     """
-    sequences = []
-    columns = (rows.batch.get(key) for key in ("input_ids", "attention_mask", "num_prompt_tokens"))
-    for tokens, valid, num_prompt in zip(*columns, strict=True):
-        for row, mask in zip(tokens, valid.bool(), strict=True):
-            ids, start = row[mask].tolist(), int(num_prompt)
-            sequences.append(SequenceTokens(ids[:start], ids[start:]))
+    sequences, given = [], rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
+    columns = (rows.batch.get(key) for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens"))
+    for *both, num_prompt, inputs in zip(*columns, given, strict=True):
+        for row, mask, positions in zip(*both, strict=True):
+            ids, start = row[mask.bool()].tolist(), int(num_prompt)
+            axes = None if inputs is None else positions[:, mask.bool()]
+            sequences.append(SequenceTokens(ids[:start], ids[start:], axes, inputs or {}))
     return sequences_batch(sequences)

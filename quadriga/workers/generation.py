@@ -2,11 +2,13 @@
 """A rollout engine at work, colocated with the actor or on processes of its own."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.data import load_processor
 from quadriga.errors import EngineError
 from quadriga.models.load import load_config
 from quadriga.observe.machine import release_free_memory
@@ -59,6 +61,7 @@ class Generation:
         self.grader = early_grader(config, tokenizer, num_processes) if leads else None
         self.choices = {"rollout": self.engine.description}
         if rollout.mode == "async" and leads:
+            own_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
             self.loops = AgentLoopManager(
                 rollout,
                 tokenizer,
@@ -66,6 +69,7 @@ class Generation:
                 response_length=config.data.max_response_length,
                 template_kwargs=config.data.apply_chat_template_kwargs,
                 log_dir=config.trainer.directory / "logs",
+                processor=build_processor(config) if own_turns else None,
             )
             self.choices |= {"tools": self.loops.description} if self.loops.description else {}
         if self.sleeps:
@@ -121,3 +125,11 @@ class Generation:
         if self.grader is not None:
             self.grader.close()
         self.engine.close()
+
+
+def build_processor(config: Config) -> Any:
+    """The image processor of a vision-language model; None for a language model."""
+    model = config.actor_rollout_ref.model
+    trusts = config.data.trust_remote_code or model.trust_remote_code
+    sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
+    return load_processor(model.path, trust_remote_code=trusts, options=sizes)

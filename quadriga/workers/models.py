@@ -20,6 +20,7 @@ from quadriga.config.placement import ACTOR, CRITIC, DISTILLATION, arranged_role
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.names import require_known
+from quadriga.engines.parallel.pipeline import layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
@@ -28,7 +29,7 @@ from quadriga.models.experts import mixtures, router_of
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
-from quadriga.models.reward_model import load_reward_model, require_judge
+from quadriga.models.reward_model import add_score, load_reward_model, require_judge
 from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueScorer
 from quadriga.models.vision import is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
@@ -117,8 +118,11 @@ def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_rem
     if folder is None:
         how = {"device": processes.world.device, "trust_remote_code": trust_remote_code}
         return LoadedModel(RewardScorer(load_reward_model(path, dtype=dtype, **how)), None)
-    kind = AutoModelForSequenceClassification
+    sees = is_vision(load_config(folder, trust_remote_code=trust_remote_code))
+    kind = None if sees else AutoModelForSequenceClassification
     skeleton = skeleton_causal_lm(folder, trust_remote_code=trust_remote_code, auto_class=kind)
+    if sees:
+        add_score(skeleton)
     require_judge(path, skeleton, [])
     loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
     require_judge(path, skeleton, missing)
@@ -248,13 +252,6 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         yield f"{where}: a process keeps about {kept / 1e9:.3g} GB of {what} ({layout.describe()}, {str(dtype)[6:]})"
 
 
-def require_text(config: Config, what: str) -> None:
-    """Refuse a vision-language model where only text is supported. Raises ConfigError: says so."""
-    if is_vision(kind := _model_config(config, ACTOR)):
-        got, expected = f"a vision-language model ({kind.model_type})", f"a text model: {what} learns from text alone"
-        raise ConfigError("model.path", got=got, expected=expected, fix="Train it with `quadriga train`.")
-
-
 def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     """Refuse to go on from a policy with another number of experts, as its config.json says; what else differs is found
     when it is read, and damage too. Raises CheckpointError: says both numbers."""
@@ -317,10 +314,6 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
         raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
-    if config.reward_model.enable:
-        got = f"True, with a vision-language policy ({policy.model_type})"
-        fix = "Grade with a function: custom_reward_function.path."
-        raise ConfigError("reward_model.enable", got=got, expected="False: reward models read text alone", fix=fix)
     if any(map(is_served, config.distillation.all_teachers)):
         got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
         raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)
@@ -330,10 +323,25 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
             fix = "Leave the key out: the critic then starts from the policy's model."
             raise ConfigError("critic.model.path", got=got, expected=expected, fix=fix)
-        if layout.pp != 1:
-            got = f"{layout.describe()}, for a vision-language model ({policy.model_type})"
-            fix = "Shard the weights with fsdp_config.fsdp_size or tensor_model_parallel_size."
-            raise ConfigError(where, got=got, expected="pipeline_model_parallel_size of 1", fix=fix)
+        if where == "reward_model" and _shown(model) != _shown(policy):
+            got = f"a model of type {model.model_type}, with a vision-language policy of type {policy.model_type}"
+            fix = "Train one with `quadriga sft objective=reward_model`, or grade with custom_reward_function.path."
+            expected = "one that is shown images by the same tokens and patches"
+            raise ConfigError("reward_model.model.path", got=got, expected=expected, fix=fix)
+        added = len(getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", ()))
+        held = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
+        if layout.pp != 1 and added > len(held):
+            got = f"{layout.describe()}, with {len(held)} layers in the first stage ({model.model_type})"
+            expected, fix = f"at least {added} there, which images are added to", "Take fewer stages."
+            raise ConfigError(where, got=got, expected=expected, fix=fix)
+
+
+def _shown(model: Any) -> tuple[Any, ...]:
+    """How images come to a model: its type, their tokens, and their patches; () of a text model."""
+    if not is_vision(model):
+        return ()
+    sizes = (getattr(model.vision_config, f"{one}_size") for one in ("patch", "spatial_merge", "temporal_patch"))
+    return (model.model_type, model.image_token_id, model.video_token_id, *sizes)
 
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:

@@ -9,8 +9,8 @@ It reads the policy's own tokens, or the chat rendered by its own template and t
 Legend: B rows, P prompt positions, T response positions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from quadriga.errors import ConfigError, DataError, EngineError, RewardError
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, timed
 from quadriga.workers.models import load_judge
@@ -98,19 +99,26 @@ class RewardModelWorker(EngineWorker):
         """The rows as the reward model reads them: the policy's tokens, or chats rendered by its own template.
 
         Raises:
-            EngineError: a row lacks prompt or response, or has a token that the reward model does not know.
+            EngineError: a row lacks prompt or response, or has a token that the reward model does not know; or it has
+                images, and is rendered anew.
             DataError: there are no chats, or the template refuses one.
         """
         input_ids, attention = (data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask"))
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
-        rows = []
+        rows, axes = [], data.batch["position_ids"].cpu() if data.batch["position_ids"].dim() == 3 else None
+        given = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
         for number, (tokens, valid) in enumerate(zip(input_ids, attention != 0, strict=True)):
-            row = SequenceTokens(tokens[:width][valid[:width]].tolist(), tokens[width:][valid[width:]].tolist())
+            positions = None if axes is None else axes[number][:, torch.from_numpy(valid)]
+            response = tokens[width:][valid[width:]].tolist()
+            row = SequenceTokens(tokens[:width][valid[:width]].tolist(), response, positions, given[number] or {})
             if not (row.prompt and row.response):
                 empty = "response" if row.prompt else "prompt"
                 where = f"row {number} of a batch for the reward model"
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
             rows.append(row)
+        if self.judge is not None and any(row.inputs for row in rows):
+            expected, fix = "text: it reads chats by its own template", f"Set {_KEY}=null, for the policy's tokens."
+            raise EngineError("reward model", got="a prompt with images or videos", expected=expected, fix=fix)
         if self.judge is not None:
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
@@ -123,18 +131,27 @@ class RewardModelWorker(EngineWorker):
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """The tokens of one row for the reward model: the beginning that it may share with others, and the rest."""
+    """The tokens of one row for the reward model: the beginning that it may share with others, and the rest; of a
+    vision-language model their positions [3, L], and what it takes of images and videos."""
 
     prompt: list[int]
     response: list[int]
+    positions: torch.Tensor | None = None
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int) -> "SequenceTokens":
-        """The last `limit` tokens; of them the first counts as prompt if no other is left of it."""
-        if len(self.prompt) + len(self.response) <= limit:
+        """The last `limit` tokens; of them the first counts as prompt if no other is left of it. Raises EngineError:
+        there are images or videos, which are not cut."""
+        if (length := len(self.prompt) + len(self.response)) <= limit:
             return self
+        if self.inputs:
+            expected = f"at most {limit}, for a row with images or videos is not cut"
+            fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
+            raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
         tokens = [*self.prompt, *self.response][-limit:]
         kept = max(1, len(tokens) - len(self.response))
-        return SequenceTokens(tokens[:kept], tokens[kept:])
+        positions = None if self.positions is None else self.positions[:, -limit:] - self.positions[:, -limit:].min()
+        return SequenceTokens(tokens[:kept], tokens[kept:], positions)
 
 
 def rendered_chats(
@@ -233,7 +250,7 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     """Sequences as a batch whose one predicted token stands behind each sequence: what predicts it is its last token.
     Returns input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T], with the token behind counted
-    in T."""
+    in T; of a vision-language model position_ids [B, 3, P + T] and multi_modal_inputs."""
     before = max((len(row.prompt) for row in rows), default=1)
     after = max((len(row.response) for row in rows), default=0) + 1
     input_ids = torch.zeros(len(rows), before + after, dtype=torch.int64)
@@ -243,11 +260,20 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
         input_ids[number, start:stop] = torch.tensor([*row.prompt, *row.response])
         attention_mask[number, start : stop + 1] = 1
     last = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    seen: dict[str, Any] = {}
+    if any(row.positions is not None for row in rows):
+        position_ids = position_ids[:, None].repeat(1, 3, 1)
+        for number, row in enumerate(rows):
+            start, stop = before - len(row.prompt), before + len(row.response)
+            position_ids[number, :, start:stop] = row.positions  # nothing reads that of the token behind
+        seen = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
     return DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            "position_ids": position_ids,
             "response_mask": (torch.arange(after) == last[:, None]).long(),
-        }
+        },
+        non_tensors=seen,
     )

@@ -25,21 +25,21 @@ class Size(NamedTuple):
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
     "algorithms": Size(2433, 34, 95),
-    "cli": Size(1069, 11, 44),
+    "cli": Size(1071, 11, 44),
     "compat": Size(2177, 10, 205),
     "config": Size(3857, 21, 169),
-    "data": Size(3621, 15, 208),
-    "engines": Size(4371, 25, 225),
-    "models": Size(3622, 18, 202),
+    "data": Size(3851, 16, 222),
+    "engines": Size(4383, 25, 225),
+    "models": Size(3662, 18, 203),
     "observe": Size(1740, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8856, 45, 537),
+    "rollout": Size(9059, 45, 545),
     "single_controller": Size(3605, 16, 211),
     "trainer": Size(5800, 30, 338),
     "verl": Size(1877, 6, 129),
     "weight_sync": Size(900, 6, 63),
-    "workers": Size(2227, 13, 126),
+    "workers": Size(2273, 13, 127),
     "": Size(1723, 12, 102),
 }
 REASONS: dict[str, str] = {
@@ -58,14 +58,15 @@ REASONS: dict[str, str] = {
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
     " out, lengths without a tokenizer; batches that a thread reads; streaming.py: rows that are read"
-    " as they are needed, a block at a time; words of prompts counted once; what is decoded kept up to a bound",
+    " as they are needed, a block at a time; words of prompts counted once; what is decoded kept up to a bound;"
+    " images and videos in chats and pairs; GLM-4V",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
     " with a dynamic loss scale",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
-    " several targets of a token; float16",
+    " several targets of a token; float16; GLM-4V, and reward models with images",
     "observe": "metrics of a step in parts;"
     " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
@@ -75,7 +76,7 @@ REASONS: dict[str, str] = {
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
-    " weights in profiles",
+    " weights in profiles; images in later turns, and to servers",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep;"
     " methods that wait beside others",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
@@ -87,7 +88,7 @@ REASONS: dict[str, str] = {
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"
-    " experts of a checkpoint; the sizes of models before they are loaded",
+    " experts of a checkpoint; the sizes of models before they are loaded; reward models with images",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
 }

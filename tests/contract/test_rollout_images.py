@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from quadriga.config import RolloutConfig
-from quadriga.data.videos import FrameRules, open_video
-from quadriga.data.vision import VisionProcessor
+from quadriga.data.videos import APART, FrameRules, open_video
+from quadriga.data.vision import VisionProcessor, load_processor
+from quadriga.engines.batches import MicroBatching
+from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.step import infer
 from quadriga.errors import RolloutError
+from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import images_key
@@ -28,20 +32,26 @@ from quadriga.rollout import (
     ScriptedEngine,
     generate_sequences,
 )
-from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, register
-from tests.tiny_vision import token_types, vision_model
+from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, Conversation, ConversationOver, Sample, register
+from quadriga.rollout.agent_loop.conversation import Limits, TurnEncoder
+from quadriga.rollout.agent_loop.parsers import ToolCall
+from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolFailedError
+from tests.tiny_vision import positions_of, token_types, vision_model
 from tests.vision_folder import (
     END,
     FAMILIES,
     IMAGE,
     START,
     VIDEO,
+    named,
     noise,
     picture,
     tiny_image_processor,
     tiny_model,
     tiny_tokenizer,
+    write_vision_folder,
 )
+from tests.vision_folder import FILM as FILM_BOUNDS
 
 PROCESSOR = VisionProcessor(tiny_image_processor(), IMAGE, VIDEO, "tiny")
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -127,14 +137,17 @@ def test_log_probs_are_the_models(engine: RolloutEngine) -> None:
 def test_videos_behind_images(engine: RolloutEngine) -> None:
     """The same with a video and an image, with two videos, and with text, in one batch. In float32."""
     model = models(engine)
-    family, tokenizer = model.config.model_type, tiny_tokenizer()
-    rules = FrameRules(4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, are_apart=family == "qwen3_vl")
-    per_second = 4 if family == "qwen2_5_vl" else None
-    processor = replace(PROCESSOR, frames=rules, tokens_per_second=per_second, bounds=(START, END))
+    family = model.config.model_type
+    tokenizer, is_glm = tiny_tokenizer(family), family == "glm4v"
+    rules = FrameRules(4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, are_apart=family in APART)
+    per_second, film = 4 if family == "qwen2_5_vl" else None, FILM_BOUNDS if is_glm else None
+    frames = {"frames": rules, "tokens_per_second": per_second, "bounds": (START, END), "video_bounds": film}
+    processor = replace(PROCESSOR, **frames)
     films = [np.random.default_rng(seed).integers(0, 256, (4, 24, 24, 3), dtype=np.uint8) for seed in range(3)]
     clips = [rules.read(open_video({"frames": one, "fps": 8}, folder=Path(), where=""), where="") for one in films]
     asked = [
-        (f"{PLACE} w1 {FILM} ?", ASKED[0][1], clips[:1]),
+        # Transformers tells images and videos of GLM-4V in one prompt not apart.
+        (f"{'w2' if is_glm else PLACE} w1 {FILM} ?", [] if is_glm else ASKED[0][1], clips[:1]),
         (f"{FILM} and {FILM} ?", [], clips[1:]),
         ("w1 ?", [], []),
     ]
@@ -144,14 +157,15 @@ def test_videos_behind_images(engine: RolloutEngine) -> None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     for text, pictures, own in asked:
-        seen = processor.prompt(encode([text])[0], pictures, 200, where="", clips=own, encode=encode)
+        seen = processor.prompt(encode([named(text, family)])[0], pictures, 200, where="", clips=own, encode=encode)
         prompts.append(seen.ids)
         one = Images(seen.pictures, seen.inputs, seen.positions, tuple(seen.short_ids), images_key(seen.inputs))
         images.append(one if seen.inputs else None)
     sampling = [SamplingParams(max_tokens=5, seed=3, ignore_eos=True)] * 3
     for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
         ids = torch.tensor([[*prompt, *done.token_ids]])
-        inputs = {} if one is None else one.inputs | {"mm_token_type_ids": token_types(ids)}
+        kinds = token_types(ids) * (torch.arange(ids.shape[1]) < len(prompt))
+        inputs = {} if one is None else one.inputs | {"mm_token_type_ids": kinds}
         model.model.rope_deltas = None
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
@@ -225,9 +239,107 @@ class _Rendering(AgentLoop):
 def test_a_prompt_with_images_is_not_rendered_anew() -> None:
     config = RolloutConfig(name="hf", mode="async", agent={"default_agent_loop": "renders anew"})
     manager = AgentLoopManager(config, tiny_tokenizer(), prompt_length=WIDTH, response_length=6)
-    with pytest.raises(RolloutError, match="row 0: got a prompt with images, to be rendered"):
+    with pytest.raises(RolloutError, match="row 0: got images in a later turn, or beside tools"):
         manager.generate(ScriptedEngine(["w1"], tokenizer=tiny_tokenizer()), batch(), seed=1)
     manager.close()
+
+
+LOOK = """
+from quadriga.rollout.agent_loop import WithImages, function_tool
+from tests.vision_folder import noise
+
+@function_tool
+def look(number: int) -> WithImages:
+    \"\"\"Shows a picture.
+
+    Args:
+        number: which one.
+    \"\"\"
+    return WithImages([noise(24, 8, number)], f"w{number} <|image_pad|>")
+"""
+SHOWN = noise(8, 16, 5)
+
+
+@register("looks")
+class _Looking(AgentLoop):
+    """A picture by a tool, one by the user, and one that no turn follows; row 0 is rendered anew."""
+
+    async def run(self, chat) -> None:
+        if chat.sample.row == 0:
+            chat.begin([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " w7 ?"}]}])
+        await chat.generate(max_tokens=1)
+        async with ToolBox(self.services.tools, {}, self.services.config.multi_turn, self.services.thread) as tools:
+            [response] = await tools.call_all([ToolCall("look", {"number": chat.sample.row})])
+        message = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": response.content}
+        chat.append([message], tool_responses=[response])
+        await chat.generate(max_tokens=1)
+        shown = {"type": "image", "image": SHOWN}
+        chat.append([{"role": "user", "content": [{"type": "text", "text": "w9 "}, shown]}])
+        await chat.generate(max_tokens=3)
+        chat.append([{"role": "user", "content": [shown]}])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_images_in_later_turns(name: str, family: str, tmp_path: Path) -> None:
+    """Of tools and users, behind prompts with images and of text: log-probs are those of one pass of the whole row by
+    the trainer, and tokens and positions those of transformers. A text cannot forge an image."""
+    (tmp_path / "look.py").write_text(LOOK)
+    turns = {"enable": True, "function_tool_path": str(tmp_path / "look.py")}
+    config = RolloutConfig(name=name, mode="async", agent={"default_agent_loop": "looks"}, multi_turn=turns)
+    engine = NativeEngine(vision_model(family=family)) if name == "native" else HFEngine(tiny_model(family))
+    processor = load_processor(write_vision_folder(tmp_path / "model", family))
+    lengths = {"prompt_length": WIDTH, "response_length": 60}
+    manager = AgentLoopManager(config, tiny_tokenizer(family), **lengths, processor=processor)
+    prompts = batch()
+    prompts.non_tensor_batch["raw_prompt"] = object_array([[{"role": "user", "content": ""}]] * 4)
+    prompts.meta_info["do_sample"] = True
+    # With these seeds no random model writes the token of an image itself.
+    done = manager.generate(engine, prompts, seed={"qwen2_vl": 4, "glm4v": 9}.get(family, 5))
+    manager.close()
+    inputs, model = done.non_tensor_batch["multi_modal_inputs"], tiny_model(family)
+    assert [len(one["image_grid_thw"]) for one in inputs] == [3, 3, 2, 4], done.non_tensor_batch["finish_reason"]
+    for row, one in enumerate(inputs):
+        valid = done.batch["attention_mask"][row].bool()
+        ids, positions = done.batch["input_ids"][row][valid], done.batch["position_ids"][row][:, valid]
+        assert torch.equal(positions, positions_of(model, ids.tolist(), one)), row
+    scorer = PolicyScorer(vision_model(family=family))
+    trainer = FSDPEngine(scorer, dtype=torch.float32, device=torch.device("cpu"))
+    for share in (True, False):
+        found = infer(trainer, done, MicroBatching(9, 1, share_prompts=share))["log_probs"]
+        wanted = done.batch["rollout_log_probs"]
+        torch.testing.assert_close(found * done.batch["response_mask"], wanted, atol=2e-5, rtol=1e-5)
+    assert done.batch["response_mask"].sum(-1).tolist() == [5] * 4
+
+
+def test_a_later_image_that_cannot_be_shown(tmp_path: Path) -> None:
+    """By a model of text, a file that is no image, and behind a token that the model wrote itself."""
+    sample = Sample(0, "u", [8, 9], None, {}, "", num_axes=3)
+    processor = load_processor(write_vision_folder(tmp_path / "model"))
+    limits, encoder = Limits(20, 40, 60), TurnEncoder(tiny_tokenizer(), {})
+    params = SamplingParams(max_tokens=9)
+
+    def begun(written: str, processor: VisionProcessor | None) -> Conversation:
+        engine = ScriptedEngine([written], tokenizer=tiny_tokenizer())
+        chat = Conversation(engine, encoder, sample, params, limits, processor=processor)
+        asyncio.run(chat.generate())
+        return chat
+
+    def shown(image: object) -> list[dict[str, object]]:
+        return [{"role": "user", "content": [{"type": "image", "image": image}]}]
+
+    with pytest.raises(RolloutError, match="got images in a later turn, or beside tools, expected text, or a vision-l"):
+        begun("w1", None).append(shown(SHOWN))
+    with pytest.raises(ToolFailedError, match="row 0, image 0: got 5 bytes, which is no image that can be read"):
+        begun("w1", processor).append(shown(b"words"))
+    chat = begun("w1 <|image_pad|>", processor)
+    with pytest.raises(ConversationOver, match="image_token: the model wrote the token of images itself"):
+        chat.append(shown(SHOWN))
+    chat = begun("w1", processor)
+    chat.append(shown(SHOWN))
+    assert len(chat.images.pictures) == 1 and chat.images.position_ids.shape[1] == len(chat.token_ids) + 2
+    chat.finish("")
+    assert chat.images is None and len(chat.token_ids) == 2
 
 
 class TextEngine(RolloutEngine):

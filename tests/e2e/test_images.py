@@ -17,8 +17,9 @@ from transformers import AutoModelForImageTextToText
 
 from quadriga.cli.main import main
 from quadriga.data.vision import load_processor
+from quadriga.models.reward_model import add_score
 from tests.e2e.colors import of_studio, write_studio
-from tests.vision_folder import noise
+from tests.vision_folder import noise, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,21 @@ def test_engines_and_critics(paint: Callable[..., list[dict[str, Any]]]) -> None
                 assert line[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
     with_critic = paint(*TWO_STEPS, "algorithm.adv_estimator=gae", run="gae")
     assert all(line["critic/grad_norm"] >= 0 and "critic/vf_loss" in line for line in with_critic)
+
+
+def test_a_reward_model_that_sees(paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path) -> None:
+    """It scores each response with its picture, beside the grader."""
+    model = add_score(tiny_model())
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(tmp_path / "judge")
+    model.config.architectures = ["Qwen2_5_VLForSequenceClassification"]
+    model.config.save_pretrained(tmp_path / "judge")
+    tiny_tokenizer().save_pretrained(tmp_path / "judge")
+    rewards = ("reward_model.enable=True", f"reward_model.model.path={tmp_path / 'judge'}")
+    (line,) = paint(*TWO_STEPS[1:], "trainer.total_training_steps=1", *rewards)
+    assert line["reward/rm_score/max"] > line["reward/rm_score/min"]
+    whole = line["reward/rm_score/mean"] + line["reward/rule_score/mean"]
+    assert line["critic/score/mean"] == pytest.approx(whole, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from quadriga.cli.main import main
+from quadriga.data.vision import load_processor
 from quadriga.models.weight_files import open_weights
 from quadriga_recipes.playground import build_tokenizer as playground_tokenizer
 from quadriga_recipes.playground import write_model
+from tests.vision_folder import COLORS, picture, tiny_tokenizer, write_vision_folder
 
 
 def chat(question: str, *rest: str) -> dict[str, Any]:
@@ -182,3 +190,65 @@ def test_what_is_due_after_each_epoch_is_due_after_its_last_step(sft, tmp_path: 
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "val/loss" in line] == [0, 3, 4]
     assert sorted(one.name for one in path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+
+
+@pytest.fixture
+def paint(sft, tmp_path: Path) -> Callable[..., Path]:
+    """`paint(rows, *overrides)`: a run of a tiny vision-language model, with pictures of one color."""
+    for color in COLORS:
+        picture(color).save(tmp_path / f"{color}.png")
+    model = f"model.path={write_vision_folder(tmp_path / 'sees')}"
+    sizes = ("data.train_batch_size=4", "data.val_batch_size=3")
+    return lambda rows, *words, run="run": sft(rows, model, *sizes, *words, run=run)
+
+
+def test_supervised_learning_of_colors(paint, tmp_path: Path) -> None:
+    """A picture in the second turn, and rows without any: the validation loss is that of transformers, row by row,
+    before and after, and it falls below what one answer for all would have."""
+    rows = [{**chat("w1", "w2", "which <image> color ?", color), "images": [f"{color}.png"]} for color in COLORS] + [
+        chat("w1", "w2")
+    ]
+    run = paint(rows, "trainer.total_training_steps=30", "engine.micro_batch_size_per_gpu=2")
+    logged = metrics(run)
+    assert logged[0]["val/loss"] == pytest.approx(losses_of(tmp_path / "sees", rows, tmp_path), rel=1e-4)
+    assert logged[30]["val/loss"] == pytest.approx(losses_of(run / "model", rows, tmp_path), rel=1e-3)
+    assert logged[30]["val/loss"] < 0.1
+
+
+def losses_of(folder: Path, rows: list[dict[str, Any]], pictures: Path) -> float:
+    """Mean loss of the assistant's tokens by transformers alone."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), load_processor(folder)
+    tokenizer, losses = tiny_tokenizer(), []
+    image, _ = processor.media_ids
+    for row in rows:
+        ids, marks, shown = [], [], [Image.open(pictures / one) for one in row.get("images", ())]
+        seen = processor.inputs(shown, where="")
+        for number, message in enumerate(row["messages"]):
+            text = message["content"].replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+            is_last = number == len(row["messages"]) - 1
+            tokens = tokenizer(f"<{message['role']}> {text}{' <eos>' if is_last else ''}")["input_ids"]
+            tokens = [one for token in tokens for one in [token] * (4 if token == image else 1)]
+            ids, marks = ids + tokens, marks + [False] + [message["role"] == "assistant"] * (len(tokens) - 1)
+        row_ids = torch.tensor([ids])
+        with torch.no_grad():
+            logits = model(row_ids, mm_token_type_ids=(row_ids == image).int(), **seen).logits[0]
+        log_probs = logits.log_softmax(-1)
+        losses += [-float(log_probs[i - 1, ids[i]]) for i in range(1, len(ids)) if marks[i]]
+    return sum(losses) / len(losses)
+
+
+def test_a_reward_model_that_sees(paint) -> None:
+    """It learns which color is the right one, which without the picture nothing tells; and goes on from its folder."""
+    rows = [
+        {"prompt": "<image> ?", "images": [f"{color}.png"], "chosen": color, "rejected": other}
+        for color in COLORS
+        for other in COLORS
+        if other != color
+    ]
+    how = ("objective=reward_model", "optim.lr=1e-3", "data.train_batch_size=12", "data.val_batch_size=12")
+    run = paint(rows, *how, "trainer.total_training_steps=30")
+    logged = metrics(run)
+    assert logged[0]["val/loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert logged[30]["val/accuracy"] == 1.0
+    again = paint(rows, *how, "trainer.total_training_steps=1", f"model.path={run / 'model'}", run="again")
+    assert metrics(again)[0]["val/loss"] == pytest.approx(logged[30]["val/loss"], rel=1e-4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quadriga.data.videos import APART
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.step import infer
@@ -21,7 +22,7 @@ from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.interface import Images
 from quadriga.rollout.native.network import Network, PlainNetwork
 from tests.numerics.vision_batch import RESPONSE_WIDTH, Row, vision_batch, vision_rows
-from tests.tiny_vision import EOS, FAMILIES, IMAGE, positions_of, token_types, vision_model
+from tests.tiny_vision import EOS, FAMILIES, IMAGE, MIXTURE, positions_of, token_types, vision_model
 
 NUM_TOKENS = RESPONSE_WIDTH
 
@@ -67,14 +68,14 @@ def test_greedy_answers_are_those_of_transformers(rows: list[Row], family: str) 
     assert found[0] == found[1] and abs(found[0].log_probs[0] - found[3].log_probs[0]) > 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_log_probs_are_the_trainers(rows: list[Row], family: str) -> None:
     """Of sampled tokens; by the module, and layer by layer where the engine knows the layers."""
     model = vision_model(family=family)
     prompts, images = prompts_of(model, rows)
     engine = NativeEngine(model)
     completions = engine.generate_batch(prompts, params_of(rows, ignore_eos=True), images)
-    assert type(engine._network) is (Network if family == "qwen3_vl" else PlainNetwork)
+    assert type(engine._network) is (Network if family in APART else PlainNetwork)
     for row, completion in zip(rows, completions, strict=True):
         row.answer[:] = completion.token_ids
     trainer = FSDPEngine(PolicyScorer(vision_model(family=family)), dtype=torch.float32, device=torch.device("cpu"))

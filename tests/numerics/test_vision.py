@@ -20,7 +20,7 @@ from quadriga.models.vision import vision_encoder
 from quadriga.protocol import DataProto
 from tests.numerics.recording import Recording
 from tests.numerics.vision_batch import Row, vision_batch, vision_rows
-from tests.tiny_vision import FAMILIES, IMAGE, token_types, vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, MIXTURE, token_types, vision_model
 
 CPU = torch.device("cpu")
 CUTS = {
@@ -71,7 +71,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_log_probs_and_entropies(family: str) -> None:
     """However the batch is cut: prompts with one image, with two, with none, with a video, and two that are equal in
     their tokens alone. Does not show it in bfloat16."""
@@ -98,6 +98,11 @@ def test_gradients(micro: MicroBatching, family: str) -> None:
     expected = reference_gradients(theirs, batch, rows)
     assert any("visual" in name for name in expected)
     assert largest_difference(gradients(vision_model(family=family), batch, micro), expected) < 1e-5
+
+
+def test_gradients_of_a_mixture_of_experts() -> None:
+    """As above, for one cut."""
+    test_gradients(CUTS["all"], MIXTURE)
 
 
 def test_the_image_matters() -> None:

@@ -33,6 +33,7 @@ class Row:
 def vision_rows(family: str = "qwen2_5_vl") -> list[Row]:
     """Three answers to each of five prompts: with an image, the same tokens with another image, text alone, two images
     of other sizes with text between them, and a video behind an image. Answers to the first two prompts are the same.
+    Of GLM-4V the video stands alone: transformers takes no other.
     """
     generator = torch.Generator().manual_seed(2)
 
@@ -50,6 +51,8 @@ def vision_rows(family: str = "qwen2_5_vl") -> list[Row]:
         ([*image_tokens(wide), *words(2), *image_tokens(tall), *words(1)], joined(wide, tall)),
         ([*image_tokens(tall), *words(2), *video_tokens(film, family), *words(1)], tall | film),
     ]
+    if family == "glm4v":
+        prompts[-1] = ([*words(3), *video_tokens(film, family), *words(1)], film)
     answers = [words(count) for count in (4, 1, 6)]
     rows = []
     for number, (prompt, images) in enumerate(prompts):

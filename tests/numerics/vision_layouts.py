@@ -36,6 +36,7 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
         "replicas 2": Layout(dp_replicate=2),
         "sequence 2": Layout(sp=2),
         "tensor 2": Layout(tp=2),
+        "pipeline 2": Layout(pp=2),
         "fsdp 2": Layout(dp_shard=2),
     },
 }
@@ -89,8 +90,9 @@ def own_rows(batch: DataProto, engine: FSDPEngine, rows: list[int], *, is_dealt:
 
 
 def of_replicas(engine: FSDPEngine, value: Any) -> list[Any]:
-    """One of each replica: ranks of a model-parallel group say the same."""
-    return engine.world.gather(value)[:: engine.world.size // engine.replicas.size]
+    """One of each replica: ranks of a model-parallel group say the same, of a pipeline the last alone says it."""
+    size = engine.world.size // engine.replicas.size
+    return engine.world.gather(value)[size - 1 :: size]
 
 
 def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, float]]:

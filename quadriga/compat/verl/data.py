@@ -148,7 +148,7 @@ def process_video(
         "min_frames": told.pop("min_frames", least),
         "max_frames": told.pop("max_frames", most),
     } | {name: told.pop(name) for name in ("min_pixels", "max_pixels") if name in told}
-    rules, where = FrameRules.of({}, are_apart=False, options=options), "process_video"
+    rules, where = FrameRules.of({}, "qwen2_5_vl", options), "process_video"
     frames = rules.read(open_video(told.get("video"), folder=Path.cwd(), where=where), where=where).frames
     assert frames is not None
     return frames

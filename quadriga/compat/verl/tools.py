@@ -25,7 +25,7 @@ from quadriga.http_client import HTTPClient
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.run import Case, run_cases, run_remotely
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
-from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, class_tools, validator_of
+from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
 
 
 class Open(BaseModel):
@@ -135,7 +135,7 @@ class Instance(Tool):
         made = await _awaited(self.tool.create(**taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})))
         self.instance_id = made[0] if isinstance(made, tuple) else made
 
-    async def execute(self, **kwargs: Any) -> str:
+    async def execute(self, **kwargs: Any) -> str | WithImages:
         known = self.tool.tool_schema.function.parameters.properties
         # Beside the model's arguments: those of the row, and the loop's `agent_data`.
         own = {name: value for name, value in kwargs.items() if name not in known and (known or name == "agent_data")}
@@ -145,9 +145,9 @@ class Instance(Tool):
         if rest and rest[0] is not None:
             self.earned.append(float(rest[0]))
         said = ToolResponse(text=response) if isinstance(response, str) else ToolResponse.model_validate(response)
-        if said.image or said.video:
-            raise RolloutError(f"tool {self.tool.name}", got="a response with pictures", expected="text")
-        return said.text or ""
+        if said.video:
+            raise RolloutError(f"tool {self.tool.name}", got="a response with a video", expected="text and images")
+        return WithImages(said.image, said.text or "") if said.image else said.text or ""
 
     async def calc_reward(self, **kwargs: Any) -> Any:
         if type(self.tool).calc_reward is BaseTool.calc_reward:

@@ -39,6 +39,7 @@ from quadriga.models.architecture import backbone
 from quadriga.models.experts import mixtures
 from quadriga.models.heads import all_gather_single
 from quadriga.models.scorers import Scorer
+from quadriga.models.vision import is_vision, vision_encoder
 from quadriga.models.weight_names import weight_buffers
 from quadriga.partition import part_of
 
@@ -414,6 +415,7 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Whol
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     of_table = {id(parameter) for parameter in table.parameters()}
+    of_first = of_table | {id(one) for one in (vision_encoder(model).parameters() if is_vision(model.config) else ())}
     stages = {}
     if num_stages > 1:
         num_layers = len(backbone(model).layers)
@@ -423,7 +425,7 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Whol
     described = {}
     for name, parameter in model.named_parameters():
         is_table, layer = id(parameter) in of_table, _LAYER.fullmatch(name)
-        stage = 0 if is_table else stages.get(int(layer[1]), 0) if layer else num_stages - 1
+        stage = 0 if id(parameter) in of_first else stages.get(int(layer[1]), 0) if layer else num_stages - 1
         described[name] = WholeParameter(parameter.shape, stage, num_stages > 1 and is_tied and is_table)
     for name, buffer in weight_buffers(model).items():
         layer = _LAYER.fullmatch(name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: each rank has some of the layers, and micro-batches pass from one to the next.
 
-    stage 0        embedding, layers 0-3     hidden states  --->
+    stage 0        embedding, layers 0-3     hidden states  --->          and the vision encoder
     stage 1                   layers 4-7, norm, head: outputs and loss; gradients of hidden states  <---
 
 The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for inference. They
@@ -27,6 +27,7 @@ from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone
 from quadriga.models.attention import PackedBatch
 from quadriga.models.scorers import Question, Scorer
+from quadriga.models.vision import is_vision
 
 
 class _PassOn(nn.Module):
@@ -84,6 +85,8 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
             if hasattr(base, name):
                 setattr(base, name, 1.0)
         model.set_input_embeddings(nn.Identity())
+        if is_vision(model.config):
+            cast(Any, model.base_model).visual = nn.Identity()
     return tied if processes.is_last_stage and not processes.is_first_stage else {}
 
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.interactions import Interaction, Reply
     from quadriga.rollout.agent_loop.loops import AgentLoop, register
     from quadriga.rollout.agent_loop.manager import AgentLoopManager
-    from quadriga.rollout.agent_loop.tools import Tool, ToolError, function_tool
+    from quadriga.rollout.agent_loop.tools import Tool, ToolError, WithImages, function_tool
 
 _HOMES = {
     "conversation": "Conversation ConversationOver Sample Turn",
     "interactions": "Interaction Reply",
     "loops": "AgentLoop register",
     "manager": "AgentLoopManager",
-    "tools": "Tool ToolError function_tool",
+    "tools": "Tool ToolError WithImages function_tool",
 }
 __all__ = [*" ".join(_HOMES.values()).split()]
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -11,7 +11,9 @@ the new messages:
     <user>x<end>\\n<assistant>STAND-IN<end>\\n<tool>42<end>\\n<assistant>
                                      └───────────── added ─────────────┘
 
-If the model has written the closing token itself, as it mostly does, that one is left out of what is added. Tokens
+If the model has written the closing token itself, as it mostly does, that one is left out of what is added. An image of
+a later turn has as many tokens as the model has embeddings of it, and positions along three axes, like one of the
+prompt. Tokens
 that no turn of the model follows are left out at the end: they have no loss, and the score of a response stands at its
 last token.
 """
@@ -27,9 +29,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.errors import RolloutError
+from quadriga.errors import DataError, RolloutError
+from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
-from quadriga.rollout.agent_loop.tool_calls import ToolResponse
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResponse
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
 _STAND_IN, _PROBE = "quadrigastandin", "quadrigaprobe"
@@ -133,6 +136,7 @@ class Conversation:
         routes: [tokens, L, k] of the prompt and the response, as far as the model has read them; None: unknown.
         extra_fields: what a loop says of it, for `extra_info` of the score function.
         outcome: the grade that a loop gave itself; None: it is graded like others.
+        processor: of a vision-language model, `quadriga.data.VisionProcessor`; None: later turns have no images.
     """
 
     engine: RolloutEngine
@@ -156,8 +160,10 @@ class Conversation:
     routes: np.ndarray | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome | None = None
+    processor: Any = None
 
     def __post_init__(self) -> None:
+        self._shown = [] if self.sample.images is None else [self.sample.images]
         self._own_time: asyncio.Timeout | None = None
         self._own_limit_s = 0.0
         self._num_completions = 0
@@ -184,18 +190,17 @@ class Conversation:
 
         Raises:
             ConversationOver: it does not fit into `data.max_prompt_length`.
-            RolloutError: there are no messages, the template leaves the tools out, or the prompt has images.
+            RolloutError: there are no messages, or the template leaves the tools out.
         """
         assert not self.turns, "a conversation begins before its first turn"
         where = f"conversation of row {self.sample.row}"
         if messages is None:
             got = "a prompt without its messages"
             raise RolloutError(where, got=got, expected="the column raw_prompt", fix="Set data.return_raw_chat=True.")
-        if self.sample.images is not None:
-            got = "a prompt with images, to be rendered with tools"
-            fix = "Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out."
-            raise RolloutError(where, got=got, expected="text, or a conversation without tools", fix=fix)
         prompt_ids = self.encoder.prompt(messages, schemas)
+        if (given := self.sample.images) is not None:
+            prompt_ids, shown = self._images(prompt_ids, given.pictures)
+            self._shown = [shown]
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
             names = f" with {len(schemas)} tools" if schemas else ""
@@ -203,6 +208,16 @@ class Conversation:
             self.failure = f"prompt_length: {len(prompt_ids)} tokens{names}, over {limit}"
             raise ConversationOver(self.failure)
         self.prompt_ids = prompt_ids
+
+    @property
+    def images(self) -> Images | None:
+        """All that the conversation shows, with positions of all its tokens; None: it has been text so far."""
+        tokens = [*self.prompt_ids, *self.token_ids]
+        # Those of a turn that was left out again are of more tokens.
+        found = (one for one in reversed(self._shown) if one.position_ids.shape[1] <= len(tokens))
+        if (last := next(found, None)) is None:
+            return None
+        return last.followed_by(tokens[last.position_ids.shape[1] :])
 
     @property
     def num_assistant_turns(self) -> int:
@@ -226,8 +241,7 @@ class Conversation:
             raise ConversationOver("length")
         changes["max_tokens"] = min(changes.pop("max_tokens", self.room), self.room)
         started = time.perf_counter()
-        images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
-        completion = await self.complete([*self.prompt_ids, *self.token_ids], images, **changes)
+        completion = await self.complete([*self.prompt_ids, *self.token_ids], self.images, **changes)
         token_ids, self.routes = list(completion.token_ids), completion.routes
         text = self.encoder.text(token_ids, with_special=True)
         turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
@@ -277,21 +291,58 @@ class Conversation:
     ) -> None:
         """A turn that the model did not write: messages of the role "tool", or of "user".
 
+        Their content is text, or parts of text and `{"type": "image", "image": ...}`, as a row may have them.
+
         Raises:
-            ConversationOver: it does not fit, or a limit on turns is reached.
-            RolloutError: the template does not take the messages.
+            ConversationOver: it does not fit, or a limit on turns is reached; or it shows an image after the model has
+                written the token of one itself.
+            RolloutError: the template does not take the messages, or there is an image, for a text-only model.
         """
         self.require_another()
-        plain = [{**message, "content": self.encoder.plain(message["content"])} for message in messages]
+        plain, pictures = self.encoder.plain_messages(messages)
         token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())
-        text = "\n".join(message["content"] for message in plain)
-        self.messages += plain
+        shown = None
+        if pictures:
+            tokens, shown = self._with_pictures(token_ids, pictures)
+            token_ids = tokens[len(self.prompt_ids) + len(self.token_ids) :]
+        parts = ([one["content"]] if isinstance(one["content"], str) else one["content"] for one in plain)
+        texts = ["".join(one if isinstance(one, str) else one.get("text", "") for one in some) for some in parts]
+        self.messages += [{**message, "content": text} for message, text in zip(plain, texts, strict=True)]
+        text = "\n".join(texts)
         turn = Turn(plain[0]["role"], token_ids, text, seconds, tool_responses=tuple(tool_responses))
         # A turn that leaves no room for the model to go on is of no use, and neither is a part of one.
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
+        self._shown += [] if shown is None else [shown]
         self.extend(turn, 0, [0.0] * len(token_ids))
+
+    def _with_pictures(self, token_ids: Sequence[int], pictures: Sequence[Any]) -> tuple[list[int], Images]:
+        """The tokens of all that there is and of a turn that shows images, and all images."""
+        written = {token for token, is_own in zip(self.token_ids, self.mask, strict=True) if is_own}
+        if self.processor is not None and not written.isdisjoint(self.processor.media_ids):
+            self.failure = "image_token: the model wrote the token of images itself, and is shown one"
+            raise ConversationOver(self.failure)
+        before = self.images
+        short = [*self.prompt_ids, *self.token_ids] if before is None else before.short_prompt
+        return self._images([*short, *token_ids], [*(before.pictures if before else ()), *pictures])
+
+    def _images(self, short: list[int], pictures: Sequence[Any]) -> tuple[list[int], Images]:
+        """Tokens with as many for each image as the model has embeddings of it, and the images; those of `short` have
+        one. Videos are those of the prompt."""
+        where = f"conversation of row {self.sample.row}"
+        if self.processor is None:
+            got, expected = "images in a later turn, or beside tools", "text, or a vision-language model"
+            fix = "Leave them out; rollout.multi_turn.enable or agent.agent_loop_path must be set with such a model."
+            raise RolloutError(where, got=got, expected=expected, fix=fix)
+        videos = () if self.sample.images is None else self.sample.images.videos
+        try:
+            seen = self.processor.conversation(short, pictures, videos, self.encoder.encode, where)
+        except DataError as error:
+            raise ToolFailedError(error.where, got=error.got, expected=error.expected, fix=error.fix) from error
+        return seen.ids, Images(
+            seen.pictures, seen.inputs, seen.positions, tuple(short), images_key(seen.inputs), videos
+        )
 
     def finish(self, reason: str, *, failure: str = "") -> None:
         """Ends it; what stands behind the model's last turn is left out."""
@@ -331,7 +382,7 @@ class TurnEncoder:
             got = f"a prompt that does not name the tools {', '.join(missing)}"
             fix = f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data."
             raise RolloutError(self._where, got=got, expected="one that writes `tools` into the prompt", fix=fix)
-        return self._encode(text)
+        return self.encode([text])[0]
 
     def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
         """Token ids that stand between what the model wrote and what it writes next.
@@ -348,10 +399,23 @@ class TurnEncoder:
                 raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} this role.")
             self._known_roles.add(role)
         text, is_closed_apart = self._added(messages)
-        ids = self._encode(text)
+        [ids] = self.encode([text])
         if ids and written and (written[-1] == ids[0] or (is_closed_apart and {written[-1], ids[0]} <= self._closing)):
             return ids[1:]
         return ids
+
+    def plain_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Messages with `plain` texts, and the images that their parts bring."""
+        plain, pictures = list[dict[str, Any]](), list[Any]()
+        for message in messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                pictures += [part["image"] for part in content if part["type"] == "image"]
+                texts = [self.plain(part.get("text", "")) for part in content]
+                kinds = [{"type": part["type"]} for part in content]
+                content = [one | {"text": text} if text else one for one, text in zip(kinds, texts, strict=True)]
+            plain.append({**message, "content": self.plain(content) if isinstance(content, str) else content})
+        return plain, pictures
 
     def plain(self, text: str) -> str:
         """The text with every special token broken in two, so that no tool can forge a turn."""
@@ -400,5 +464,6 @@ class TurnEncoder:
             got, expected = f"{type(error).__name__}: {error}", f"a template that takes messages of {roles}"
             raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} these roles.") from error
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, in which a template has written the special tokens."""
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]

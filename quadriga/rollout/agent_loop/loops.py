@@ -186,10 +186,14 @@ class ToolAgent(AgentLoop):
                 chat.require_another()
                 responses = await tools.call_all(calls)
                 first = sum(len(turn.tool_responses) for turn in chat.turns)
-                named = [(one.name or "unknown", one.text) for one in responses]
                 messages = [
-                    {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
-                    for number, (name, text) in enumerate(named, start=first)
+                    {
+                        "role": "tool",
+                        "name": one.name or "unknown",
+                        "tool_call_id": f"call{number:05d}",
+                        "content": one.content,
+                    }
+                    for number, one in enumerate(responses, start=first)
                 ]
                 chat.append(messages, tool_responses=responses, seconds=time.perf_counter() - started)
             elif user is not None:

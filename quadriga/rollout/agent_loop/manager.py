@@ -42,7 +42,7 @@ from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, Sin
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
-from quadriga.rollout.interface import RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
 from quadriga.weight_sync.publish import require_version
 
@@ -60,6 +60,8 @@ class AgentLoopManager:
         response_length: T, `data.max_response_length`: everything after the prompt, tools included.
         template_kwargs: `data.apply_chat_template_kwargs`.
         log_dir: where MCP servers' standard error is written; None: a temporary folder.
+        processor: of a vision-language model, whose later turns may show images, and whose rows then have
+            `multi_modal_inputs`.
 
     Raises:
         ConfigError: a file with tools, interactions or loops is not as it must be.
@@ -75,8 +77,9 @@ class AgentLoopManager:
         response_length: int,
         template_kwargs: Mapping[str, Any] | None = None,
         log_dir: Path | None = None,
+        processor: Any = None,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.encoder = TurnEncoder(tokenizer, template_kwargs or {})
         total, turns = config.max_model_len or prompt_length + response_length, config.multi_turn
         self.limits = Limits(prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns)
@@ -146,7 +149,9 @@ class AgentLoopManager:
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
         samples = samples_of(prompts, self.config.agent.default_agent_loop)
         chats = [
-            Conversation(engine, self.encoder, sample, SamplingParams(**params, seed=own), self.limits)
+            Conversation(
+                engine, self.encoder, sample, SamplingParams(**params, seed=own), self.limits, processor=self.processor
+            )
             for sample, own in zip(samples, sequence_seeds(prompts, seed), strict=True)
         ]
         outcomes: list[Outcome | None] = [None] * len(chats)
@@ -287,36 +292,51 @@ def to_batch(
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T], `input_ids`,
         `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
-        `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
-        log-probabilities are 0 on tokens of tools and users.
+        `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`; with a processor
+        `multi_modal_inputs`. `response_mask` and log-probabilities are 0 on tokens of tools and users.
     """
-    size, num_axes, prompt_length = len(chats), chats[0].sample.num_axes if chats else 1, limits.prompt_tokens
-    input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    positions = torch.zeros(size, num_axes, prompt_length, dtype=torch.int64)
-    for row, chat in enumerate(chats):
-        start, images = prompt_length - len(chat.prompt_ids), chat.sample.images
-        if start < 0:
-            got = f"{len(chat.prompt_ids)} tokens"
-            raise RolloutError(f"prompt of row {row}", got=got, expected=f"at most {prompt_length}")
-        input_ids[row, start:] = torch.tensor(chat.prompt_ids)
-        attention_mask[row, start:] = 1
-        positions[row, :, start:] = torch.arange(prompt_length - start) if images is None else images.position_ids.cpu()
-    position_ids = positions[:, 0] if num_axes == 1 else positions
-    prompts = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    shown = [chat.images for chat in chats]
+    prompts, position_ids = _prompts_of(chats, shown, limits, pad_token_id)
     responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
     routes = [chat.routes for chat in chats]
     versions = [chat.versions for chat in chats]
     tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id, routes, versions)
+    tensors["position_ids"] = position_ids
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),
         "tool_rewards": object_array(chat.tool_rewards for chat in chats),
         "turn_scores": object_array(chat.turn_scores for chat in chats),
     }
+    if chats and chats[0].processor is not None:
+        non_tensors["multi_modal_inputs"] = object_array({} if one is None else one.inputs for one in shown)
     if outcomes is not None:
         non_tensors["reward_outcome"] = object_array(outcomes)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def _prompts_of(
+    chats: Sequence[Conversation], shown: Sequence[Images | None], limits: Limits, pad_token_id: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The columns of prompts, as `with_responses` takes them, and the positions of prompts and responses."""
+    size, num_axes, prompt_length = len(chats), chats[0].sample.num_axes if chats else 1, limits.prompt_tokens
+    input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    positions = torch.zeros(size, num_axes, prompt_length + limits.response_tokens, dtype=torch.int64)
+    for row, (chat, images) in enumerate(zip(chats, shown, strict=True)):
+        start = prompt_length - len(chat.prompt_ids)
+        if start < 0:
+            got = f"{len(chat.prompt_ids)} tokens"
+            raise RolloutError(f"prompt of row {row}", got=got, expected=f"at most {prompt_length}")
+        input_ids[row, start:] = torch.tensor(chat.prompt_ids)
+        attention_mask[row, start:] = 1
+        own = torch.arange(positions.shape[2] - start)
+        if images is not None:
+            own = images.followed_by([pad_token_id] * (len(own) - images.position_ids.shape[1])).position_ids.cpu()
+        positions[row, :, start:] = own
+    position_ids = positions[:, 0] if num_axes == 1 else positions
+    of_prompts = position_ids[..., :prompt_length]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": of_prompts}, position_ids
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:

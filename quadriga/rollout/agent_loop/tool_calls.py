@@ -30,7 +30,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any, Literal, TypeAlias
 
@@ -40,7 +40,7 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean, traceback_text
 from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
-from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages
 from quadriga.rollout.event_loop import EventLoopThread
 
 Function: TypeAlias = Callable[..., Any]
@@ -202,6 +202,7 @@ class ToolResponse:
         num_chars: length of the text before it was cut.
         seconds: that the call took; 0 where none was made.
         is_refused: whether the text says that the call was wrong.
+        images: that the model is shown before the text.
     """
 
     name: str
@@ -210,6 +211,13 @@ class ToolResponse:
     num_chars: int
     seconds: float = 0.0
     is_refused: bool = False
+    images: tuple[Any, ...] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Of a message: the text, or parts where there are images."""
+        shown = [{"type": "image", "image": one} for one in self.images]
+        return [*shown, {"type": "text", "text": self.text}] if shown else self.text
 
 
 class ToolBox:
@@ -300,7 +308,9 @@ class ToolBox:
             result = await self.thread.call(where, execute, kwargs, self.config.tool_timeout_s, is_for_model=True)
         except ToolError as error:
             return self._response(call, f"Error: {error}", time.perf_counter() - started, is_refused=True)
-        return self._response(call, as_text(result, where), time.perf_counter() - started)
+        shown = result if isinstance(result, WithImages) else WithImages((), result)
+        response = self._response(call, as_text(shown.text, where), time.perf_counter() - started)
+        return replace(response, images=tuple(shown.images))
 
     async def _hook(self, name: str, method: str) -> Any:
         """The result of a method that a tool may leave as it is: then it is not called."""

@@ -21,7 +21,7 @@ import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
@@ -52,6 +52,19 @@ class ToolError(RolloutError):
 
     Anything else that a tool raises ends the conversation.
     """
+
+
+@dataclass(frozen=True)
+class WithImages:
+    """What a tool returns that shows images to a vision-language model.
+
+    Attributes:
+        images: `PIL.Image.Image`s, paths, or the bytes of files; they stand before the text.
+        text: or anything that a tool may return alone.
+    """
+
+    images: Sequence[Any]
+    text: Any = ""
 
 
 class Tool(ABC):

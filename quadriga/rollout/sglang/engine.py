@@ -30,7 +30,14 @@ from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
-from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, ThirdPartyEngine, has_filters, require_known_experts
+from quadriga.rollout.third_party import (
+    FINISH_REASONS,
+    SEED_BITS,
+    ThirdPartyEngine,
+    data_urls,
+    has_filters,
+    require_known_experts,
+)
 from quadriga.weight_sync.buckets import num_bytes
 
 _GIB = 1 << 30
@@ -54,6 +61,7 @@ class SGLangEngine(ThirdPartyEngine):
     """
 
     name, title = "sglang", "SGLang"
+    takes_images = True
 
     def __init__(
         self,
@@ -133,9 +141,9 @@ class SGLangEngine(ThirdPartyEngine):
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         self._require_ready([prompt], [sampling], [images])
-        request_id, future = self._start(prompt, sampling)
+        request_id, future = self._start(prompt, sampling, images)
         try:
-            return self._completion(request_id, await asyncio.wrap_future(future), sampling)
+            return self._completion(request_id, await asyncio.wrap_future(future), prompt, sampling)
         except asyncio.CancelledError:
             self.connection.ask("abort_request", rid=request_id)
             raise
@@ -146,11 +154,12 @@ class SGLangEngine(ThirdPartyEngine):
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
-        started = [self._start(*one) for one in zip(prompts, sampling, strict=True)]
+        images = [None] * len(prompts) if images is None else images
+        started = [self._start(*one) for one in zip(prompts, sampling, images, strict=True)]
         try:
             return [
-                self._completion(request_id, future.result(), params)
-                for (request_id, future), params in zip(started, sampling, strict=True)
+                self._completion(request_id, future.result(), prompt, params)
+                for (request_id, future), prompt, params in zip(started, prompts, sampling, strict=True)
             ]
         finally:
             for request_id, future in started:
@@ -226,7 +235,7 @@ class SGLangEngine(ThirdPartyEngine):
         """A request whose end is waited for."""
         return self.connection.ask(method, **arguments).result()
 
-    def _start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[str, "Future[Any]"]:
+    def _start(self, prompt: Prompt, sampling: SamplingParams, images: Images | None) -> tuple[str, "Future[Any]"]:
         """Send a request for a response. Returns its name and SGLang's reply."""
         request_id = next(self._ids)
         seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
@@ -239,9 +248,10 @@ class SGLangEngine(ThirdPartyEngine):
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
-        future = self.connection.ask(
-            "generate", input_ids=list(prompt), sampling_params=told, return_logprob=True, rid=request_id
-        )
+        given: dict[str, Any] = {"input_ids": list(prompt)}
+        if images is not None:  # one token for each image, which SGLang repeats by itself
+            given = {"input_ids": list(images.short_prompt), "image_data": data_urls(images, self.name)}
+        future = self.connection.ask("generate", **given, sampling_params=told, return_logprob=True, rid=request_id)
         self._running[request_id] = future
         return request_id, future
 
@@ -255,9 +265,15 @@ class SGLangEngine(ThirdPartyEngine):
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
                 raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
 
-    def _completion(self, request_id: str, reply: dict[str, Any], sampling: SamplingParams) -> Completion:
+    def _completion(
+        self, request_id: str, reply: dict[str, Any], prompt: Prompt, sampling: SamplingParams
+    ) -> Completion:
         """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature."""
         meta = reply["meta_info"]
+        if (count := meta.get("prompt_tokens", len(prompt))) != len(prompt):
+            got, expected = f"a prompt of {count} tokens", f"{len(prompt)}, as the data expanded it"
+            fix = "SGLang's image processor must have the sizes of data.mm_processor_kwargs."
+            raise RolloutError(f"{self.name}.generate", got=got, expected=expected, fix=fix)
         tokens, ended = list(reply.get("output_ids") or ()), meta["finish_reason"] or {}
         numbers = [one[0] for one in meta.get("output_token_logprobs") or ()]
         reason = FINISH_REASONS.get(ended.get("type", ""))

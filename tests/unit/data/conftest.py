@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.config import DataConfig
+from quadriga.data import RLHFDataset, VisionProcessor, load_processor
+from tests.vision_folder import FAMILIES, tiny_tokenizer, write_vision_folder
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% if shout is defined %}! {% endif %}{% endfor %}"
@@ -42,6 +44,27 @@ def make_row(num_words: int = 2, index: int | None = 0, **changes: Any) -> dict[
         "extra_info": {"split": "train", "index": index},
     }
     return row | changes
+
+
+@pytest.fixture(scope="session")
+def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VisionProcessor]:
+    """Of a tiny vision-language model of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: load_processor(write_vision_folder(folder / family, family)) for family in FAMILIES}
+
+
+@pytest.fixture
+def shown(
+    write: Callable[..., str], config: Callable[..., DataConfig], processors: dict[str, VisionProcessor]
+) -> Callable[..., RLHFDataset]:
+    """A data set of rows with images and videos; of a language model where `family` is None."""
+
+    def make(*rows: dict[str, Any], name: str, family: str | None = "qwen2_5_vl", **values: Any) -> RLHFDataset:
+        facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}}
+        path, processor = write(name, [facts | row for row in rows]), None if family is None else processors[family]
+        return RLHFDataset(path, tiny_tokenizer(family or "qwen2_5_vl"), config(**values), processor)
+
+    return make
 
 
 @pytest.fixture

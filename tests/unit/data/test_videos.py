@@ -12,31 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.data import RLHFDataset, collate_fn, create_dataloader, load_processor
-from quadriga.data.videos import FrameRules, open_video
+from quadriga.data.videos import APART, FrameRules, open_video
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
+from tests.tiny_vision import token_types
 from tests.vision_folder import (
     FAMILIES,
+    FILM,
     IMAGE,
     VIDEO,
     moving_dot,
+    named,
     noise,
+    their_processor,
     tiny_model,
-    tiny_tokenizer,
     write_vision_folder,
 )
 
-PROCESSORS = {
-    "qwen2_vl": transformers.Qwen2VLProcessor,
-    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-    "qwen3_vl": transformers.Qwen3VLProcessor,
-}
 needs_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="no torchvision here, which transformers' video processors need"
 )
@@ -44,38 +41,9 @@ needs_av = pytest.mark.skipif(find_spec("av") is None, reason="no PyAV here: pip
 PLACE = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
 
 
-@pytest.fixture(scope="module")
-def processors(tmp_path_factory) -> dict[str, VisionProcessor]:
-    folder = tmp_path_factory.mktemp("models")
-    return {family: load_processor(write_vision_folder(folder / family, family)) for family in FAMILIES}
-
-
 def video(num_frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     return random.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
-
-
-def theirs(family: str, processor: VisionProcessor) -> Any:
-    """The processor of transformers, made from the same settings."""
-    rules = processor.frame_rules("")
-    kind = transformers.Qwen3VLVideoProcessor if rules.are_apart else transformers.Qwen2VLVideoProcessor
-    made = kind(
-        size={"shortest_edge": rules.min_pixels, "longest_edge": rules.max_pixels},
-        patch_size=rules.patch_size,
-        merge_size=rules.merge_size,
-        temporal_patch_size=rules.temporal_patch_size,
-        image_mean=list(rules.mean),
-        image_std=list(rules.std),
-        min_frames=rules.min_frames,
-        max_frames=rules.max_frames,
-        fps=rules.fps,
-        do_sample_frames=True,
-        cap_pixels_per_frame=False,
-    )
-    tokenizer = tiny_tokenizer()
-    if rules.are_apart:
-        tokenizer.vision_start_token, tokenizer.vision_end_token = "<|vision_start|>", "<|vision_end|>"
-    return PROCESSORS[family](image_processor=processor.image_processor, tokenizer=tokenizer, video_processor=made)
 
 
 def rope_index(family: str, wanted: Any) -> torch.Tensor:
@@ -89,7 +57,7 @@ def rope_index(family: str, wanted: Any) -> torch.Tensor:
         grids["second_per_grid_ts"] = torch.as_tensor(grids["second_per_grid_ts"])
     positions, _ = tiny_model(family).model.get_rope_index(ids, wanted["mm_token_type_ids"], **grids)
     positions = positions[:, 0].clone()
-    if family != "qwen3_vl":
+    if family not in APART:
         kinds = wanted["mm_token_type_ids"][0].tolist()
         for place in range(1, len(kinds)):
             if kinds[place - 1] == 2 and kinds[place] != 2:
@@ -130,7 +98,8 @@ def require_equal(processor: VisionProcessor, family: str, shapes: Any, has_imag
     facts = [{"total_num_frames": len(a), "fps": shape[3]} for a, shape in zip(arrays, shapes, strict=True)]
     images = [noise(20, 12)] if has_image else []
     text = f"<user> w1 {PLACE['image'] * has_image} which {' w2 '.join([PLACE['video']] * len(arrays))} ? <assistant>"
-    whole = theirs(family, processor)
+    text = named(text, family)
+    whole = their_processor(family, processor, with_videos=True)
     given = {"text": [text], "images": images or None, "videos": arrays, "video_metadata": facts}
     wanted = whole(**given, return_tensors="pt", add_special_tokens=False)
 
@@ -163,12 +132,14 @@ def test_positions_of_short_videos_are_those_of_transformers(processors, family:
     for grid, count in zip(grids.tolist(), each, strict=True):
         if family == "qwen3_vl":
             ids += [token for _ in range(grid[0]) for token in (9, start, *[VIDEO] * count, end)]
+        elif family == "glm4v":
+            ids += [FILM[0], *[token for _ in range(grid[0]) for token in (start, *[IMAGE] * count, end, 9)], FILM[1]]
         else:
             ids += [start, *[VIDEO] * (count * grid[0]), end]
     ids += [start, *[IMAGE] * 6, end, 10]
     seconds = torch.tensor([0.5, 0.5]) if family == "qwen2_5_vl" else None
     row, image = torch.tensor([ids]), torch.tensor([[1, 4, 6]])
-    kinds = (row == IMAGE).int() + 2 * (row == VIDEO).int()
+    kinds = token_types(row)
     more = {} if seconds is None else {"second_per_grid_ts": seconds}
     wanted, delta = tiny_model(family).model.get_rope_index(row, kinds, image, grids, **more)
     found, ours = processor.get_rope_index(ids, image, grids, seconds)
@@ -183,12 +154,9 @@ def test_text_behind_a_long_video_stands_behind_all_of_it(processors):
 
 
 @pytest.fixture
-def dataset(write, config, processors):
-    def make(*rows, name: str = "v.jsonl", family: str | None = "qwen2_5_vl", **values) -> RLHFDataset:
-        facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}}
-        path = write(name, [facts | row for row in rows])
-        processor = None if family is None else processors[family]
-        return RLHFDataset(path, tiny_tokenizer(), config(**({"max_prompt_length": 256} | values)), processor)
+def dataset(shown):
+    def make(*rows, name: str = "v.jsonl", **values) -> RLHFDataset:
+        return shown(*rows, name=name, **({"max_prompt_length": 256} | values))
 
     return make
 
@@ -221,7 +189,9 @@ def test_a_row(dataset, tmp_path, family: str):
     seen = items[0]["multi_modal_data"]
     assert [one.shape for one in seen["video"]] == [(4, 3, 16, 16)] and len(seen["image"]) == 1
     assert seen["video_metadata"][0]["frames_indices"] == [0, 1, 2, 3]
-    assert items[0]["raw_prompt_ids"].count(VIDEO) == 1 and (items[0]["input_ids"] == VIDEO).sum() == 8
+    assert items[0]["raw_prompt_ids"].count(VIDEO) == 1
+    tokens = (items[0]["input_ids"] == IMAGE).sum() - 4 if family == "glm4v" else (items[0]["input_ids"] == VIDEO).sum()
+    assert tokens == 8
     for item in items[1:]:
         assert torch.equal(item["input_ids"], items[0]["input_ids"])
         assert torch.equal(item["multi_modal_inputs"]["pixel_values_videos"], inputs["pixel_values_videos"])

@@ -20,34 +20,28 @@ from tests.vision_folder import (
     START,
     VIDEO,
     WORDS,
+    named,
     noise,
     picture,
-    tiny_image_processor,
+    their_processor,
     tiny_model,
     tiny_tokenizer,
     write_vision_folder,
 )
 
-PROCESSORS = {
-    "qwen2_vl": transformers.Qwen2VLProcessor,
-    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-    "qwen3_vl": transformers.Qwen3VLProcessor,
-}
 
-
-@pytest.fixture(scope="module")
-def processor() -> VisionProcessor:
-    return VisionProcessor(tiny_image_processor(), IMAGE, VIDEO, "tiny")
+@pytest.fixture
+def processor(processors) -> VisionProcessor:
+    return processors["qwen2_5_vl"]
 
 
 @pytest.fixture
-def dataset(write, config, processor):
+def dataset(shown):
     """A data set of rows, each a prompt and its images."""
 
-    def make(*rows, name: str = "t.parquet", given=processor, **values) -> RLHFDataset:
-        facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}}
-        path = write(name, [{**facts, "prompt": prompt, "images": images} for prompt, images in rows])
-        return RLHFDataset(path, tiny_tokenizer(), config(**({"max_prompt_length": 64} | values)), given)
+    def make(*rows, name: str = "t.parquet", **values) -> RLHFDataset:
+        listed = [{"prompt": prompt, "images": images} for prompt, images in rows]
+        return shown(*listed, name=name, **({"max_prompt_length": 64} | values))
 
     return make
 
@@ -58,35 +52,23 @@ def png(image) -> dict:
     return {"bytes": file.getvalue(), "path": None}
 
 
-def theirs(family: str):
-    """The whole processor of transformers; its half for videos, which needs torchvision, is left out."""
-
-    class WithoutVideo(PROCESSORS[family]):
-        def check_argument_for_proper_class(self, name, arg):
-            return type(arg)
-
-    tokenizer = tiny_tokenizer()
-    if family == "qwen3_vl":
-        tokenizer.vision_start_token, tokenizer.vision_end_token = "<|vision_start|>", "<|vision_end|>"
-    return WithoutVideo(image_processor=tiny_image_processor(), tokenizer=tokenizer, video_processor=None)
-
-
 SIZES = [[(16, 16)], [(24, 8), (8, 40)], [(100, 30), (9, 9), (33, 64)], []]
 """Width and height in pixels of the images of a prompt; some are resized."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_expansion_and_positions_are_those_of_transformers(family: str, sizes, processor: VisionProcessor):
+def test_expansion_and_positions_are_those_of_transformers(family: str, sizes, processors):
     """Prompts with no image to three of them, between texts of several lengths. Says nothing of real vocabularies."""
     images = [noise(*size, seed) for seed, size in enumerate(sizes)]
     texts = [f"{'w1 ' * (place + 1)}<|vision_start|><|image_pad|><|vision_end|>" for place in range(len(images))]
-    text = "<user> which " + " ".join(texts) + " color ? <assistant>"
-    tokenizer = tiny_tokenizer()
+    text = named("<user> which " + " ".join(texts) + " color ? <assistant>", family)
+    tokenizer, processor = tiny_tokenizer(family), processors[family]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     found = processor.prompt(ids, images, 1000, where="here")
 
-    wanted = theirs(family)(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)
+    given = {"text": [text], "images": images or None, "return_tensors": "pt", "add_special_tokens": False}
+    wanted = their_processor(family, processor)(**given)
     assert found.ids == wanted["input_ids"][0].tolist()
     assert found.short_ids == ids and ids.count(IMAGE) == len(images)
     for name in ("pixel_values", "image_grid_thw"):
@@ -115,7 +97,7 @@ def test_tokens_are_counted_without_pixels(size, processor: VisionProcessor):
 
 def test_two_images_side_by_side_stay_two(processor: VisionProcessor):
     """transformers would take them for one, as no text stands between."""
-    ids = processor.expand([7, IMAGE, IMAGE, 8], torch.tensor([[1, 2, 4], [1, 4, 2]]))
+    ids = processor.expand([7, IMAGE, IMAGE, 8], iter([2, 2]), iter(()))
     assert ids == [7, *[IMAGE] * 4, 8]
     positions, delta = processor.get_rope_index(ids, torch.tensor([[1, 2, 4], [1, 4, 2]]))
     assert delta == 0 and positions.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
@@ -197,7 +179,7 @@ def test_errors_name_row_and_image(dataset):
         dataset(("<image> ?", [image]), ("<image> and <image> ?", [image, {"bytes": b"words", "path": None}]))
     with pytest.raises(
         DataError,
-        match=r"row 0, column 'images' or a message, image 0: got an image that the processor of tiny refus",
+        match=r"row 0, column 'images' or a message, image 0: got an image that the processor of .* refus",
     ):
         dataset(("<image> ?", [png(picture("red", 500, 2))]))[0]
 
@@ -246,10 +228,10 @@ def test_the_filter_measures_images_each_time(dataset, tmp_path):
 
 def test_a_model_that_reads_text(dataset):
     with pytest.raises(DataError, match=r"row 0, column 'images': got images, for a text-only model"):
-        dataset(("which ?", [png(picture("red"))]), ("w1", []), given=None)
-    data = dataset(("w1", []), given=None)
+        dataset(("which ?", [png(picture("red"))]), ("w1", []), family=None)
+    data = dataset(("w1", []), family=None)
     assert data[0]["images"] == [] and data[0]["position_ids"].shape == (64,)
-    text = dataset(("which ?", [png(picture("red"))]), given=None, image_key=None)[0]
+    text = dataset(("which ?", [png(picture("red"))]), family=None, image_key=None)[0]
     assert "multi_modal_data" not in text and len(text["images"]) == 1
 
 
@@ -258,12 +240,14 @@ def test_a_prompt_that_ends_with_an_image(processor: VisionProcessor):
         processor.prompt([7, IMAGE], [picture("red")], 99, where="here")
 
 
-def test_loading(tmp_path, processor):
-    folder = write_vision_folder(tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
+def test_loading(tmp_path, family: str):
+    folder = write_vision_folder(tmp_path / "model", family)
     loaded = load_processor(folder)
     image = noise(100, 30)
     assert (loaded.image_token_id, loaded.video_token_id, loaded.merge_size) == (IMAGE, VIDEO, 2)
-    assert torch.equal(*(one.inputs([image], where="")["pixel_values"] for one in (loaded, processor)))
+    whole = transformers.AutoImageProcessor.from_pretrained(folder)(images=[image], return_tensors="pt")
+    assert torch.equal(loaded.inputs([image], where="")["pixel_values"], whole["pixel_values"].float())
     small = load_processor(folder, options={"max_pixels": 256})
     assert small.num_tokens(30, 100, where="") < loaded.num_tokens(30, 100, where="")
     assert int(small.inputs([image], where="")["image_grid_thw"].prod()) == 4 * small.num_tokens(30, 100, where="")
@@ -283,7 +267,7 @@ def test_a_model_without_eyes_has_no_processor(tmp_path):
 
 
 def test_processors_of_transformers(processor):
-    ours = as_vision(theirs("qwen2_5_vl"))
+    ours = as_vision(their_processor("qwen2_5_vl", processor))
     assert (ours.image_token_id, ours.video_token_id, ours.merge_size) == (IMAGE, VIDEO, 2)
     assert as_vision(None) is None and as_vision(processor) is processor
     with pytest.raises(DataError, match="got no image processor"):

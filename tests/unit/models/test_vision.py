@@ -20,11 +20,20 @@ from quadriga.models.vision import ImageTokens, VisionEncoderCost, vision_encode
 from quadriga.models.weight_files import SafetensorFiles
 from quadriga.models.weight_names import ConvertedFiles
 from quadriga.protocol.memory import images_key
-from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
+from tests.tiny_vision import (
+    FAMILIES,
+    IMAGE,
+    MIXTURE,
+    image_tokens,
+    joined,
+    random_image,
+    save_vision_model,
+    vision_model,
+)
 from tests.vision_folder import VIDEO
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, MIXTURE])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny model of each family as transformers saves it."""
     save_vision_model(tmp_path, request.param)

@@ -2,20 +2,25 @@
 """Requests to servers: what is asked, what of an answer is taken, and what becomes of servers that fail."""
 
 import asyncio
+import base64
+import io
 import json
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.http import HTTPEngine
-from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.interface import Images, SamplingParams
+from tests.vision_folder import IMAGE, noise, tiny_tokenizer
 
 Reply = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -227,3 +232,41 @@ def test_closed(serve) -> None:
     engine.close()
     with pytest.raises(RolloutError, match="closed"):
         engine.generate_batch([[1]], [PARAMS])
+
+
+def test_images_go_as_a_chat_whose_tokens_are_compared(serve) -> None:
+    """Text and images of a message in their order, with a template that writes the one and the token of the other: of
+    these the server makes the tokens of the data, or the response is refused."""
+    tokenizer, shown, prompt = tiny_tokenizer(), (noise(8, 8), noise(16, 8, 1)), []
+    short = tokenizer("<user> w1 <|vision_start|><|image_pad|><|vision_end|><|image_pad|> ?")["input_ids"]
+    prompt = [one for token in short for one in [token] * (2 if token == IMAGE else 1)]
+    images = Images(shown, {}, torch.zeros(3, len(prompt)), tuple(short), "key")
+    content = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1.5}]
+    told: dict[str, Any] = {"prompt_token_ids": prompt}
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {**_choice(logprobs={"content": content}), **told}
+
+    server = serve(reply)
+    engine = HTTPEngine([server.url], "small")
+    engine.tokenizer, engine.image_token_id, engine.takes_images = tokenizer, IMAGE, True
+    [done] = engine.generate_batch([prompt], [PARAMS], [images])
+    assert (done.token_ids, done.log_probs) == ([7, 8], [-0.5, -1.5])
+    path, body = server.asked[0]
+    assert path == "/v1/chat/completions" and "prompt" not in body and body["stop_token_ids"] == [3]
+    [message] = body["messages"]
+    parts = message["content"]
+    assert [part["type"] for part in parts] == ["text", "image_url", "text", "image_url", "text"]
+    text = tokenizer.apply_chat_template(body["messages"], chat_template=body["chat_template"], tokenize=False)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == short
+    for part, picture in zip((parts[1], parts[3]), shown, strict=True):
+        file = io.BytesIO(base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")))
+        assert Image.open(file).tobytes() == picture.tobytes()
+    for other, words in ((short, "got other tokens of a prompt with images"), (None, "got no `prompt_token_ids`")):
+        told["prompt_token_ids"] = other
+        with pytest.raises(RolloutError, match=words):
+            engine.generate_batch([prompt], [PARAMS], [images])
+    with pytest.raises(RolloutError, match=r"http\.generate: got a prompt with videos, expected text and images"):
+        asyncio.run(engine.generate(prompt, PARAMS, replace(images, videos=((None, {}),))))
+    with pytest.raises(RolloutError, match=r"http\.generate: got a prompt with images, expected text"):
+        HTTPEngine([server.url], "small").generate_batch([prompt], [PARAMS], [images])

@@ -34,7 +34,6 @@ from quadriga.workers.models import (
     layout_tables,
     load_judge,
     load_model,
-    require_text,
     sizes_of_models,
 )
 from tests.architectures import config_of
@@ -247,8 +246,12 @@ def test_a_rollout_without_experts_to_divide(folder: Path) -> None:
 
 def test_layouts_of_a_model_that_sees(folder: Path) -> None:
     two = {"processes": 2}
-    with pytest.raises(ConfigError, match=r"for a vision-language model \(qwen2_5_vl\), expected pipeline_.* of 1"):
-        check_models(config(folder, "sees", **two, pipeline_model_parallel_size=2), has_critic=True)
+    check_models(config(folder, "sees", **two, pipeline_model_parallel_size=2), has_critic=True)
+    deep = vision_config("qwen3_vl")
+    deep.vision_config.deepstack_visual_indexes = [0, 1]
+    deep.save_pretrained(folder / "deep")
+    with pytest.raises(ConfigError, match=r"with 1 layers in the first stage \(qwen3_vl\), expected at least 2 there"):
+        check_models(config(folder, "deep", **two, pipeline_model_parallel_size=2), has_critic=True)
     check_models(config(folder, "sees", **two, ulysses_sequence_parallel_size=2), has_critic=True)
 
 
@@ -274,18 +277,13 @@ def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
         with pytest.raises(ConfigError, match=told):
             check_models(with_changes(folder, actor_rollout_ref={"model": model} | changes), has_critic=True)
     check_models(with_changes(folder, actor_rollout_ref={"model": model}), has_critic=True)
-    with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a vision-language policy"):
-        check_models(with_changes(folder, reward_model={"enable": True}), has_critic=True)
+    reward = {"enable": True, "model": {"path": str(folder / "llama")}}
+    with pytest.raises(ConfigError, match=r"reward_model\.model\.path: got a model of type llama, with a vision-"):
+        check_models(with_changes(folder, reward_model=reward), has_critic=True)
+    reward["model"]["path"] = str(folder / "sees")
+    check_models(with_changes(folder, reward_model=reward), has_critic=True)
     with pytest.raises(ConfigError, match=r"critic\.model\.path: got a text model"):
         check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}), has_critic=True)
-
-
-def test_supervised_learning_is_for_text(folder: Path) -> None:
-    require_text(config(folder), "quadriga sft")
-    with pytest.raises(
-        ConfigError, match=r"model\.path: got a vision-language model \(qwen2_5_vl\), expected a text model"
-    ):
-        require_text(config(folder, "sees"), "quadriga sft")
 
 
 WHOLE = Processes(Layout(), Layout().place(0), ProcessGroup(0, 1), ProcessGroup(0, 1))

@@ -24,9 +24,12 @@ from transformers import (
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
+from quadriga.models.reward_model import add_score
 from quadriga.protocol import DataProto
 from quadriga.workers import RewardModelWorker
 from quadriga.workers.reward_model import SequenceTokens
+from tests.numerics.vision_batch import vision_batch, vision_rows
+from tests.tiny_vision import token_types, vision_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} end {% endfor %}"
 Make = Callable[..., Path]
@@ -310,3 +313,28 @@ def test_models_that_cannot_score(
     gemma.save_pretrained(tmp_path / "gemma")
     with pytest.raises(EngineError, match="whose tokens see those behind them"):
         start(tmp_path / "gemma")
+
+
+def test_scores_of_prompts_with_images(tmp_path: Path, start: Start) -> None:
+    """One image, another one under the same tokens, none, two, and a video: the head's product with transformers' last
+    hidden state of each row alone. What it cannot do is said."""
+    model, rows = vision_model("eager"), vision_rows()
+    batch = vision_batch(model, rows)
+    add_score(model)
+    torch.nn.init.normal_(model.score.weight, std=0.1)
+    model.save_pretrained(tmp_path)
+    worker = start(tmp_path, {"input_tokenizer": None})
+    found = worker.compute_rm_score(batch).batch["rm_scores"]
+    for number, row in enumerate(rows):
+        ids = torch.tensor([[*row.prompt, *row.answer]])
+        with torch.no_grad():
+            states = model.model(input_ids=ids, mm_token_type_ids=token_types(ids), **row.images).last_hidden_state
+            expected = model.score(states[0, -1])
+        torch.testing.assert_close(found[number, len(row.answer) - 1 : len(row.answer)], expected, atol=1e-5, rtol=1e-5)
+    assert found[0, 3] != found[3, 3], "rows 0 and 3 differ in the image alone"
+    short = start(tmp_path, {"input_tokenizer": None}, max_length=8)
+    with pytest.raises(EngineError, match=r"reward model: got \d+ tokens, expected at most 8, for a row with images"):
+        short.compute_rm_score(batch)
+    vision_model("eager").save_pretrained(tmp_path / "policy")
+    with pytest.raises(EngineError, match=r"got no classification head: score\.weight is not in model\.safetensors"):
+        start(tmp_path / "policy", {"input_tokenizer": None})

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of SGLang's engine needs no SGLang: requests, answers, buckets, the receiving end, and bad beginnings."""
 
+import asyncio
+import base64
+import io
 import math
 import pickle
 from concurrent.futures import Future
@@ -10,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.interface import Images, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.weight_sync import CopiedWeights
+from tests.vision_folder import noise
 
 
 class Model(nn.Module):
@@ -190,3 +195,22 @@ def test_without_sglang() -> None:
     """The error says how to get it, and no process is left."""
     with pytest.raises(RolloutError, match=r"no SGLang in this environment.*scripts/install-sglang"):
         SGLangProcess({})
+
+
+def test_images_travel_beside_a_prompt_with_one_token_for_each() -> None:
+    """SGLang repeats that token by itself: as often as the data did, or the response is refused."""
+    reply = _answer([2, 1], [-1.0, -2.0], "stop")
+    reply["meta_info"]["prompt_tokens"] = 4
+    engine, direct = _engine(reply)
+    images = Images((noise(8, 8),), {}, torch.zeros(3, 4), (3, 4), "key")
+    text, shown = engine.generate_batch([[3, 4, 4, 4]] * 2, [SamplingParams(4)] * 2, [None, images])
+    assert text.token_ids == shown.token_ids == [2, 1]
+    (_, plain), (_, asked) = direct.asked
+    assert "image_data" not in plain and plain["input_ids"] == [3, 4, 4, 4] and asked["input_ids"] == [3, 4]
+    [url] = asked["image_data"]
+    file = io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
+    assert Image.open(file).tobytes() == noise(8, 8).tobytes()
+    with pytest.raises(RolloutError, match=r"sglang\.generate: got a prompt of 4 tokens, expected 3, as the data"):
+        asyncio.run(engine.generate([3, 4, 4], SamplingParams(4), images))
+    with pytest.raises(RolloutError, match=r"sglang\.generate: got a prompt with videos, expected text and images"):
+        engine.generate_batch([[3, 4, 4, 4]], [SamplingParams(4)], [replace(images, videos=((None, {}),))])
