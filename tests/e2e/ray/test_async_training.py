@@ -28,9 +28,10 @@ APART = (
 ROLLOUT = "actor_rollout_ref.rollout"
 RESTARTED = ("async/restarted_groups", "rollout/engine_restarts")
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
+SMALL = (f"{ROLLOUT}.max_num_seqs=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 SIDES = {
     "one step off": (2, ("async_training.preset=one_step_off",)),
-    "bounded": (1, ("async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=6")),
+    "streaming": (1, ("async_training.preset=streaming", "async_training.max_staleness=2", *SMALL)),
 }
 
 
