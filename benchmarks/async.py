@@ -206,7 +206,7 @@ def report(found: dict[str, list[Outcome]], told: dict[str, float], args: Namesp
 def judge(found: dict[str, list[Outcome]], told: dict[str, float]) -> None:
     """What is wanted, and whether it was reached."""
     lockstep = found["lockstep"]
-    for name in found.keys() - {"lockstep"}:
+    for name in [name for name in found if name != "lockstep"]:
         error = told["lockstep"] / told[name] / speed(lockstep, found[name]) - 1
         print(f"{name}: predicted {error:+.0%}, {'within' if abs(error) <= NEAR else 'BEYOND'} {NEAR:.0%}")
     if "bounded(1)" in found:
@@ -223,8 +223,8 @@ def main() -> None:
     """All sides in turns."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=16, help="of a step")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=12, help="of a step")
     parser.add_argument("--responses", type=int, default=4, help="to a prompt")
     parser.add_argument("--median", type=int, default=32, help="tokens of a response; the longest has 16 times as many")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithms of lengths")
