@@ -71,6 +71,7 @@ class Settings(TypedDict, total=False):
 
 class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` gives each once it is taken.
+    Raises QuadrigaError: what the command would say, and when it would.
 
     Args:
         model: a Hugging Face folder or name, a run's directory or checkpoint, or a `Run`.
@@ -81,9 +82,6 @@ class Trainer:
         callbacks: each is called with the `Step` after each step.
         task: rl, sft or reward_model.
         settings: as `Settings` says.
-
-    Raises:
-        QuadrigaError: what the command would say, and when it would.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ class Parts:
         self, items: Iterable[Any], cost: float, *, size: float = 0, extra: np.ndarray | None = None
     ) -> int | None:
         """Give items that stay together to one part; returns its number, or None if no part has `size` left.
-
-        Args:
-            extra: [R] their additional cost in each part; the part that is then the cheapest gets them.
-        """
+        `extra`: [R] their additional cost in each part; the part that is then the cheapest gets them."""
         costs = self.costs if extra is None else self.costs + cost + extra
         has_room = self.room >= size
         if not has_room.any():

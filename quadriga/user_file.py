@@ -26,14 +26,12 @@ _digests: dict[str, str] = {}
 def import_file(path: str | Path, where: str) -> ModuleType:
     """The file as a module; files beside it, and packages in the working directory, can be imported from it.
 
-    A file is run once in a process, and again only if its text has changed.
+    A file is run once in a process, and again only if its text has changed. Raises ConfigError: no such file, one whose
+    name does not end in .py, or one that raises; the error shows where.
 
     Args:
         path: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
         where: the key that errors name.
-
-    Raises:
-        ConfigError: no such file, one whose name does not end in .py, or one that raises; the error shows where.
     """
     text = str(path)
     if text.startswith(PACKAGE):
@@ -90,10 +88,7 @@ def referred(name: str, where: str, *, base: type | None = None) -> Any:
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
     """The function `name` of a user's module, or its class of that name if it is to be a subclass of `base`.
-
-    Raises:
-        ConfigError: there is no such function or class; the error lists those that the file defines.
-    """
+    Raises ConfigError: there is no such function or class; the error lists those that the file defines."""
 
     def fits(value: Any) -> bool:
         return callable(value) if base is None else isinstance(value, type) and issubclass(value, base)

@@ -35,10 +35,7 @@ _here: dict[str, Any] = {}
 
 def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
     """Write a file in which other processes find the function under `NAME`.
-
-    Returns:
-        the file, and why other processes cannot load it; "" where they can.
-    """
+    Returns the file, and why other processes cannot load it; "" where they can."""
     content, obstacle = b"", ""
     try:
         content = cloudpickle.dumps(function)

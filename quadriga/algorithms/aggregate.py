@@ -30,10 +30,8 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 class LossCounts:
     """What a loss is divided by. Counts of parts add up: `LossCounts.of(a) + LossCounts.of(b)`."""
 
-    batch_num_tokens: int
-    """Tokens under the mask."""
-    global_batch_size: int
-    """Sequences with at least one such token."""
+    batch_num_tokens: int  # tokens under the mask
+    global_batch_size: int  # sequences with at least one such token
 
     @classmethod
     def of(cls, loss_mask: Tensor) -> "LossCounts":
@@ -56,6 +54,8 @@ def agg_loss(
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """Turn a loss per token into a scalar.
+    Returns a scalar; 0, with a gradient of 0, if the mask is empty. A backend that averages gradients over R ranks
+    needs R times this value on each. Raises ConfigError: an unknown mode.
 
     Args:
         loss_mat: [B, T]; what stands outside the mask is not read.
@@ -64,13 +64,6 @@ def agg_loss(
         batch_num_tokens: tokens of the whole mini-batch over all ranks; None: those of this mask.
         global_batch_size: non-empty sequences of the whole mini-batch over all ranks; None: those of this mask.
         loss_scale_factor: the constant length of `seq-mean-token-sum-norm`; None: T, the longest possible response.
-
-    Returns:
-        A scalar; 0, with a gradient of 0, if the mask is empty. A backend that averages gradients over R ranks
-        needs R times this value on each.
-
-    Raises:
-        ConfigError: an unknown mode.
     """
     if batch_num_tokens is None or global_batch_size is None:
         counts = LossCounts.of(loss_mask)

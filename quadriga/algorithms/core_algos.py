@@ -77,6 +77,7 @@ def compute_policy_loss(
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The clipped policy loss of a batch (`losses.vanilla`) as scalars, [].
+    Returns pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, T].
@@ -84,9 +85,6 @@ def compute_policy_loss(
         cliprange_low, cliprange_high: the two sides of the clip.
         clip_ratio_c: the bound of the dual clip.
         loss_agg_mode: see `agg_loss`.
-
-    Returns:
-        pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower.
     """
     low, high = (cliprange if side is None else side for side in (cliprange_low, cliprange_high))
     if low is None or high is None:

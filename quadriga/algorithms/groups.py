@@ -23,10 +23,8 @@ class Groups:
     `sum` and `smallest` take [B, T] as well and treat each position on its own.
     """
 
-    member: Tensor
-    """[B] int64: the number of the row's group, from 0 to G - 1."""
-    size: Tensor
-    """[B] int64: how many rows the row's group has."""
+    member: Tensor  # [B] int64: the number of the row's group, from 0 to G - 1
+    size: Tensor  # [B] int64: how many rows the row's group has
     num_groups: int
 
     @classmethod

@@ -49,17 +49,12 @@ KL_PENALTIES = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES))
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimated divergence of each token.
+    Returns one value per token, of the given shape. Raises ConfigError: an unknown kind.
 
     Args:
         logprob: log-probabilities under the policy, any shape.
         ref_logprob: the same tokens under the reference, the same shape.
         kl_penalty: one of KL_PENALTIES.
-
-    Returns:
-        One value per token, of the given shape.
-
-    Raises:
-        ConfigError: an unknown kind.
     """
     kind = kl_penalty
     if kind not in KL_PENALTIES:
@@ -150,16 +145,14 @@ def apply_kl_penalty(
     kind: str,
 ) -> tuple[Tensor, dict[str, float]]:
     """Subtract a KL penalty from the reward of each token, and update the controller.
+    Returns token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
+    `actor/reward_kl_penalty` (mean over sequences of their mean per token, 0 for one without tokens) and
+    `actor/reward_kl_penalty_coeff`.
 
     Args:
         token_level_scores, old_log_probs, ref_log_prob, response_mask: [B, T].
         kl_ctrl: gives the coefficient for this batch; updated afterwards.
         kind: one of KL_PENALTIES.
-
-    Returns:
-        token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
-        `actor/reward_kl_penalty` (mean over sequences of their mean per token, 0 for one without tokens) and
-        `actor/reward_kl_penalty_coeff`.
     """
     divergence = kl_penalty(old_log_probs, ref_log_prob, kind).masked_fill(~response_mask.bool(), 0)
     coefficient = kl_ctrl.value

@@ -26,15 +26,14 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
     """Scale the values under the mask to variance 1 and, by default, to mean 0.
+    Returns [B, T]. A single value, or values that are all alike, have no variance and become exactly 0 (or stay the
+    mean).
 
     Args:
         values: [B, T].
         mask: [B, T]; positions outside it are 0 in the result.
         shift_mean: False keeps the mean where it was.
         epsilon: added to the variance (the unbiased one).
-
-    Returns:
-        [B, T]. A single value, or values that are all alike, have no variance and become exactly 0 (or stay the mean).
     """
     # Distances from the smallest value are exactly 0 when all values are alike; distances from a computed mean
     # would be rounding errors, blown up by the division.
@@ -74,19 +73,16 @@ def log_prob_mismatch(log_prob: Tensor, rollout_log_probs: Tensor, response_mask
 
     Both compute one distribution, with other kernels and in other batches: what is left between them is rounding. A
     larger difference says that the rollout sampled from something else: other weights, another temperature, a bug.
+    Returns `log_prob_diff_mean`, `log_prob_diff_max`: absolute differences, in nats; `prob_diff_mean`: absolute
+    difference of the probabilities; `kl`: divergence of the rollout from the trainer, in nats a token, estimated by the
+    mean of log(q / p) over the tokens, with q the rollout's and p the trainer's probability; `kl_k3`: the same by the
+    mean of p / q - 1 - log(p / q), which has less noise and is never negative (http://joschu.net/blog/kl-approx.html).
+    All but the maximum are means over tokens, zero where the mask is empty.
 
     Args:
         log_prob: [B, T] of the trainer.
         rollout_log_probs: [B, T] of the rollout.
         response_mask: [B, T]
-
-    Returns:
-        `log_prob_diff_mean`, `log_prob_diff_max`: absolute differences, in nats;
-        `prob_diff_mean`: absolute difference of the probabilities;
-        `kl`: divergence of the rollout from the trainer, in nats a token, estimated by the mean of log(q / p) over the
-        tokens, with q the rollout's and p the trainer's probability; `kl_k3`: the same by the mean of
-        p / q - 1 - log(p / q), which has less noise and is never negative (http://joschu.net/blog/kl-approx.html).
-        All but the maximum are means over tokens, zero where the mask is empty.
     """
     mask = response_mask.bool()
     ours, theirs = log_prob[mask].detach().float(), rollout_log_probs[mask].detach().float()

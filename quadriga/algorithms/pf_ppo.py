@@ -22,14 +22,12 @@ _OF_THE_BEST, _OF_OTHERS = 0.4, 0.1
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
     """How likely each response is to be drawn, [B], up to a factor; all 1 where every weight would be 0.
+    Raises ConfigError: an unknown method.
 
     Args:
         scores: [B].
         reweight_method: one of REWEIGHT_METHODS.
         weight_pow: the exponent of `pow`, 0 or more.
-
-    Raises:
-        ConfigError: an unknown method.
     """
     is_best = scores == scores.amax()
     if reweight_method == "pow":

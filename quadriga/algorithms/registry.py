@@ -88,15 +88,13 @@ def bind_options(
     where: str = "algorithm",
 ) -> Callable[..., Any]:
     """Fix an algorithm's options, so that only its fields are left to pass.
+    Raises ConfigError: an option that it does not have, with the nearest names, or one without a value.
 
     Args:
         function: an estimator or a policy loss.
         given: options meant for this function; each must be one that it has.
         shared: settings offered to every algorithm (a whole section of the configuration); it takes those it has.
         where: the key to name in an error.
-
-    Raises:
-        ConfigError: an option that it does not have, with the nearest names, or one without a value.
     """
     given, shared, known = given or {}, shared or {}, options(function)
     _check_options(given, known, where)
@@ -109,21 +107,14 @@ def bind_options(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An estimator or a policy loss as a configuration chose it.
+    """An estimator or a policy loss as a configuration chose it."""
 
-    Attributes:
-        name: as it was chosen.
-        fields: what the function reads of the batch.
-        function: its options are bound; fields are left to pass.
-        columns: functions that compute further fields from the whole batch, by name; their options are bound too.
-        needs_advantage: whether a sequence whose advantages are all 0 has no loss, so that it need not be computed.
-    """
-
-    name: str
-    fields: tuple[str, ...]
-    function: Callable[..., Any]
+    name: str  # as it was chosen
+    fields: tuple[str, ...]  # what the function reads of the batch
+    function: Callable[..., Any]  # its options are bound; fields are left to pass
+    # Functions that compute further fields from the whole batch, by name; their options are bound too.
     columns: Mapping[str, Callable[..., Tensor]]
-    needs_advantage: bool
+    needs_advantage: bool  # whether a sequence whose advantages are all 0 has no loss, so that it need not be computed
 
     @property
     def column_fields(self) -> frozenset[str]:
@@ -151,14 +142,12 @@ class Registry(dict[str, Callable[..., Any]]):
 
     def register(self, name: str, *, needs_advantage: bool = False) -> Callable[[Function], Function]:
         """A decorator that makes a function known as `name`.
+        Raises ConfigError: another function has that name, or the signature leaves open what is a field.
 
         Args:
             name: what the configuration calls it.
             needs_advantage: True of a policy loss that is 0, with a gradient of 0, wherever a sequence's advantages
                 are 0; the engine then leaves such sequences out. False is always right.
-
-        Raises:
-            ConfigError: another function has that name, or the signature leaves open what is a field.
         """
 
         def decorate(function: Function) -> Function:
@@ -180,11 +169,8 @@ class Registry(dict[str, Callable[..., Any]]):
 
     def find(self, name: str) -> Callable[..., Any]:
         """The function registered as `name`, or the one that `path/to/file.py:function` names, or
-        `pkg://package.module:function`.
-
-        Raises:
-            ConfigError: an unknown name (with the nearest ones), or a file or function that cannot be loaded.
-        """
+        `pkg://package.module:function`. Raises ConfigError: an unknown name (with the nearest ones), or a file or
+        function that cannot be loaded."""
         if name in self:
             return self[name]
         if name.endswith(".py"):
@@ -200,15 +186,13 @@ class Registry(dict[str, Callable[..., Any]]):
 
     def choose(self, name: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> Algorithm:
         """The function of a configuration with its options bound; nothing that is wrong with the choice is found later.
+        Raises ConfigError: an unknown name, an option that it does not have (with the nearest names), or one without a
+        value.
 
         Args:
             name: of a registered one, or `path/to/file.py:function`.
             given: options of its own, each of which it or one of its columns must have.
             shared: settings offered to every algorithm (a section of the configuration).
-
-        Raises:
-            ConfigError: an unknown name, an option that it does not have (with the nearest names), or one without a
-                value.
         """
         function = self.find(name)
         where = f"{self.options_key} ({name})"
@@ -243,18 +227,13 @@ def estimate_advantages(
     estimator: Callable[..., tuple[Tensor, Tensor]], fields: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Run an estimator whose options are bound on the fields that it names, and check what it returns.
+    Returns advantages and returns, both [B, T] and 0 outside the mask. Raises ConfigError: the estimator names a field
+    that the batch does not have, or what it returns is not two finite tensors of the shape of the mask.
 
     Args:
         estimator: from `choose_estimator` or `bind_options`.
         fields: the columns of the batch by name, tensors and arrays alike; `response_mask` [B, T] must be among them.
             Without off-policy correction `rollout_is_weights` are 1.
-
-    Returns:
-        advantages and returns, both [B, T] and 0 outside the mask.
-
-    Raises:
-        ConfigError: the estimator names a field that the batch does not have, or what it returns is not two finite
-            tensors of the shape of the mask.
     """
     names = required_fields(estimator)
     fields = {"rollout_is_weights": torch.ones(fields["response_mask"].shape), **fields}
@@ -279,9 +258,7 @@ def estimate_advantages(
 
 def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
     """What the policy loss `name` returned, losses [B, T] and diagnostics [B, T] each by name; `mask` is [B, T].
-
-    Raises:
-        ConfigError: it is something else, such as a loss that is a scalar already, or a diagnostic that is a number.
+    Raises ConfigError: it is something else, such as a loss that is a scalar already, or a diagnostic that is a number.
     """
     where = f"{POLICY_LOSSES.key} {name!r}, its result"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):

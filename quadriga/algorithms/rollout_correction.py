@@ -53,10 +53,8 @@ Bounds = tuple[float | None, float]
 class Rejection(NamedTuple):
     """One rule. `lower` is read with k1 only; for k1 both are ratios."""
 
-    level: str
-    """token, seq_sum, seq_mean or seq_max."""
-    kind: str
-    """k1, k2 or k3."""
+    level: str  # token, seq_sum, seq_mean or seq_max
+    kind: str  # k1, k2 or k3
     lower: float
     upper: float
 
@@ -75,16 +73,14 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def correct_rollout(columns: Mapping[str, Tensor], correction: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and mask of a batch.
+    Returns columns to set, [B, T] each: `rollout_is_weights` with `rollout_is`, which every loss is multiplied by, and
+    `response_mask` where something is rejected; and metrics under `rollout_corr/`, of the batch before rejection. In
+    bypass form: the weights of its losses' normalisation only, the same number everywhere.
 
     Args:
         columns: of the whole batch: `old_log_probs`, `rollout_log_probs`, `response_mask`, [B, T] each.
         correction: the section `algorithm.rollout_correction`: its `bypass_mode`, `rollout_is`, `weight_bounds`,
             `rollout_is_batch_normalize` and `rejections` are read.
-
-    Returns:
-        Columns to set, [B, T] each: `rollout_is_weights` with `rollout_is`, which every loss is multiplied by, and
-        `response_mask` where something is rejected; and metrics under `rollout_corr/`, of the batch before rejection.
-        In bypass form: the weights of its losses' normalisation only, the same number everywhere.
     """
     mask, rollout = columns["response_mask"], columns["rollout_log_probs"]
     log_ratio = columns["old_log_probs"] - rollout
@@ -113,14 +109,12 @@ def importance_weights(
     log_ratio: Tensor, response_mask: Tensor, level: Level, bounds: Bounds = (None, math.inf)
 ) -> Tensor:
     """Importance weights of tokens, without gradient.
+    Returns [B, T], 0 outside the mask.
 
     Args:
         log_ratio, response_mask: [B, T].
         level: one weight for each token, or one for each response.
         bounds: None and the largest weight, which larger ones become; or two, outside which a weight becomes 0.
-
-    Returns:
-        [B, T], 0 outside the mask.
     """
     is_outside = ~response_mask.bool()
     log_weight = log_ratio.detach().masked_fill(is_outside, 0)
@@ -146,18 +140,16 @@ def mean_weight(weights: Tensor, response_mask: Tensor, level: Level) -> Tensor:
 
 def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bounds: Bounds) -> dict[str, float]:
     """How the weights are spread.
+    Returns of the weights within the bounds, `rollout_is_mean`, `rollout_is_std` and `rollout_is_eff_sample_size` (mean
+    squared over mean of squares: 1 if all are alike); of those before the bounds, `rollout_is_max` and
+    `rollout_is_min`, `rollout_is_ratio_fraction_high` and `_low` (above the upper bound; below the lower one, or 1 /
+    upper where there is none) and, with two bounds, `rollout_is_oob_ratio`. The same of responses, whose weight is the
+    mean of their tokens': `rollout_is_seq_mean _std _max _min _max_deviation _fraction_high _fraction_low`. Without a
+    token: none.
 
     Args:
         log_ratio, response_mask: [B, T].
         level, bounds: as for `importance_weights`.
-
-    Returns:
-        Of the weights within the bounds, `rollout_is_mean`, `rollout_is_std` and `rollout_is_eff_sample_size` (mean
-        squared over mean of squares: 1 if all are alike); of those before the bounds, `rollout_is_max` and
-        `rollout_is_min`, `rollout_is_ratio_fraction_high` and `_low` (above the upper bound; below the lower one, or
-        1 / upper where there is none) and, with two bounds, `rollout_is_oob_ratio`. The same of responses, whose
-        weight is the mean of their tokens': `rollout_is_seq_mean _std _max _min _max_deviation _fraction_high
-        _fraction_low`. Without a token: none.
     """
     mask = response_mask.bool()
     if not mask.any():
@@ -258,18 +250,16 @@ def _masked_fractions(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, floa
 
 def divergence_metrics(log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
     """How far the policy that trains is from the one that sampled, before anything is corrected.
+    Returns means over tokens: `kl` (KL(rollout || train), k1) and `k3_kl`; `chi2_token`, mean of exp(2 d), less 1.
+    Means over responses, with a perplexity of exp(-mean log p): `training_ppl`, `rollout_ppl`, their logarithms
+    `training_log_ppl` and `rollout_log_ppl`, `ppl_ratio` (training over rollout), `chi2_seq` (of products over
+    responses); of a response's log training_ppl - log rollout_ppl the mean, mean size and extremes: `log_ppl_diff`,
+    `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`. Without a token: none.
 
     Args:
         log_prob: [B, T] of the trainer.
         rollout_log_probs: [B, T] of the rollout.
         response_mask: [B, T].
-
-    Returns:
-        Means over tokens: `kl` (KL(rollout || train), k1) and `k3_kl`; `chi2_token`, mean of exp(2 d), less 1.
-        Means over responses, with a perplexity of exp(-mean log p): `training_ppl`, `rollout_ppl`, their logarithms
-        `training_log_ppl` and `rollout_log_ppl`, `ppl_ratio` (training over rollout), `chi2_seq` (of products over
-        responses); of a response's log training_ppl - log rollout_ppl the mean, mean size and extremes:
-        `log_ppl_diff`, `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`. Without a token: none.
     """
     mask = response_mask.bool()
     has_tokens = mask.any(-1)

@@ -46,14 +46,10 @@ class AdapterShape:
 
     rank: int
     alpha: float
-    target_modules: str | list[str]
-    """Names or ends of names, a regular expression, or `all-linear`."""
-    exclude_modules: str | list[str] | None
-    """Those of them that get none."""
-    use_rslora: bool
-    """Whether the scale is alpha / sqrt(rank)."""
-    base: str
-    """Folder or hub name of the model that it belongs to."""
+    target_modules: str | list[str]  # names or ends of names, a regular expression, or `all-linear`
+    exclude_modules: str | list[str] | None  # those of them that get none
+    use_rslora: bool  # whether the scale is alpha / sqrt(rank)
+    base: str  # folder or hub name of the model that it belongs to
 
     @property
     def scale(self) -> float:
@@ -109,11 +105,8 @@ class AdapterRoute:
 def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> AdapterRoute:
     """How an adapter gets to a rollout engine with a copy of the weights: merged into them, or alone.
 
-    Whether the models compute in float32 on an accelerator is known once a process has started.
-
-    Raises:
-        ConfigError: the engine cannot do what `lora_merge` says, or the adapter to start from cannot be read.
-    """
+    Whether the models compute in float32 on an accelerator is known once a process has started. Raises ConfigError: the
+    engine cannot do what `lora_merge` says, or the adapter to start from cannot be read."""
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
     got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={engine}"
     key = f"{_MODEL}.lora_merge"

@@ -36,17 +36,13 @@ class KeyInfo:
     """One leaf of the tree."""
 
     key: str
-    kind: str
-    """What it takes, in words."""
+    kind: str  # what it takes, in words
     default: Any
     section: type[Section]
-    name: str
-    """Of the field in its section."""
+    name: str  # of the field in its section
     task: str
-    is_open: bool
-    """Whether keys of the user's own may stand under it."""
-    is_text: bool
-    """Whether a value on the command line is text as it stands, not YAML."""
+    is_open: bool  # whether keys of the user's own may stand under it
+    is_text: bool  # whether a value on the command line is text as it stands, not YAML
 
     @property
     def meaning(self) -> str:

@@ -145,10 +145,8 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    tensor_plan: dict[str, str] | None
-    """Style by module name, as transformers declares it; None: it declares none."""
-    num_experts: int = 0
-    """Of a layer; 0: it has none."""
+    tensor_plan: dict[str, str] | None  # style by module name, as transformers declares it; None: it declares none
+    num_experts: int = 0  # of a layer; 0: it has none
 
 
 TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"})

@@ -50,14 +50,11 @@ def load_config(
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
     """Reads YAML files in order, each over the one before, then `values`, dotted keys with what they are set to, then
-    overrides `a.b=c`, whose values are YAML.
+    overrides `a.b=c`, whose values are YAML. Raises ConfigError: everything that is wrong, in one error.
 
     Args:
         for_training: whether the checks between keys that hold for a training run are made too.
         task: the task, where neither files nor overrides name one (`task`, or `objective`).
-
-    Raises:
-        ConfigError: everything that is wrong, in one error.
     """
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
@@ -80,10 +77,7 @@ def read_settings(
     values: Mapping[str, Any], places: Mapping[str, str], task: str = "rl", *, for_training: bool = True
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
     """The configuration from dotted keys, with all that is wrong and the notices; for a training run with its checks.
-
-    Args:
-        places: where a value comes from, for messages: by key, where that is not the key itself.
-    """
+    `places`: where a value comes from, for messages: by key, where that is not the key itself."""
     reading, notices = _Reading(task, problems=[]), list[str]()
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)

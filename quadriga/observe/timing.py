@@ -66,12 +66,8 @@ class Timeline:
     """The parts of a start-up in the order in which they began, drawn as a small chart.
 
     Time counts from the creation of the timeline, or from the first of the earlier parts. Parts of several threads
-    stand beside each other.
-
-    Args:
-        earlier: what another process did before, part after part, each with the time of the wall clock at which it
-            began; the last ends now.
-    """
+    stand beside each other. `earlier`: what another process did before, part after part, each with the time of the wall
+    clock at which it began; the last ends now."""
 
     def __init__(
         self,

@@ -126,27 +126,20 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
 class DataProtoFuture:
     """Outputs to come, and what is to be done with them when they are there.
 
-        group.method(data)  with blocking=False
-          returns a DataProtoFuture      the workers compute
-          .get()                         waits for every worker, collects their outputs
-          passed on to another group     each rank gets a future of its chunk and resolves it where it runs,
-                                         so the rows never pass through the driver
+    group.method(data)  with blocking=False
+      returns a DataProtoFuture      the workers compute
+      .get()                         waits for every worker, collects their outputs
+      passed on to another group     each rank gets a future of its chunk and resolves it where it runs,
+                                     so the rows never pass through the driver"""
 
-    Attributes:
-        collect_fn: makes one value of the list of outputs.
-        futures: one handle per worker that was called.
-        dispatch_fn: applied to what was collected.
-        resolve: waits for the handles and returns their values; each backend has its own.
-        rows_of: numbers of the outputs whose rows `collect_fn` joins, in order: a part of the rows is then taken
-            without copying the others. None: `collect_fn` does something else.
-        chunks: the part that is taken: chunk `number` of `count`, of that chunk the next, and so on.
-    """
-
-    collect_fn: Callable[[list[Any]], Any]
-    futures: Sequence[Any]
-    dispatch_fn: Callable[[Any], Any] | None = None
-    resolve: Resolve = resolve_results
+    collect_fn: Callable[[list[Any]], Any]  # makes one value of the list of outputs
+    futures: Sequence[Any]  # one handle per worker that was called
+    dispatch_fn: Callable[[Any], Any] | None = None  # applied to what was collected
+    resolve: Resolve = resolve_results  # waits for the handles and returns their values; each backend has its own
+    # Numbers of the outputs whose rows `collect_fn` joins, in order: a part of the rows is then taken without copying
+    # the others. None: `collect_fn` does something else.
     rows_of: Sequence[int] | None = None
+    # The part that is taken: chunk `number` of `count`, of that chunk the next, and so on.
     chunks: tuple[tuple[int, int], ...] = ()
 
     @staticmethod

@@ -80,14 +80,12 @@ class DataProtoItem:
 @dataclass(eq=False, repr=False)
 class DataProto:
     """Columns and facts of a batch.
+    Raises ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size.
 
     Attributes:
         batch: tensor columns, a TensorDict with one batch dimension; None: there are none.
         non_tensor_batch: other columns, numpy arrays whose first dimension is the batch.
         meta_info: what is true of the whole batch.
-
-    Raises:
-        ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size.
     """
 
     batch: TensorDict | None = None

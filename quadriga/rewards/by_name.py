@@ -120,10 +120,7 @@ def facts(data_source: Any, solution_str: str, ground_truth: Any, extra_info: An
 
 def reward_of(given: Any) -> ItemReward:
     """The score function for a callable, or a list of them, each alone or with its weight: `(function, weight)`.
-
-    Raises:
-        ConfigError: something in the list is none of these.
-    """
+    Raises ConfigError: something in the list is none of these."""
     parts: list[NamedReward] = []
     for number, one in enumerate(given if isinstance(given, list | tuple) else [given], start=1):
         function, weight = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)

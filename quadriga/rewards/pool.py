@@ -98,10 +98,7 @@ class Round:
 
     def result(self) -> list[Outcome]:
         """Wait for the outcomes, in order: those of samples that were not graded any more are "skipped".
-
-        Raises:
-            QuadrigaError: the score function cannot be loaded, the pool was closed, or the round cancelled.
-        """
+        Raises QuadrigaError: the score function cannot be loaded, the pool was closed, or the round cancelled."""
         try:
             self.done.result()
         except BaseException:
@@ -161,15 +158,13 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
     def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
         """Begin to grade while the caller does something else.
+        Raises RewardError: the pool is closed.
 
         Args:
             rows: keyword arguments for the score function, one dict a sample; a function that grades batches gets all
                 in one call.
             timeout_s: seconds for each sample; one call for all has so many for each of them together.
             max_failures: end once more than this many samples have failed. None: never.
-
-        Raises:
-            RewardError: the pool is closed.
         """
         if self._is_closed:
             raise RewardError("grading pool", got="a sample", expected="none, since the pool is closed")

@@ -75,15 +75,13 @@ class RewardManager:
 
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         """Begin to grade the responses of a batch; a manager that is only called grades them at the join.
+        Raises RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
+        `reward_model.max_error_rate` of the samples could not be graded.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model`
                 with a "ground_truth" each, and `extra_info` (optional). Others may be added until the join.
             outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
-
-        Raises:
-            RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
-                `reward_model.max_error_rate` of the samples could not be graded.
         """
         return Grading(partial(self, data), lambda: None)
 
@@ -96,10 +94,7 @@ class RewardManager:
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         """Refuse a row whose responses could not be graded, before there are any: RewardError.
-
-        Args:
-            rows: of each row its place (file and number), its data source, and its `reward_model`.
-        """
+        `rows`: of each row its place (file and number), its data source, and its `reward_model`."""
 
     def close(self) -> None:
         """Free what the manager holds, above all its processes."""
@@ -122,10 +117,7 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
 
 def get_reward_manager_cls(name: str) -> type:
     """The reward manager that is registered as `name`, or that `path/to/file.py:Class` names.
-
-    Raises:
-        RewardError: there is none. ConfigError: the file cannot be imported, or lacks the class.
-    """
+    Raises RewardError: there is none. ConfigError: the file cannot be imported, or lacks the class."""
     if is_reference(name):
         return referred(name, "reward_model.reward_manager", base=object)
     if name not in _classes and name in BUILT_IN:

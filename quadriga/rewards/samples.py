@@ -47,10 +47,7 @@ class Samples(NamedTuple):
 
 class SampleManager(RewardManager):
     """Base of the managers that make a score of each response and put it on its last token.
-
-    Raises:
-        ConfigError: `reward_model.reward_kwargs` holds what the manager does not know.
-    """
+    Raises ConfigError: `reward_model.reward_kwargs` holds what the manager does not know."""
 
     options: tuple[str, ...] = ()
     """Names that `reward_model.reward_kwargs` may hold."""
@@ -125,11 +122,7 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     """Decode the valid tokens of each response, special tokens left out, and gather its columns.
 
     `data` is as for `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the
-    ground truth is None in all rows.
-
-    Raises:
-        RewardError: a column or a ground truth is missing.
-    """
+    ground truth is None in all rows. Raises RewardError: a column or a ground truth is missing."""
     columns = data.non_tensor_batch
     there = sorted(map(str, [*columns, *(() if data.batch is None else data.batch.keys())]))
     origins = dict.fromkeys(("responses", "attention_mask"), "generate_sequences writes it")
@@ -181,9 +174,7 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
 
 def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> RewardOutput:
     """The rewards of a batch, from the outcome of each of its samples.
-
-    Raises:
-        RewardError: a larger share than `max_error_rate` has failed; it ends with the first failure's own traceback.
+    Raises RewardError: a larger share than `max_error_rate` has failed; it ends with the first failure's own traceback.
     """
     _report_failures(samples, outcomes, max_error_rate)
     scores = torch.zeros(len(outcomes), samples.response_length, dtype=torch.float32)

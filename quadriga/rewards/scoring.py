@@ -73,6 +73,7 @@ def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Grade one response by the rule that belongs to its data source.
+    Returns "score", the reward, and "pred", the answer that was read from the response.
 
     Args:
         data_source: the data set's name, a key of `GRADERS`.
@@ -81,9 +82,6 @@ def default_compute_score(
         extra_info: what else the row says.
         options: the grader's own options (`method="flexible"` for GSM8K). One that has a grader's name holds a dict of
             options for that grader alone (`code={"total_s": 5}`): so one run may grade several kinds of data.
-
-    Returns:
-        "score", the reward, and "pred", the answer that was read from the response.
     """
     name = grader_name(data_source)
     own = options.get(name, {})
@@ -104,17 +102,13 @@ _SECTION = "custom_reward_function"
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Which function grades, and with which fixed arguments.
+    """Which function grades, and with which fixed arguments."""
 
-    Attributes:
-        path: file that holds it, or "pkg://package.module"; None for the built-in `default_compute_score`.
-        reward_kwargs: further keyword arguments of every call.
-        is_batch: whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
-    """
-
+    # File that holds it, or "pkg://package.module"; None for the built-in `default_compute_score`.
     path: str | None = None
     name: str = "compute_score"
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of every call
+    # Whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
     is_batch: bool = False
 
     def __post_init__(self) -> None:

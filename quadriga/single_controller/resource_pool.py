@@ -65,16 +65,12 @@ def choose_nodes(
     """A node of the cluster for each node of each pool.
 
     Nodes of one pool are different nodes of the cluster while it has enough of them; after that several share one.
+    Returns the nodes of each pool, in the order of its numbers. Raises NoRoomError: the cluster has not enough; says
+    what each node has and what is missing.
 
     Args:
         pools: numbers of processes on each node, by name of the pool.
         each: resources of one process.
-
-    Returns:
-        the nodes of each pool, in the order of its numbers.
-
-    Raises:
-        NoRoomError: the cluster has not enough; says what each node has and what is missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
     chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}

@@ -214,15 +214,12 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     Dispatch and collect are the real ones. A call runs on one rank after the other and is over when it returns; with
     `blocking=False` the outcome, an error too, waits in the future. More than one worker is for methods that need no
-    collective: the ranks take turns, so they cannot meet.
+    collective: the ranks take turns, so they cannot meet. Raises WorkerError: a worker could not be built, or, from a
+    call, failed; the original error is the cause. Errors of Quadriga's own come through as they are.
 
     Args:
         resource_pool: one worker for each of its processes; None: a single worker.
         name: the role, for error messages; "": the name of the class.
-
-    Raises:
-        WorkerError: a worker could not be built, or, from a call, failed; the original error is the cause.
-            Errors of Quadriga's own come through as they are.
     """
 
     def __init__(

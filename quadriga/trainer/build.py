@@ -58,18 +58,15 @@ SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTraini
 
 @dataclass(frozen=True)
 class Parts:
-    """What takes the place of what a configuration names; None: nothing does.
+    """What takes the place of what a configuration names; None: nothing does."""
 
-    Attributes:
-        workers: classes by role, subclasses of those that the role has.
-        reward, val_reward: make the reward managers, anew after the workers were started again.
-        train, val: data sets.
-    """
-
+    # Classes by role, subclasses of those that the role has.
     workers: Mapping[Role, type[Any]] = field(default_factory=dict)
     tokenizer: Any = None
+    # reward, val_reward: make the reward managers, anew after the workers were started again
     reward: Callable[[], RewardManager] | None = None
     val_reward: Callable[[], RewardManager] | None = None
+    # train, val: data sets
     train: Any = None
     val: Any = None
     sampler: Any = None

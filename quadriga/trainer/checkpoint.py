@@ -167,12 +167,8 @@ class Checkpoints:
 
     def resume(self, config: TrainerConfig, load: Callable[[Path], None]) -> Path | None:
         """Verify and load the checkpoint that a run with this configuration goes on from.
-
-        Args:
-            load: reads a checkpoint. It may be called again, with an older one, after a DamagedCheckpointError.
-
-        Returns:
-            The checkpoint; None: the run begins anew.
+        `load`: reads a checkpoint. It may be called again, with an older one, after a DamagedCheckpointError. Returns
+        the checkpoint; None: the run begins anew.
 
         Raises:
             DamagedCheckpointError: it is damaged, and the user named it, or no older one is whole or is to be taken.

@@ -54,10 +54,8 @@ class GroupFilter:
 
     def add(self, part: DataProto) -> set[Hashable]:
         """Take the groups that differ. Returns their `uid`s.
-
-        Args:
-            part: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
-                `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
+        `part`: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
+        `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
 
         Raises:
             DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.

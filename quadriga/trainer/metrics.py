@@ -120,15 +120,9 @@ def check_log_probs(metrics: Mapping[str, float], config: RolloutConfig, step: i
     """Judge how far the rollout's log-probabilities are from the trainer's; a step that did not measure it passes.
 
     The differences come from the pass that computes old log-probabilities; where that is left out, from the forward
-    pass of the one update, which computes the same numbers at no cost.
-
-    Returns:
-        `rollout/ppl_ratio`: perplexity of the responses under the trainer over that under the rollout; 1 where both
-        agree.
-
-    Raises:
-        RolloutError: the mean difference is above `log_prob_diff_stop`, or not a number.
-    """
+    pass of the one update, which computes the same numbers at no cost. Returns `rollout/ppl_ratio`: perplexity of the
+    responses under the trainer over that under the rollout; 1 where both agree. Raises RolloutError: the mean
+    difference is above `log_prob_diff_stop`, or not a number."""
     mean, stop, warn = metrics.get("rollout/log_prob_diff_mean"), config.log_prob_diff_stop, config.log_prob_diff_warn
     if mean is None:
         return {}

@@ -17,21 +17,13 @@ from quadriga.workers.rollout_engines import rollout_engine_class
 
 
 class Preflight(NamedTuple):
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        problems: what would keep the run from starting.
-        notices: what its user should know.
-        fields: what the advantage estimator reads; None: it is not known.
-        num_prompts: rows of the training data; None: they cannot be read.
-        models: of those that learn, their sizes and costs.
-    """
-
-    problems: list[QuadrigaError]
-    notices: list[str]
-    fields: tuple[str, ...] | None
-    num_prompts: int | None
-    models: list[str]
+    problems: list[QuadrigaError]  # what would keep the run from starting
+    notices: list[str]  # what its user should know
+    fields: tuple[str, ...] | None  # what the advantage estimator reads; None: it is not known
+    num_prompts: int | None  # rows of the training data; None: they cannot be read
+    models: list[str]  # of those that learn, their sizes and costs
 
 
 def preflight(config: Config) -> Preflight:

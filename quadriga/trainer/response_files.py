@@ -185,15 +185,13 @@ def score_file(
     config: Config, path: str, response_key: str = "responses", reward_model_key: str = "reward_model"
 ) -> Grades:
     """Grades of the responses that the rows of a file have, graded as in validation, without a model.
+    Returns `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of validation.
 
     Args:
         config: its reward manager and score function grade; `data.reward_fn_key` names the column of the data source.
         path: a parquet, json or jsonl file.
         response_key: column with the responses of a row, a text or a list of texts.
         reward_model_key: column with the `ground_truth`.
-
-    Returns:
-        `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of validation.
 
     Raises:
         ConfigError: a reward manager that needs a model or a batch of tokens.

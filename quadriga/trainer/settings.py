@@ -40,16 +40,11 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Settings:
-    """One configuration of a run.
+    """One configuration of a run."""
 
-    Attributes:
-        values: what each key of the task has, by its dotted name.
-        files: SHA-256 of the files that it names, by path.
-        first, last: the steps that it holds for; 0: it is not known.
-    """
-
-    values: dict[str, Any]
-    files: dict[str, str]
+    values: dict[str, Any]  # what each key of the task has, by its dotted name
+    files: dict[str, str]  # SHA-256 of the files that it names, by path
+    # first, last: the steps that it holds for; 0: it is not known
     first: int = 1
     last: int = 0
 
@@ -95,11 +90,8 @@ def settings_of(checkpoint: Path, task: str) -> Settings | None:
 
 def has_nothing_to_do(config: Config, now: Settings) -> bool:
     """Compare the settings with those of the checkpoint that the run will go on from, and print what differs. Returns
-    whether no step is left, as far as that is known before the data are read.
-
-    Raises:
-        ConfigError: no step is left, and settings differ.
-    """
+    whether no step is left, as far as that is known before the data are read. Raises ConfigError: no step is left, and
+    settings differ."""
     trainer, path = config.trainer, None
     if trainer.resume_mode == "auto" and (newest := Checkpoints(trainer.directory).newest()) is not None:
         path = Checkpoints(trainer.directory).path(newest)
@@ -127,10 +119,7 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
 
 def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings) -> None:
     """No step of `last` is left after a checkpoint: say so.
-
-    Raises:
-        ConfigError: its settings are not those that hold now.
-    """
+    Raises ConfigError: its settings are not those that hold now."""
     trainer, before = config.trainer, settings_of(checkpoint, config.task)
     done = f"{step_of(checkpoint)} of {last} steps are done"
     longer = "trainer.total_training_steps" if trainer.total_training_steps == last else "trainer.total_epochs"
@@ -150,10 +139,7 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
 
 def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
     """Write config.yaml for the steps after `done`, to `last`; one that held for steps before stays under another name.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    Raises CheckpointError: it cannot be written."""
     directory, task = config.trainer.directory, config.task
     path, first = directory / CONFIGURATION, done + 1
     before = Settings.read(path, task)

@@ -227,10 +227,7 @@ def known_keys() -> frozenset[str]:
 
 def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[ConfigError]) -> Tree:
     """A user's YAML file with what its `defaults` name: files beside it or on its search path, or trees of verl's.
-
-    Args:
-        base: verl's trees by the names of their files.
-    """
+    `base`: verl's trees by the names of their files."""
     own, _ = read_yaml(path, problems)
     tree, merged = Tree(), False
     named = [str(one) for one in (own.get("hydra") or {}).get("searchpath") or [] if not str(one).startswith("pkg://")]

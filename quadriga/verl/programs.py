@@ -33,16 +33,12 @@ class Entry:
     """What `quadriga verl NAME` calls it; defaults that it has beyond `tree` stand under this name in defaults.tsv."""
     modules: tuple[str, ...]
     """Patterns of the dotted module that `python -m` names, without `verl.`; a script's path is read like one."""
-    tree: str
-    """Its tree in defaults.tsv."""
+    tree: str  # its tree in defaults.tsv
     rules: str
     """Its rows in rules.tsv; of several names a row needs one, and the first has the functions of the whole line."""
-    task: str
-    """The task whose keys are ours."""
-    run: str
-    """What runs in its place: a name in the table of the command line. Of a training the checks are made."""
-    refused: str
-    """Of a program that cannot be taken: why, and what to use, in one sentence."""
+    task: str  # the task whose keys are ours
+    run: str  # what runs in its place: a name in the table of the command line. Of a training the checks are made
+    refused: str  # of a program that cannot be taken: why, and what to use, in one sentence
 
 
 _LINES = Path(__file__).with_name("programs.tsv").read_text(encoding="utf-8").splitlines()

@@ -61,10 +61,7 @@ class _Statement:
 
 def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
     """The commands of a script that a shell would run, with conditions decided as far as they can be.
-
-    Raises:
-        ConfigError: a quote or a bracket does not end.
-    """
+    Raises ConfigError: a quote or a bracket does not end."""
     shell = _Shell(environment)
     return [found for statement in _statements(text) if (found := shell.read(statement)) is not None]
 

@@ -39,8 +39,7 @@ class Rule(NamedTuple):
     """One row of rules.tsv."""
 
     pattern: re.Pattern[str]
-    becomes: str
-    """">", "@", "any", "note", "given" or "values"."""
+    becomes: str  # ">", "@", "any", "note", "given" or "values"
     argument: Any
     sentence: str
 
@@ -85,31 +84,21 @@ class Line:
     entry: Entry
     version: str
     tree: Tree = field(default_factory=Tree)
-    default: dict[str, Any] = field(default_factory=dict)
-    """verl's default leaves of this version, of the entry."""
-    given: set[str] = field(default_factory=set)
-    """Leaves that the command line or a user's file sets."""
+    default: dict[str, Any] = field(default_factory=dict)  # verl's default leaves of this version, of the entry
+    given: set[str] = field(default_factory=set)  # leaves that the command line or a user's file sets
     ours: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    """Our key -> verl's key that it was set from."""
-    noted: dict[str, list[str]] = field(default_factory=dict)
-    """Why keys are taken without effect -> these keys."""
-    config: Config | None = None
-    """None where keys are refused."""
+    sources: dict[str, str] = field(default_factory=dict)  # our key -> verl's key that it was set from
+    noted: dict[str, list[str]] = field(default_factory=dict)  # why keys are taken without effect -> these keys
+    config: Config | None = None  # None where keys are refused
     notices: list[str] = field(default_factory=list)
     refused: list[ConfigError] = field(default_factory=list)
     machine: list[ConfigError] = field(default_factory=list)
     """What only this machine lacks: files, models, packages, devices."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of what is run that are no keys."""
-    rules: str = ""
-    """Whose rows hold: the entry's, and before them, where it trains there, those of Megatron-core."""
-    stopped: str = ""
-    """Why the whole line cannot be taken, whatever else is in it."""
-    written: str = ""
-    """The key that is being translated, as the user wrote it."""
-    sentence: str = ""
-    """What its row says."""
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of what is run that are no keys
+    rules: str = ""  # whose rows hold: the entry's, and before them, where it trains there, those of Megatron-core
+    stopped: str = ""  # why the whole line cannot be taken, whatever else is in it
+    written: str = ""  # the key that is being translated, as the user wrote it
+    sentence: str = ""  # what its row says
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """What stands under a key of verl's with references filled in; `otherwise` where nothing or null does."""

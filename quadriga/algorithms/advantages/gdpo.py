@@ -38,15 +38,13 @@ def gdpo(
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
+    Raises ConfigError: a component that the grader does not give or that is not a number, or weights of another count.
 
     Args:
         reward_extra: [B], what the grader returned in addition to each score, by name; some of it numbers.
         gdpo_reward_keys: which of them count; `score` is the response's reward itself.
         gdpo_reward_weights: a factor for each; 1 by default.
         epsilon: added to the deviation of a group.
-
-    Raises:
-        ConfigError: a component that the grader does not give or that is not a number, or weights of another count.
     """
     weights = [1.0] * len(gdpo_reward_keys) if gdpo_reward_weights is None else gdpo_reward_weights
     if isinstance(gdpo_reward_keys, str) or len(weights) != len(gdpo_reward_keys) or not gdpo_reward_keys:

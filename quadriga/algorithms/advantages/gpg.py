@@ -22,10 +22,7 @@ def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable], *, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-
-    Args:
-        f_norm: the constant to divide by.
-    """
+    `f_norm`: the constant to divide by."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)
     num_with_gradient = (groups.deviation(scores) > 0).sum()

@@ -38,15 +38,13 @@ def bypass_mode(
     correction: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T].
+    Returns losses; diagnostics `rollout_kl` and `rollout_k3_kl` between the two policies, `rollout_rs_masked_fraction`,
+    with reinforce `rollout_is_mean`, else those of `vanilla`.
 
     Args:
         rollout_log_probs: [B, T] under the policy that sampled.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`; read with ppo_clip.
         correction: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected.
-
-    Returns:
-        losses; diagnostics `rollout_kl` and `rollout_k3_kl` between the two policies, `rollout_rs_masked_fraction`,
-        with reinforce `rollout_is_mean`, else those of `vanilla`.
     """
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []

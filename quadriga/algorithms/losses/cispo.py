@@ -27,10 +27,7 @@ def cispo(
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `pg_clipfrac`, `ppo_kl`.
-
-    Args:
-        clip_ratio_low, clip_ratio_high: how far below and above 1 the weight may be.
-    """
+    `clip_ratio_low`, `clip_ratio_high`: how far below and above 1 the weight may be."""
     outside = ~response_mask.bool()
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     ratio = log_ratio.detach().exp()

@@ -42,10 +42,7 @@ def clip_cov(
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics of `vanilla`, and `covariance_clipfrac`.
-
-    Args:
-        covariance_clipped: [B, T], 1 on the tokens left out.
-    """
+    `covariance_clipped`: [B, T], 1 on the tokens left out."""
     clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     losses, of_vanilla = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
     is_left_out = covariance_clipped.bool() & response_mask.bool()
@@ -94,15 +91,13 @@ def covariance_clipped(
 ) -> Tensor:
     """The tokens that `clip_cov` leaves out: some of those whose covariance is in a range, drawn at random.
 
-    The draw is seeded by the covariances, so that a step that is repeated draws the same tokens.
+    The draw is seeded by the covariances, so that a step that is repeated draws the same tokens. Returns [B, T], 1 on
+    these tokens.
 
     Args:
         old_log_prob, advantages, response_mask: [B, T].
         clip_cov_ratio: how many, as a share of all tokens of the batch; at least one.
         clip_cov_lb, clip_cov_ub: the range.
-
-    Returns:
-        [B, T], 1 on these tokens.
     """
     if not clip_cov_lb < clip_cov_ub:
         got = f"{clip_cov_lb} with clip_cov_ub={clip_cov_ub}"
@@ -120,13 +115,11 @@ def covariance_top(
     old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 2e-4
 ) -> Tensor:
     """The tokens that `kl_cov` holds back: those of the largest covariance.
+    Returns [B, T], 1 on these tokens.
 
     Args:
         old_log_prob, advantages, response_mask: [B, T].
         kl_cov_ratio: how many, as a share of all tokens of the batch; at least one.
-
-    Returns:
-        [B, T], 1 on these tokens.
     """
     covariance = token_covariance(old_log_prob, advantages, response_mask)
     candidates = covariance.masked_fill(~response_mask.bool(), -float("inf")).flatten()

@@ -20,11 +20,7 @@ from quadriga.errors import ConfigError
 def dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, dro_beta: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T]; diagnostics `ppo_kl`.
-
-    Args:
-        dro_beta: weight of the penalty, above 0.
-    """
+    """The loss of each token, [B, T]; diagnostics `ppo_kl`. `dro_beta`: weight of the penalty, above 0."""
     if not dro_beta > 0:
         where = "actor_rollout_ref.actor.policy_loss.dro_beta"
         raise ConfigError(where, got=str(dro_beta), expected="a number above 0")

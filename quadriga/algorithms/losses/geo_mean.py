@@ -30,10 +30,7 @@ def geo_mean(
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `pg_clipfrac`, `ppo_kl`.
-
-    Args:
-        clip_ratio_low, clip_ratio_high: how far below and above 0 the logarithm of a token's ratio counts.
-    """
+    `clip_ratio_low`, `clip_ratio_high`: how far below and above 0 the logarithm of a token's ratio counts."""
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     is_clipped = ((gain > 0) & (log_ratio > clip_ratio_high)) | ((gain < 0) & (log_ratio < -clip_ratio_low))

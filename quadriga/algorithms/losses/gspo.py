@@ -32,10 +32,7 @@ def gspo(
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `pg_clipfrac`, `ppo_kl`.
-
-    Args:
-        clip_ratio_low, clip_ratio_high: how far below and above 1 the response's ratio may pull.
-    """
+    `clip_ratio_low`, `clip_ratio_high`: how far below and above 1 the response's ratio may pull."""
     log_ratio = (log_prob - old_log_prob).masked_fill(~response_mask.bool(), 0)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     of_response = sequence_mean(log_ratio, response_mask).detach().clamp(max=MAX_MEAN_LOG_RATIO)

@@ -31,10 +31,7 @@ def sapo(
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `ppo_kl`.
-
-    Args:
-        tau_pos, tau_neg: temperatures for tokens with an advantage above 0, and for the others; above 0.
-    """
+    `tau_pos`, `tau_neg`: temperatures for tokens with an advantage above 0, and for the others; above 0."""
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if not tau > 0:
             raise ConfigError(f"actor_rollout_ref.actor.policy_loss.{name}", got=str(tau), expected="a number above 0")

@@ -15,6 +15,7 @@ def clipped_value_loss(
     vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, *, cliprange_value: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token.
+    Returns losses per token, 0 outside the mask; diagnostics per token: `vf_clipfrac` (1 where the clip is active).
 
     Args:
         vpreds: what the critic predicts, with gradient.
@@ -22,9 +23,6 @@ def clipped_value_loss(
         values: what it predicted before the update.
         response_mask: 0/1 or bool; nothing is read and no gradient flows outside it.
         cliprange_value: how far a prediction may move from `values` and still gain.
-
-    Returns:
-        losses per token, 0 outside the mask; diagnostics per token: `vf_clipfrac` (1 where the clip is active).
     """
     is_outside = ~response_mask.bool()
     error = (vpreds - returns).masked_fill(is_outside, 0)

@@ -26,10 +26,7 @@ def default_compute_score(
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """The score by the rule of the data source; with the grader of DAPO a dict with "score", "acc" and "pred".
-
-    Raises:
-        NotImplementedError: no grader knows the data source.
-    """
+    Raises NotImplementedError: no grader knows the data source."""
     try:
         name = grader_name(data_source)
     except RewardError as error:

@@ -13,11 +13,7 @@ INDENT = "  "
 
 
 class ConsoleBackend(TrackingBackend):
-    """Prints.
-
-    Args:
-        progress: prints above this run's bar and leaves the steps to it; None prints everything itself.
-    """
+    """Prints. `progress`: prints above this run's bar and leaves the steps to it; None prints everything itself."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._has_progress = progress is not None

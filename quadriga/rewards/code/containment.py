@@ -57,26 +57,17 @@ _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 
 class Limits(NamedTuple):
-    """What one test may use.
+    """What one test may use."""
 
-    Attributes:
-        time_s: CPU time.
-        wall_s: time by the clock, for a program that sleeps or waits.
-        memory_megabytes: address space, stacks of threads included.
-        output_megabytes: each of its streams, and each file it writes.
-        folder_megabytes: everything in its folder together, held by the kernel; where no file system in memory can be
-            had, looked at 20 times a second, and no file can be removed.
-        num_files: files in its folder, and files open at the same time.
-        num_threads: threads; no other process than the program's own is ever made.
-    """
-
-    time_s: float = 4.0
-    wall_s: float = 8.0
-    memory_megabytes: int = 1024
-    output_megabytes: int = 8
+    time_s: float = 4.0  # CPU time
+    wall_s: float = 8.0  # time by the clock, for a program that sleeps or waits
+    memory_megabytes: int = 1024  # address space, stacks of threads included
+    output_megabytes: int = 8  # each of its streams, and each file it writes
+    # Everything in its folder together, held by the kernel; where no file system in memory can be had, looked at 20
+    # times a second, and no file can be removed.
     folder_megabytes: int = 32
-    num_files: int = 64
-    num_threads: int = 32
+    num_files: int = 64  # files in its folder, and files open at the same time
+    num_threads: int = 32  # threads; no other process than the program's own is ever made
 
 
 class _Ruleset(ctypes.Structure):
@@ -111,10 +102,7 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
     """Put a small file system in memory on each folder, which only this process and its children see.
 
     The kernel then holds the limits on a folder, files without a name included, and frees it all with the last of them.
-
-    Raises:
-        OSError: the system forbids it. This process may have changed its user namespace, and is of no more use.
-    """
+    Raises OSError: the system forbids it. This process may have changed its user namespace, and is of no more use."""
     user, group = os.geteuid(), os.getegid()
     make_call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
     if user:
@@ -131,16 +119,9 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
 
 def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool) -> int | None:
     """Give all of it up, but to read and write `folder`, and to read the folders of interpreter and packages.
-
-    Args:
-        may_remove: whether it may remove files from `folder`: those that it keeps open would be counted by nobody.
-
-    Returns:
-        What `filter_calls` returns: the listener for refused system calls.
-
-    Raises:
-        OSError: the kernel refuses a step. The program must not begin then.
-    """
+    `may_remove`: whether it may remove files from `folder`: those that it keeps open would be counted by nobody.
+    Returns what `filter_calls` returns: the listener for refused system calls. Raises OSError: the kernel refuses a
+    step. The program must not begin then."""
     parent = os.getppid()
     are_threads_counted = _take_own_user(folder)
     _limit(limits)

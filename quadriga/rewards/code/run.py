@@ -96,10 +96,7 @@ def run_cases(
     """Run a Python program on each test, `parallel` at a time; runs come as they end.
 
     Closing the iterator ends the rest; tests that have not ended after `total_s` seconds for all of them do not come.
-
-    Raises:
-        RewardError: programs cannot be contained here, or the supervisor failed.
-    """
+    Raises RewardError: programs cannot be contained here, or the supervisor failed."""
     require_containment()
     deadline = time.monotonic() + total_s
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
@@ -170,6 +167,7 @@ def run_remotely(
     program: str, cases: Sequence[Case], limits: Limits, *, url: str, language: str = "python", parallel: int = 2
 ) -> Iterator[Run]:
     """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
+    Raises RewardError: the server does not answer, or reports an error of its own each time.
 
     Args:
         cases: the tests; calls of functions in Python only.
@@ -177,9 +175,6 @@ def run_remotely(
         url: of the server; `/run_code` is added if it is not there.
         language: as the server names it.
         parallel: requests at the same time.
-
-    Raises:
-        RewardError: the server does not answer, or reports an error of its own each time.
     """
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")

@@ -106,13 +106,8 @@ def make_call(name: str, *arguments: object) -> int:
 
 def filter_calls(*, may_have_threads: bool) -> int | None:
     """Put this process under the filter of system calls; `no_new_privs` must be set.
-
-    Returns:
-        A descriptor for another process's `refuse_call`, without which refused calls wait for ever. None where such a
-        listener stands already, a container's own: the kernel then refuses by itself.
-
-    Raises:
-        OSError: the kernel refuses.
+    Returns a descriptor for another process's `refuse_call`, without which refused calls wait for ever. None where such
+    a listener stands already, a container's own: the kernel then refuses by itself. Raises OSError: the kernel refuses.
     """
     for has_listener in (True, False):
         code = program(os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener)

@@ -99,35 +99,19 @@ class RateLimit:
 @dataclass
 class Judge:
     """One model on one server, to which questions are put; threads may share it.
+    Raises ConfigError: a number is out of range, or the environment variable for the key is not set."""
 
-    Attributes:
-        url: of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there.
-        model: as the server names it.
-        api_key_env: environment variable that holds the key. None: the server wants none.
-        requests_per_minute: None: any number.
-        tokens_per_minute: of prompts and replies together. None: any number.
-        max_concurrency: samples judged at the same time.
-        timeout_s: for one question, with all its waits and retries.
-        max_attempts: requests for one question.
-        backoff_s: pause after the first failure; it doubles with each.
-        max_tokens: longest reply, in tokens.
-        temperature: of the judge's sampling.
-
-    Raises:
-        ConfigError: a number is out of range, or the environment variable for the key is not set.
-    """
-
-    url: str
-    model: str
-    api_key_env: str | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrency: int = 8
-    timeout_s: float = 120.0
-    max_attempts: int = 5
-    backoff_s: float = 1.0
-    max_tokens: int = 512
-    temperature: float = 0.0
+    url: str  # of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there
+    model: str  # as the server names it
+    api_key_env: str | None = None  # environment variable that holds the key. None: the server wants none
+    requests_per_minute: int | None = None  # None: any number
+    tokens_per_minute: int | None = None  # of prompts and replies together. None: any number
+    max_concurrency: int = 8  # samples judged at the same time
+    timeout_s: float = 120.0  # for one question, with all its waits and retries
+    max_attempts: int = 5  # requests for one question
+    backoff_s: float = 1.0  # pause after the first failure; it doubles with each
+    max_tokens: int = 512  # longest reply, in tokens
+    temperature: float = 0.0  # of the judge's sampling
 
     def __post_init__(self) -> None:
         for entry in fields(self):

@@ -49,117 +49,75 @@ class ConversationOver(Exception):  # noqa: N818 - not an error: the way in whic
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of the batch, as a loop sees it.
+    """A row of the batch, as a loop sees it."""
 
-    Attributes:
-        row: its number in the batch.
-        uid: of its prompt.
-        prompt_ids: token ids of the prompt as the data set rendered it.
-        messages: of the prompt; None where the data did not bring them.
-        columns: every non-tensor of the row, `tools_kwargs`, `interaction_kwargs` and `extra_info` among them.
-        agent: name of the loop that leads it.
-        images: of the prompt.
-        num_axes: of positions: 1, or 3 of a vision-language model.
-    """
-
-    row: int
-    uid: str
-    prompt_ids: list[int]
-    messages: list[dict[str, Any]] | None
+    row: int  # its number in the batch
+    uid: str  # of its prompt
+    prompt_ids: list[int]  # token ids of the prompt as the data set rendered it
+    messages: list[dict[str, Any]] | None  # of the prompt; None where the data did not bring them
+    # Every non-tensor of the row, `tools_kwargs`, `interaction_kwargs` and `extra_info` among them.
     columns: Mapping[str, Any]
-    agent: str
-    images: Images | None = None
-    num_axes: int = 1
+    agent: str  # name of the loop that leads it
+    images: Images | None = None  # of the prompt
+    num_axes: int = 1  # of positions: 1, or 3 of a vision-language model
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the model, of tools or of the user.
+    """A turn of the model, of tools or of the user."""
 
-    Attributes:
-        role: "assistant", "tool" or "user".
-        token_ids: as they stand in the conversation.
-        text: special tokens included, for parsers.
-        seconds: that it took.
-        finish_reason: of the engine; "" where the model did not write it.
-        tool_responses: one for each call of the turn before.
-    """
-
-    role: str
-    token_ids: list[int]
-    text: str
-    seconds: float
-    finish_reason: str = ""
-    tool_responses: tuple[ToolResponse, ...] = ()
+    role: str  # "assistant", "tool" or "user"
+    token_ids: list[int]  # as they stand in the conversation
+    text: str  # special tokens included, for parsers
+    seconds: float  # that it took
+    finish_reason: str = ""  # of the engine; "" where the model did not write it
+    tool_responses: tuple[ToolResponse, ...] = ()  # one for each call of the turn before
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a conversation may be.
+    """How long a conversation may be."""
 
-    Attributes:
-        prompt_tokens: P, tokens of the prompt.
-        response_tokens: T, tokens of everything behind it.
-        total_tokens: both together, as the engine takes them.
-        assistant_turns: of the model. None: as many as fit.
-        user_turns: of tools or the user. None: as many as fit.
-    """
-
-    prompt_tokens: int
-    response_tokens: int
-    total_tokens: int
-    assistant_turns: int | None = None
-    user_turns: int | None = None
+    prompt_tokens: int  # P, tokens of the prompt
+    response_tokens: int  # T, tokens of everything behind it
+    total_tokens: int  # both together, as the engine takes them
+    assistant_turns: int | None = None  # of the model. None: as many as fit
+    user_turns: int | None = None  # of tools or the user. None: as many as fit
 
 
 @dataclass
 class Conversation:
-    """A prompt and its response of one or many turns. Loops call `begin`, `generate` and `append`.
+    """A prompt and its response of one or many turns. Loops call `begin`, `generate` and `append`."""
 
-    Attributes:
-        engine: generates the model's turns.
-        encoder: renders the other turns.
-        sample: the row of the batch.
-        sampling: its `seed` is the conversation's.
-        limits: on tokens and turns.
-        prompt_ids: that the engine is given before everything else.
-        token_ids, mask, log_probs, versions: of the response, one each; the mask is 1 on tokens of the model; versions
-            are of the weights that drew them, -1 on other tokens.
-        turns: of the response.
-        unread: turns that the model did not come to follow; their tokens are not in the response.
-        messages: all turns as text, for a user simulator; they are never rendered.
-        finish_reason: why it ended; "" while it goes on.
-        failure: what ended it if it failed; "" if nothing did.
-        activity: what it is at, for a report on a long wait.
-        tool_rewards: by the name of a tool, what its use earned; of a loop of verl's, what each call did.
-        turn_scores: that a user simulator gave, in order.
-        routes: [tokens, L, k] of the prompt and the response, as far as the model has read them; None: unknown.
-        extra_fields: what a loop says of it, for `extra_info` of the score function.
-        outcome: the grade that a loop gave itself; None: it is graded like others.
-        processor: of a vision-language model, `quadriga.data.VisionProcessor`; None: later turns have no images.
-    """
-
-    engine: RolloutEngine
-    encoder: "TurnEncoder"
-    sample: Sample
-    sampling: SamplingParams
-    limits: Limits
-    prompt_ids: list[int] = field(init=False)
+    engine: RolloutEngine  # generates the model's turns
+    encoder: "TurnEncoder"  # renders the other turns
+    sample: Sample  # the row of the batch
+    sampling: SamplingParams  # its `seed` is the conversation's
+    limits: Limits  # on tokens and turns
+    prompt_ids: list[int] = field(init=False)  # that the engine is given before everything else
+    # token_ids, mask, log_probs, versions: of the response, one each; the mask is 1 on tokens of the model; versions
+    # are of the weights that drew them, -1 on other tokens
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # of the response
+    # Turns that the model did not come to follow; their tokens are not in the response.
     unread: list[Turn] = field(default_factory=list)
+    # All turns as text, for a user simulator; they are never rendered.
     messages: list[dict[str, Any]] = field(init=False)
-    finish_reason: str = ""
-    failure: str = ""
-    activity: str = "not begun"
+    finish_reason: str = ""  # why it ended; "" while it goes on
+    failure: str = ""  # what ended it if it failed; "" if nothing did
+    activity: str = "not begun"  # what it is at, for a report on a long wait
+    # By the name of a tool, what its use earned; of a loop of verl's, what each call did.
     tool_rewards: dict[str, float] | list[float] = field(default_factory=dict)
-    turn_scores: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)  # that a user simulator gave, in order
+    # [tokens, L, k] of the prompt and the response, as far as the model has read them; None: unknown.
     routes: np.ndarray | None = None
+    # What a loop says of it, for `extra_info` of the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: Outcome | None = None  # the grade that a loop gave itself; None: it is graded like others
+    # Of a vision-language model, `quadriga.data.VisionProcessor`; None: later turns have no images.
     processor: Any = None
 
     def __post_init__(self) -> None:
@@ -276,10 +234,7 @@ class Conversation:
 
     def require_another(self) -> None:
         """To be called before work is done for a turn of tools or the user: it, and a turn after it, must be allowed.
-
-        Raises:
-            ConversationOver: a limit on turns is reached.
-        """
+        Raises ConversationOver: a limit on turns is reached."""
         limits, num_assistant_turns = self.limits, self.num_assistant_turns
         if limits.assistant_turns is not None and num_assistant_turns >= limits.assistant_turns:
             raise ConversationOver("max_assistant_turns")
@@ -386,10 +341,7 @@ class TurnEncoder:
 
     def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
         """Token ids that stand between what the model wrote and what it writes next.
-
-        Raises:
-            RolloutError: the template leaves messages of this role out, or refuses them.
-        """
+        Raises RolloutError: the template leaves messages of this role out, or refuses them."""
         for role in dict.fromkeys(message["role"] for message in messages):
             # A template that knows the role writes what a message of it says.
             of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}

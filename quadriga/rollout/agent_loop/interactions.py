@@ -26,17 +26,11 @@ from quadriga.rollout.agent_loop.tools import class_named
 
 @dataclass(frozen=True)
 class Reply:
-    """What a user simulator says to the model's turn.
+    """What a user simulator says to the model's turn."""
 
-    Attributes:
-        text: that the model reads; not read where the conversation is over.
-        score: of the model's turn; None: none.
-        is_over: whether the conversation ends here.
-    """
-
-    text: str = ""
-    score: float | None = None
-    is_over: bool = False
+    text: str = ""  # that the model reads; not read where the conversation is over
+    score: float | None = None  # of the model's turn; None: none
+    is_over: bool = False  # whether the conversation ends here
 
 
 class Interaction(ABC):
@@ -66,13 +60,11 @@ Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
 
 class UserSimulator:
     """An `Interaction` in one conversation: an async context, in which `reply` may be used.
+    Raises RolloutError: there is no interaction of that name.
 
     Args:
         kwargs: the sample's `interaction_kwargs`; `name` is one of `interactions`.
         timeout_s: the limit of one call, in seconds.
-
-    Raises:
-        RolloutError: there is no interaction of that name.
     """
 
     def __init__(
@@ -97,10 +89,7 @@ class UserSimulator:
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """What it says to the last message.
-
-        Raises:
-            ToolFailedError: it raised, took too long, or returned something else.
-        """
+        Raises ToolFailedError: it raised, took too long, or returned something else."""
         reply = await self._call("generate_response", messages=[dict(message) for message in messages])
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):

@@ -42,19 +42,12 @@ LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
 
 @dataclass(frozen=True)
 class Services:
-    """What loops have at hand.
+    """What loops have at hand."""
 
-    Attributes:
-        config: of the rollout.
-        tools: of the configuration, by name.
-        interactions: of the configuration.
-        thread: where tools and user simulators run.
-    """
-
-    config: RolloutConfig
-    tools: Mapping[str, ToolSpec]
-    interactions: Interactions
-    thread: ToolThread
+    config: RolloutConfig  # of the rollout
+    tools: Mapping[str, ToolSpec]  # of the configuration, by name
+    interactions: Interactions  # of the configuration
+    thread: ToolThread  # where tools and user simulators run
 
 
 class AgentLoop(ABC):
@@ -66,9 +59,7 @@ class AgentLoop(ABC):
     @abstractmethod
     async def run(self, chat: Conversation) -> None:
         """Leads one conversation to its end: where it returns, the last turn is the model's.
-
-        Args:
-            chat: ends itself by `ConversationOver`, which passes through here.
+        `chat`: ends itself by `ConversationOver`, which passes through here.
 
         Raises:
             ConversationOver: a limit was reached.
@@ -81,10 +72,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
     def register(self, name: str) -> Callable[[LoopClass], LoopClass]:
         """Class decorator: makes a loop known by a name.
-
-        Raises:
-            RolloutError: the name is taken, or the class lacks a method that a loop must have.
-        """
+        Raises RolloutError: the name is taken, or the class lacks a method that a loop must have."""
 
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
@@ -113,10 +101,7 @@ register = REGISTRY.register
 
 def load_loops(path: str) -> None:
     """Registers the loops of a Python file, or those that a YAML file lists as it lists tools.
-
-    Raises:
-        ConfigError: the file cannot be read, an entry lacks its name or class, or a class is no agent loop.
-    """
+    Raises ConfigError: the file cannot be read, an entry lacks its name or class, or a class is no agent loop."""
     file, where = Path(path).expanduser(), "actor_rollout_ref.rollout.agent.agent_loop_path"
     if file.suffix not in (".yaml", ".yml"):
         import_file(path, where)

@@ -121,6 +121,8 @@ class AgentLoopManager:
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
     ) -> DataProto:
         """A conversation for each row. Not from within an event loop: there, `lead`.
+        Returns what `to_batch` does. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, whose
+        `finish_reason` says why.
 
         Args:
             prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
@@ -128,10 +130,6 @@ class AgentLoopManager:
                 they exist.
             seed: `trainer.seed`; each sequence's own is derived from it.
             grade: grades a conversation that has ended, while others go on.
-
-        Returns:
-            See `to_batch`. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, and its
-            `finish_reason` says why.
 
         Raises:
             RolloutError: the engine failed, or nothing but failed conversations.
@@ -282,18 +280,16 @@ def to_batch(
     chats: Sequence[Conversation], outcomes: Sequence[Outcome | None] | None, limits: Limits, pad_token_id: int
 ) -> DataProto:
     """The columns of `generate_sequences`, and what became of each conversation.
+    Returns batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T],
+    `input_ids`, `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
+    `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`; with a processor
+    `multi_modal_inputs`. `response_mask` and log-probabilities are 0 on tokens of tools and users.
 
     Args:
         chats: B conversations that have ended.
         outcomes: their grades; None, or None of one: graded later.
         limits: P and T.
         pad_token_id: fills both sides.
-
-    Returns:
-        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T], `input_ids`,
-        `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
-        `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`; with a processor
-        `multi_modal_inputs`. `response_mask` and log-probabilities are 0 on tokens of tools and users.
     """
     shown = [chat.images for chat in chats]
     prompts, position_ids = _prompts_of(chats, shown, limits, pad_token_id)

@@ -50,10 +50,7 @@ class Server:
 
     async def connect(self) -> list[ToolSpec]:
         """Starts or reaches the server and returns its tools.
-
-        Raises:
-            RolloutError: it does not respond, or has no tool that the file names.
-        """
+        Raises RolloutError: it does not respond, or has no tool that the file names."""
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._serve(listed))
         await asyncio.wait({self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
@@ -142,9 +139,7 @@ class Server:
 
 def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None) -> list[ToolSpec]:
     """The tools of the servers in a YAML file; each server that is started or reached is added to `servers`.
-
-    Args:
-        log_dir: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
+    `log_dir`: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
 
     Raises:
         ConfigError: the file is not as it must be.

@@ -31,17 +31,11 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it.
+    """A call as the model wrote it."""
 
-    Attributes:
-        name: of the tool; "" where it could not be read.
-        arguments: by name, where it could be read.
-        problem: why it could not be read; "": it could.
-    """
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""
+    name: str  # of the tool; "" where it could not be read
+    arguments: dict[str, Any] = field(default_factory=dict)  # by name, where it could be read
+    problem: str = ""  # why it could not be read; "": it could
 
 
 Parser: TypeAlias = Callable[[str, Schemas], list[ToolCall]]

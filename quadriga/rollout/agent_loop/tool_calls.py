@@ -193,25 +193,15 @@ def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What became of a call.
+    """What became of a call."""
 
-    Attributes:
-        name: of the tool that was called.
-        arguments: as the model wrote them, JSON.
-        text: that the model reads, cut to the limit.
-        num_chars: length of the text before it was cut.
-        seconds: that the call took; 0 where none was made.
-        is_refused: whether the text says that the call was wrong.
-        images: that the model is shown before the text.
-    """
-
-    name: str
-    arguments: str
-    text: str
-    num_chars: int
-    seconds: float = 0.0
-    is_refused: bool = False
-    images: tuple[Any, ...] = ()
+    name: str  # of the tool that was called
+    arguments: str  # as the model wrote them, JSON
+    text: str  # that the model reads, cut to the limit
+    num_chars: int  # length of the text before it was cut
+    seconds: float = 0.0  # that the call took; 0 where none was made
+    is_refused: bool = False  # whether the text says that the call was wrong
+    images: tuple[Any, ...] = ()  # that the model is shown before the text
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -222,10 +212,7 @@ class ToolResponse:
 
 class ToolBox:
     """The tools of one conversation: an async context, in which `call_all` and `rewards` may be used.
-
-    Raises:
-        RolloutError: the sample's `tools_kwargs` name a tool or an argument that there is not.
-    """
+    Raises RolloutError: the sample's `tools_kwargs` name a tool or an argument that there is not."""
 
     def __init__(
         self, specs: Mapping[str, ToolSpec], tools_kwargs: dict[str, Any], config: MultiTurnConfig, thread: ToolThread
@@ -242,10 +229,7 @@ class ToolBox:
 
     async def __aenter__(self) -> "ToolBox":
         """Makes every tool and calls its `create`; on the way out `release` of each, whatever became of the others.
-
-        Raises:
-            ToolFailedError: one failed.
-        """
+        Raises ToolFailedError: one failed."""
         async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
                 if isinstance(spec.make, type):  # no more than a function: nothing of a user's runs
@@ -263,10 +247,7 @@ class ToolBox:
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResponse]:
         """The responses to the calls of one turn in their order: `max_parallel_calls` are made at the same time.
-
-        Raises:
-            ToolFailedError: a tool raised, took too long, or returned what cannot be written.
-        """
+        Raises ToolFailedError: a tool raised, took too long, or returned what cannot be written."""
         limit = self.config.max_parallel_calls
         responses: list[ToolResponse] = []
         # All have ended before one is raised: none runs on in a conversation that ends.
@@ -279,10 +260,7 @@ class ToolBox:
 
     async def rewards(self) -> dict[str, float]:
         """What the tools' use earned, by name; tools that give no reward are left out.
-
-        Raises:
-            ToolFailedError: `calc_reward` failed, or returned no number.
-        """
+        Raises ToolFailedError: `calc_reward` failed, or returned no number."""
         earned: dict[str, float] = {}
         for name in self._tools:
             reward = await self._hook(name, "calc_reward")
@@ -330,10 +308,7 @@ class ToolBox:
 
 def as_text(result: Any, where: str) -> str:
     """What a tool returned, as text that any tokenizer takes.
-
-    Raises:
-        ToolFailedError: it is neither text nor anything that JSON can express.
-    """
+    Raises ToolFailedError: it is neither text nor anything that JSON can express."""
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", errors="replace")
     if isinstance(result, BaseModel):

@@ -110,18 +110,14 @@ class Tool(ABC):
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool of the configuration: what the model reads about it, and how a conversation gets its object.
+    """A tool of the configuration: what the model reads about it, and how a conversation gets its object."""
 
-    Attributes:
-        make: makes a conversation's `Tool`.
-        schema: as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
-        validate: checks the arguments of a call; the pydantic model that a function's return in their types.
-        options: what `tools_kwargs` of a sample may give, such as "execute_kwargs", and which names; None: any.
-    """
-
-    make: Callable[[], Tool]
+    make: Callable[[], Tool]  # makes a conversation's `Tool`
+    # As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
     schema: dict[str, Any]
+    # Checks the arguments of a call; the pydantic model that a function's return in their types.
     validate: Callable[[Any], Any]
+    # What `tools_kwargs` of a sample may give, such as "execute_kwargs", and which names; None: any.
     options: Mapping[str, frozenset[str] | None] = field(default_factory=lambda: dict.fromkeys(_METHODS))
 
     @property
@@ -145,11 +141,8 @@ class ToolSpec:
     def method_kwargs(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Keyword arguments for each method, out of a sample's `tools_kwargs`.
 
-        A column of a parquet file gives each row the keys of all rows; those without a value are left out.
-
-        Raises:
-            RolloutError: a key or an argument that the tool does not take, or a value that is no mapping.
-        """
+        A column of a parquet file gives each row the keys of all rows; those without a value are left out. Raises
+        RolloutError: a key or an argument that the tool does not take, or a value that is no mapping."""
         where, kwargs = f"tools_kwargs.{self.name}", dict[str, dict[str, Any]]()
         for key, value in given.items():
             if value is None:
@@ -173,15 +166,13 @@ def function_tool(function: Function) -> Function: ...
 def function_tool(*, name: str = "", description: str = "") -> Callable[[Function], Function]: ...
 def function_tool(function: Function | None = None, *, name: str = "", description: str = "") -> Any:
     """Decorator: offers a function to the model; it can still be called as before.
+    Raises RolloutError: the function cannot be a tool; the error says why.
 
     Args:
         function: with a type hint for each argument, and a docstring. What follows a `*` is hidden from the model and
             comes from `tools_kwargs[NAME]["execute_kwargs"]` of a sample.
         name: by which the model calls it; "": the function's.
         description: what the model reads; "": the docstring up to its first section.
-
-    Raises:
-        RolloutError: the function cannot be a tool; the error says why.
     """
     if function is None:
         return partial(function_tool, name=name, description=description)
@@ -225,10 +216,7 @@ def class_tools(path: str) -> list[ToolSpec]:
 
 def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
     """A user's subclass of `base` by `file.py:Name`, seen from a folder, or by `package.module.Name`.
-
-    Raises:
-        ConfigError: there is no such class, or it lacks a method; `where` names the key.
-    """
+    Raises ConfigError: there is no such class, or it lacks a method; `where` names the key."""
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not place or not name:
         raise ConfigError(where, got=repr(reference), expected="file.py:Name or package.module.Name")
@@ -246,10 +234,7 @@ def describe(
     function: Callable[..., Any], *, name: str = "", description: str = ""
 ) -> tuple[dict[str, Any], Callable[[Any], BaseModel]]:
     """What a model reads about a function, out of its signature and docstring, and the check of a call's arguments.
-
-    Raises:
-        RolloutError: no docstring, a parameter without a type hint, `*args`, or a type that JSON cannot express.
-    """
+    Raises RolloutError: no docstring, a parameter without a type hint, `*args`, or a type that JSON cannot express."""
     name = name or function.__name__
     where = f"tool {name} ({inspect.getsourcefile(function)})"
     said, argument_texts = _read_docstring(inspect.getdoc(function) or "")

@@ -184,14 +184,12 @@ class WorkerProcesses:
 
 class RayWorkerGroup(WorkerGroup[W]):
     """Workers in Ray's processes, one for each process of the pool.
+    Raises WorkerError: the cluster has not the resources, or a pool has no place for another group. From a call, what
+    went wrong in a worker.
 
     Args:
         ray_cls_with_init: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
         processes: of another group, in which this class's workers have been built; None: they are started.
-
-    Raises:
-        WorkerError: the cluster has not the resources, or a pool has no place for another group. From a call, what
-            went wrong in a worker.
     """
 
     def __init__(
