@@ -29,10 +29,8 @@ def import_file(path: str | Path, where: str) -> ModuleType:
     A file is run once in a process, and again only if its text has changed. Raises ConfigError: no such file, one whose
     name does not end in .py, or one that raises; the error shows where.
 
-    Args:
-        path: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
-        where: the key that errors name.
-    """
+    `path`: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
+    `where`: the key that errors name."""
     text = str(path)
     if text.startswith(PACKAGE):
         _append_to_path(Path.cwd())

@@ -50,12 +50,9 @@ KL_PENALTIES = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES))
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimated divergence of each token.
     Returns one value per token, of the given shape. Raises ConfigError: an unknown kind.
-
-    Args:
-        logprob: log-probabilities under the policy, any shape.
-        ref_logprob: the same tokens under the reference, the same shape.
-        kl_penalty: one of KL_PENALTIES.
-    """
+    `logprob`: log-probabilities under the policy, any shape.
+    `ref_logprob`: the same tokens under the reference, the same shape.
+    `kl_penalty`: one of KL_PENALTIES."""
     kind = kl_penalty
     if kind not in KL_PENALTIES:
         expected = f"one of {', '.join(_ESTIMATES)}, each also with a +"
@@ -100,11 +97,9 @@ class AdaptiveKLController(KLController):
     Multiplied after each batch by 1 + e * n_steps / horizon, where e is the relative error current / target - 1, cut
     to [-0.2, 0.2]. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593, section 2.2.
 
-    Args:
-        init_kl_coef: the coefficient to start from.
-        target_kl: the divergence to hold, in nats per token.
-        horizon: in sequences; the larger, the slower.
-    """
+    `init_kl_coef`: the coefficient to start from.
+    `target_kl`: the divergence to hold, in nats per token.
+    `horizon`: in sequences; the larger, the slower."""
 
     kind = "adaptive"
 
@@ -148,12 +143,9 @@ def apply_kl_penalty(
     Returns token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
     `actor/reward_kl_penalty` (mean over sequences of their mean per token, 0 for one without tokens) and
     `actor/reward_kl_penalty_coeff`.
-
-    Args:
-        token_level_scores, old_log_probs, ref_log_prob, response_mask: [B, T].
-        kl_ctrl: gives the coefficient for this batch; updated afterwards.
-        kind: one of KL_PENALTIES.
-    """
+    `token_level_scores`, `old_log_probs`, `ref_log_prob`, `response_mask`: [B, T].
+    `kl_ctrl`: gives the coefficient for this batch; updated afterwards.
+    `kind`: one of KL_PENALTIES."""
     divergence = kl_penalty(old_log_probs, ref_log_prob, kind).masked_fill(~response_mask.bool(), 0)
     coefficient = kl_ctrl.value
     current = masked_mean(divergence, response_mask, dim=-1).mean().item()

@@ -79,11 +79,9 @@ def log_prob_mismatch(log_prob: Tensor, rollout_log_probs: Tensor, response_mask
     mean of p / q - 1 - log(p / q), which has less noise and is never negative (http://joschu.net/blog/kl-approx.html).
     All but the maximum are means over tokens, zero where the mask is empty.
 
-    Args:
-        log_prob: [B, T] of the trainer.
-        rollout_log_probs: [B, T] of the rollout.
-        response_mask: [B, T]
-    """
+    `log_prob`: [B, T] of the trainer.
+    `rollout_log_probs`: [B, T] of the rollout.
+    `response_mask`: [B, T]"""
     mask = response_mask.bool()
     ours, theirs = log_prob[mask].detach().float(), rollout_log_probs[mask].detach().float()
     if not ours.numel():

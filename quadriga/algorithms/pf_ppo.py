@@ -23,12 +23,9 @@ _OF_THE_BEST, _OF_OTHERS = 0.4, 0.1
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
     """How likely each response is to be drawn, [B], up to a factor; all 1 where every weight would be 0.
     Raises ConfigError: an unknown method.
-
-    Args:
-        scores: [B].
-        reweight_method: one of REWEIGHT_METHODS.
-        weight_pow: the exponent of `pow`, 0 or more.
-    """
+    `scores`: [B].
+    `reweight_method`: one of REWEIGHT_METHODS.
+    `weight_pow`: the exponent of `pow`, 0 or more."""
     is_best = scores == scores.amax()
     if reweight_method == "pow":
         weights = scores.abs() ** weight_pow
@@ -44,10 +41,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0
 
 def pf_ppo_rows(scores: Tensor, reweight_method: str, weight_pow: float = 2.0, *, seed: int) -> Tensor:
     """The rows to learn from, [B] int64: as many as there are, drawn with replacement.
-
-    Args:
-        scores, reweight_method, weight_pow: as for `pf_ppo_weights`.
-        seed: of the draw.
-    """
+    `scores`, `reweight_method`, `weight_pow`: as for `pf_ppo_weights`.
+    `seed`: of the draw."""
     weights = pf_ppo_weights(scores.double().cpu(), reweight_method, weight_pow)
     return torch.multinomial(weights, len(scores), replacement=True, generator=torch.Generator().manual_seed(seed))

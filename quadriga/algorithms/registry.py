@@ -129,11 +129,8 @@ class Algorithm:
 
 class Registry(dict[str, Callable[..., Any]]):
     """Functions of one kind by name.
-
-    Args:
-        key: the configuration key that chooses among them, for errors.
-        options_key: the key whose entries are their options, for errors.
-    """
+    `key`: the configuration key that chooses among them, for errors.
+    `options_key`: the key whose entries are their options, for errors."""
 
     def __init__(self, key: str, options_key: str = "") -> None:
         super().__init__()
@@ -188,12 +185,9 @@ class Registry(dict[str, Callable[..., Any]]):
         """The function of a configuration with its options bound; nothing that is wrong with the choice is found later.
         Raises ConfigError: an unknown name, an option that it does not have (with the nearest names), or one without a
         value.
-
-        Args:
-            name: of a registered one, or `path/to/file.py:function`.
-            given: options of its own, each of which it or one of its columns must have.
-            shared: settings offered to every algorithm (a section of the configuration).
-        """
+        `name`: of a registered one, or `path/to/file.py:function`.
+        `given`: options of its own, each of which it or one of its columns must have.
+        `shared`: settings offered to every algorithm (a section of the configuration)."""
         function = self.find(name)
         where = f"{self.options_key} ({name})"
         columns = {field: BATCH_COLUMNS[field] for field in required_fields(function) if field in BATCH_COLUMNS}

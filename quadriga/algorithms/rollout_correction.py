@@ -110,12 +110,9 @@ def importance_weights(
 ) -> Tensor:
     """Importance weights of tokens, without gradient.
     Returns [B, T], 0 outside the mask.
-
-    Args:
-        log_ratio, response_mask: [B, T].
-        level: one weight for each token, or one for each response.
-        bounds: None and the largest weight, which larger ones become; or two, outside which a weight becomes 0.
-    """
+    `log_ratio`, `response_mask`: [B, T].
+    `level`: one weight for each token, or one for each response.
+    `bounds`: None and the largest weight, which larger ones become; or two, outside which a weight becomes 0."""
     is_outside = ~response_mask.bool()
     log_weight = log_ratio.detach().masked_fill(is_outside, 0)
     if level == "sequence":
@@ -146,11 +143,8 @@ def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bound
     upper where there is none) and, with two bounds, `rollout_is_oob_ratio`. The same of responses, whose weight is the
     mean of their tokens': `rollout_is_seq_mean _std _max _min _max_deviation _fraction_high _fraction_low`. Without a
     token: none.
-
-    Args:
-        log_ratio, response_mask: [B, T].
-        level, bounds: as for `importance_weights`.
-    """
+    `log_ratio`, `response_mask`: [B, T].
+    `level`, `bounds`: as for `importance_weights`."""
     mask = response_mask.bool()
     if not mask.any():
         return {}
@@ -255,12 +249,9 @@ def divergence_metrics(log_prob: Tensor, rollout_log_probs: Tensor, response_mas
     `training_log_ppl` and `rollout_log_ppl`, `ppl_ratio` (training over rollout), `chi2_seq` (of products over
     responses); of a response's log training_ppl - log rollout_ppl the mean, mean size and extremes: `log_ppl_diff`,
     `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`. Without a token: none.
-
-    Args:
-        log_prob: [B, T] of the trainer.
-        rollout_log_probs: [B, T] of the rollout.
-        response_mask: [B, T].
-    """
+    `log_prob`: [B, T] of the trainer.
+    `rollout_log_probs`: [B, T] of the rollout.
+    `response_mask`: [B, T]."""
     mask = response_mask.bool()
     has_tokens = mask.any(-1)
     if not has_tokens.any():

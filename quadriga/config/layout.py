@@ -51,12 +51,9 @@ class Layout:
         cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1
     ) -> "Layout":
         """The layout of `world_size` ranks; ConfigError at `where`, their section, if the sizes do not divide them.
-
-        Args:
-            fsdp: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
-            sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
-            ep: of the ranks that shard one copy, those that divide the experts.
-        """
+        `fsdp`: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
+        `sp`, `tp`, `pp`: ranks that share the rows of a data-parallel rank, in each of three ways.
+        `ep`: of the ranks that shard one copy, those that divide the experts."""
         shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:
             fix = "Change the sizes, or trainer.nnodes and trainer.n_gpus_per_node."

@@ -51,11 +51,8 @@ def load_config(
 ) -> Loaded:
     """Reads YAML files in order, each over the one before, then `values`, dotted keys with what they are set to, then
     overrides `a.b=c`, whose values are YAML. Raises ConfigError: everything that is wrong, in one error.
-
-    Args:
-        for_training: whether the checks between keys that hold for a training run are made too.
-        task: the task, where neither files nor overrides name one (`task`, or `objective`).
-    """
+    `for_training`: whether the checks between keys that hold for a training run are made too.
+    `task`: the task, where neither files nor overrides name one (`task`, or `objective`)."""
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
     named = [tree.get("task", tree.get("objective")) for tree, _ in trees]

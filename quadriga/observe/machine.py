@@ -32,11 +32,8 @@ class Choice:
 
 def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     """The data type of the compute weights.
-
-    Args:
-        requested: "auto" (bfloat16 where the hardware multiplies it), "bfloat16", "float16" or "float32".
-        device: where the weights will live.
-    """
+    `requested`: "auto" (bfloat16 where the hardware multiplies it), "bfloat16", "float16" or "float32".
+    `device`: where the weights will live."""
     device = torch.device(device)
     if requested == "float32":
         return Choice(torch.float32, "float32: asked for")

@@ -37,12 +37,9 @@ def check_tool(tool: str | None, device: torch.device) -> None:
 
 class Recording:
     """What this process does, from construction to `finish`.
-
-    Args:
-        title: of the process in the trace.
-        number: of the process among all of them.
-        origin_ns: the moment, in nanoseconds since 1970, from which the trace counts.
-    """
+    `title`: of the process in the trace.
+    `number`: of the process among all of them.
+    `origin_ns`: the moment, in nanoseconds since 1970, from which the trace counts."""
 
     current: ClassVar[Optional["Recording"]] = None
     """The one that is going on: a process has one profiler, whatever its roles."""

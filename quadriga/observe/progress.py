@@ -127,11 +127,9 @@ class Progress(AbstractContextManager["Progress"]):
 
     `total`, the number of steps, may change between updates.
 
-    Args:
-        initial: steps done before this process (a resumed run); they do not enter the pace.
-        console: where to print; standard output by default. It decides between bar and lines.
-        activity: says, while the bar is shown, what is being done at the moment, such as `timer.current`.
-    """
+    `initial`: steps done before this process (a resumed run); they do not enter the pace.
+    `console`: where to print; standard output by default. It decides between bar and lines.
+    `activity`: says, while the bar is shown, what is being done at the moment, such as `timer.current`."""
 
     def __init__(
         self,

@@ -43,11 +43,8 @@ def waiting(
     emit: Callable[[str], None] = print,
 ) -> Iterator[None]:
     """Report every `every_s` seconds (None: `EVERY_S`), from a daemon thread, that the block is still waiting.
-
-    Args:
-        detail: says what is there and what is missing; called from the watching thread. None: where this thread is.
-        emit: where a report goes (`Progress.message` while a progress bar is shown).
-    """
+    `detail`: says what is there and what is missing; called from the watching thread. None: where this thread is.
+    `emit`: where a report goes (`Progress.message` while a progress bar is shown)."""
     period_s = EVERY_S if every_s is None else every_s
     if period_s <= 0:
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")

@@ -424,11 +424,8 @@ class DataProto:
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> "Iterator[DataProto]":
         """Mini-batches of all rows, `epochs` times; the last of an epoch may be smaller.
-
-        Args:
-            seed: makes a shuffled order reproducible; None draws it from torch's global generator.
-            dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them.
-        """
+        `seed`: makes a shuffled order reproducible; None draws it from torch's global generator.
+        `dataloader_kwargs`: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them."""
         options, rows = dataloader_kwargs or {}, len(self)
         unknown = sorted(options.keys() - {"shuffle", "drop_last"})
         if mini_batch_size < 1 or epochs < 0 or unknown:

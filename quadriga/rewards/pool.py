@@ -41,12 +41,9 @@ _BLOCKED_S = 5.0
 
 class Round:
     """Samples that are being graded, and what has become of them. Threads may share it; `done` tells its end.
-
-    Args:
-        num_samples: how many.
-        max_failures: end once more than this many samples have failed; the rest is "skipped". None: never.
-        timeout_s: limit of one call in a process; None where it is not processes that grade.
-    """
+    `num_samples`: how many.
+    `max_failures`: end once more than this many samples have failed; the rest is "skipped". None: never.
+    `timeout_s`: limit of one call in a process; None where it is not processes that grade."""
 
     def __init__(self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None) -> None:
         self._outcomes: list[Outcome | None] = [None] * num_samples

@@ -68,10 +68,8 @@ def choose_nodes(
     Returns the nodes of each pool, in the order of its numbers. Raises NoRoomError: the cluster has not enough; says
     what each node has and what is missing.
 
-    Args:
-        pools: numbers of processes on each node, by name of the pool.
-        each: resources of one process.
-    """
+    `pools`: numbers of processes on each node, by name of the pool.
+    `each`: resources of one process."""
     free = {node.node_id: dict(node.free) for node in nodes}
     chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}
     # The largest parts first: they fit in the fewest places.
@@ -147,11 +145,8 @@ class ThreadShare:
 
 def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> ThreadShare:
     """The threads of each process of a pool on one node.
-
-    Args:
-        processes: how many of the pool's processes are there; they compute at the same time.
-        processes_on_node: those of all pools there, if that is known; they take turns.
-    """
+    `processes`: how many of the pool's processes are there; they compute at the same time.
+    `processes_on_node`: those of all pools there, if that is known; they take turns."""
     if cores < 1 or processes < 1:
         raise WorkerError("share of cores", got=f"{cores} cores for {processes} processes", expected="at least 1 each")
     total, num_threads = max(processes_on_node, processes), max(1, cores // processes)

@@ -217,10 +217,8 @@ class LocalWorkerGroup(WorkerGroup[W]):
     collective: the ranks take turns, so they cannot meet. Raises WorkerError: a worker could not be built, or, from a
     call, failed; the original error is the cause. Errors of Quadriga's own come through as they are.
 
-    Args:
-        resource_pool: one worker for each of its processes; None: a single worker.
-        name: the role, for error messages; "": the name of the class.
-    """
+    `resource_pool`: one worker for each of its processes; None: a single worker.
+    `name`: the role, for error messages; "": the name of the class."""
 
     def __init__(
         self, cls_with_init: ClassWithInitArgs[W], resource_pool: ResourcePool | None = None, name: str = ""

@@ -62,11 +62,8 @@ def answer(
 ) -> list[list[str]]:
     """Responses to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
     Raises DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
-
-    Args:
-        chats: lists of messages with `role` and `content`.
-        images: files for the `<image>`s of each chat, in their order. None: there are none.
-    """
+    `chats`: lists of messages with `role` and `content`.
+    `images`: files for the `<image>`s of each chat, in their order. None: there are none."""
     rows, tokenizer, processor = [], build_tokenizer(config), build_processor(config)
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     for number, (chat, files) in enumerate(zip(chats, images or [()] * len(chats), strict=True)):

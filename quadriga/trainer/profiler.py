@@ -25,11 +25,8 @@ DRIVER = "driver"
 
 class Profiler:
     """Profiles the steps listed in `global_profiler.steps`; with no tool it does nothing and costs nothing.
-
-    Args:
-        groups: by role; their processes are profiled beside this one.
-        emit: is called with a sentence that says where each profile was written.
-    """
+    `groups`: by role; their processes are profiled beside this one.
+    `emit`: is called with a sentence that says where each profile was written."""
 
     def __init__(
         self, config: Config, groups: Mapping[str, WorkerGroup[Any]], emit: Callable[[str], None] = print

@@ -21,12 +21,9 @@ def gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Whitened advantages and the returns for the critic, [B, T] each.
-
-    Args:
-        values: [B, T], the critic's predictions.
-        gamma: discount per token, 0 to 1.
-        lam: 0 trusts the critic one token ahead, 1 only the rewards.
-    """
+    `values`: [B, T], the critic's predictions.
+    `gamma`: discount per token, 0 to 1.
+    `lam`: 0 trusts the critic one token ahead, 1 only the rewards."""
     is_ours = response_mask.bool()
     advantages = torch.zeros_like(values)
     waiting_reward = next_value = next_advantage = torch.zeros_like(values[:, 0])

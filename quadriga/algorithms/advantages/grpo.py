@@ -30,11 +30,8 @@ def grpo(
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-
-    Args:
-        epsilon: added to the group's standard deviation.
-        norm_adv_by_std_in_grpo: divide by that deviation (the unbiased one).
-    """
+    `epsilon`: added to the group's standard deviation.
+    `norm_adv_by_std_in_grpo`: divide by that deviation (the unbiased one)."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)
     advantage = groups.centered(scores)

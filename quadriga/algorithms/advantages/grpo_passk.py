@@ -26,11 +26,8 @@ def grpo_passk(
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-
-    Args:
-        epsilon: added to the group's standard deviation.
-        norm_adv_by_std_in_grpo: divide by that deviation (the unbiased one).
-    """
+    `epsilon`: added to the group's standard deviation.
+    `norm_adv_by_std_in_grpo`: divide by that deviation (the unbiased one)."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)
     best = -groups.smallest(-scores)

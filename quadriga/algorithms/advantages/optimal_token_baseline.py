@@ -62,11 +62,8 @@ def against_optimum(
     to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], energy: Tensor, *, keeps_tail: bool
 ) -> Tensor:
     """Rewards to go [B, T] minus the optimal baseline of their place, 0 outside the mask `is_ours`.
-
-    Args:
-        energy: [B, T], of each token.
-        keeps_tail: `handle_zero_tail` of the estimators.
-    """
+    `energy`: [B, T], of each token.
+    `keeps_tail`: `handle_zero_tail` of the estimators."""
     present = is_ours.to(to_go.dtype)
     energy = energy.masked_fill(~is_ours, 0).cumsum(-1) * present
     groups = Groups.of(uid, to_go)

@@ -40,12 +40,9 @@ def bypass_mode(
     """The loss of each token, [B, T].
     Returns losses; diagnostics `rollout_kl` and `rollout_k3_kl` between the two policies, `rollout_rs_masked_fraction`,
     with reinforce `rollout_is_mean`, else those of `vanilla`.
-
-    Args:
-        rollout_log_probs: [B, T] under the policy that sampled.
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`; read with ppo_clip.
-        correction: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected.
-    """
+    `rollout_log_probs`: [B, T] under the policy that sampled.
+    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`: as for `vanilla`; read with ppo_clip.
+    `correction`: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected."""
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []
     kept, _ = keep_mask(log_ratio, response_mask, rules)

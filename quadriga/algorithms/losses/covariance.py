@@ -60,11 +60,8 @@ def kl_cov(
     ppo_kl_coef: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `ppo_kl`, `ppo_kl_abs`, `covariance_topfrac`.
-
-    Args:
-        covariance_top: [B, T], 1 on the tokens that are held back.
-        ppo_kl_coef: weight of the penalty, per nat.
-    """
+    `covariance_top`: [B, T], 1 on the tokens that are held back.
+    `ppo_kl_coef`: weight of the penalty, per nat."""
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     is_held_back = covariance_top.bool() & response_mask.bool()
@@ -94,11 +91,9 @@ def covariance_clipped(
     The draw is seeded by the covariances, so that a step that is repeated draws the same tokens. Returns [B, T], 1 on
     these tokens.
 
-    Args:
-        old_log_prob, advantages, response_mask: [B, T].
-        clip_cov_ratio: how many, as a share of all tokens of the batch; at least one.
-        clip_cov_lb, clip_cov_ub: the range.
-    """
+    `old_log_prob`, `advantages`, `response_mask`: [B, T].
+    `clip_cov_ratio`: how many, as a share of all tokens of the batch; at least one.
+    `clip_cov_lb`, `clip_cov_ub`: the range."""
     if not clip_cov_lb < clip_cov_ub:
         got = f"{clip_cov_lb} with clip_cov_ub={clip_cov_ub}"
         raise ConfigError(f"{_WHERE}.clip_cov_lb", got=got, expected="less than clip_cov_ub")
@@ -116,11 +111,8 @@ def covariance_top(
 ) -> Tensor:
     """The tokens that `kl_cov` holds back: those of the largest covariance.
     Returns [B, T], 1 on these tokens.
-
-    Args:
-        old_log_prob, advantages, response_mask: [B, T].
-        kl_cov_ratio: how many, as a share of all tokens of the batch; at least one.
-    """
+    `old_log_prob`, `advantages`, `response_mask`: [B, T].
+    `kl_cov_ratio`: how many, as a share of all tokens of the batch; at least one."""
     covariance = token_covariance(old_log_prob, advantages, response_mask)
     candidates = covariance.masked_fill(~response_mask.bool(), -float("inf")).flatten()
     count = min(_count(kl_cov_ratio, "kl_cov_ratio", response_mask), int(response_mask.bool().sum()))

@@ -37,11 +37,8 @@ def dppo_tv(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `pg_clipfrac` (1 where the region is left), `ppo_kl`,
     `pg_clipfrac_lower` (1 at the cap).
-
-    Args:
-        clip_ratio_low, clip_ratio_high: how far a probability may fall and rise, absolutely.
-        clip_ratio_c: the largest ratio that counts; the paper takes a large one, 20.
-    """
+    `clip_ratio_low`, `clip_ratio_high`: how far a probability may fall and rise, absolutely.
+    `clip_ratio_c`: the largest ratio that counts; the paper takes a large one, 20."""
     outside = ~response_mask.bool()
     log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
     divergence = (log_p.exp() - log_q.exp()).abs().detach()

@@ -35,12 +35,9 @@ def vanilla(
     """The loss of each token, [B, T].
     Returns losses; diagnostics `pg_clipfrac` (1 where the clip is active), `pg_clipfrac_lower` (1 where the dual clip
     is), `ppo_kl` (k1 between the two policies).
-
-    Args:
-        old_log_prob: under the policy that the update starts from.
-        clip_ratio_low, clip_ratio_high: how far below and above 1 the ratio may pull.
-        clip_ratio_c: the bound of the dual clip, above 1.
-    """
+    `old_log_prob`: under the policy that the update starts from.
+    `clip_ratio_low`, `clip_ratio_high`: how far below and above 1 the ratio may pull.
+    `clip_ratio_c`: the bound of the dual clip, above 1."""
     if not clip_ratio_c > 1:
         raise ConfigError("actor_rollout_ref.actor.clip_ratio_c", got=str(clip_ratio_c), expected="a number above 1")
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)

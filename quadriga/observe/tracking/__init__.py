@@ -29,11 +29,9 @@ class Tracking(AbstractContextManager["Tracking"]):
     When one backend fails, the others still record the step; then the first error is raised. Raises ConfigError: the
     directory cannot be made, or the package of a backend is missing.
 
-    Args:
-        backends: names from `BACKENDS`.
-        facts: of this run. Its directory is created if missing.
-        progress: the bar or line printer of this run, if it has one; see `quadriga.observe.progress`.
-    """
+    `backends`: names from `BACKENDS`.
+    `facts`: of this run. Its directory is created if missing.
+    `progress`: the bar or line printer of this run, if it has one; see `quadriga.observe.progress`."""
 
     def __init__(self, backends: Sequence[str], facts: RunFacts, progress: Progress | None = None) -> None:
         try:

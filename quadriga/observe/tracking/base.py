@@ -66,11 +66,8 @@ class RunFacts:
 
 class RecordedSteps:
     """Up to which step a service has a run. It takes nothing back: steps that are computed again stay away from it.
-
-    Args:
-        facts: of the run; the steps stand in a file of its directory, and survive a kill.
-        identity: of the run at the service; None: it is a new one there.
-    """
+    `facts`: of the run; the steps stand in a file of its directory, and survive a kill.
+    `identity`: of the run at the service; None: it is a new one there."""
 
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
         self._path, self._first = facts.directory / f".{backend}_recorded", facts.first_step

@@ -127,11 +127,8 @@ class PrimeRewardManager(NaiveRewardManager):
 def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     """What is added to the score of a response of `length` tokens, and what is told of it.
     Raises ConfigError: one of them is not as it must be.
-
-    Args:
-        max_length: `max_resp_len`.
-        given: `overlong_buffer_cfg`.
-    """
+    `max_length`: `max_resp_len`.
+    `given`: `overlong_buffer_cfg`."""
     if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
         expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
         raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)

@@ -61,11 +61,8 @@ Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
 class UserSimulator:
     """An `Interaction` in one conversation: an async context, in which `reply` may be used.
     Raises RolloutError: there is no interaction of that name.
-
-    Args:
-        kwargs: the sample's `interaction_kwargs`; `name` is one of `interactions`.
-        timeout_s: the limit of one call, in seconds.
-    """
+    `kwargs`: the sample's `interaction_kwargs`; `name` is one of `interactions`.
+    `timeout_s`: the limit of one call, in seconds."""
 
     def __init__(
         self, interactions: Interactions, kwargs: Mapping[str, Any], thread: ToolThread, timeout_s: float

@@ -36,11 +36,8 @@ _SHOWN_BYTES = 1500  # of a server's standard error, in an error
 
 class Server:
     """An MCP server. Its methods run in the tool thread.
-
-    Args:
-        folder: working directory of a program whose entry names none.
-        log: takes the standard error of a program that is started.
-    """
+    `folder`: working directory of a program whose entry names none.
+    `log`: takes the standard error of a program that is started."""
 
     def __init__(self, name: str, entry: ServerEntry, folder: Path, log: Path, package: Any) -> None:
         self.name, self.entry, self.folder, self.log, self._package = name, entry, folder, log, package

@@ -97,11 +97,8 @@ def create_colocated_worker_cls(
 
 class WorkerProcesses:
     """Processes, one on each bundle of the pool, and the roles that are built in them; waits for none of them.
-
-    Args:
-        name: stands before the rank in messages.
-        entries: class and arguments of the worker of each role, built as soon as all processes have started.
-    """
+    `name`: stands before the rank in messages.
+    `entries`: class and arguments of the worker of each role, built as soon as all processes have started."""
 
     def __init__(
         self,
@@ -186,11 +183,8 @@ class RayWorkerGroup(WorkerGroup[W]):
     """Workers in Ray's processes, one for each process of the pool.
     Raises WorkerError: the cluster has not the resources, or a pool has no place for another group. From a call, what
     went wrong in a worker.
-
-    Args:
-        ray_cls_with_init: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
-        processes: of another group, in which this class's workers have been built; None: they are started.
-    """
+    `ray_cls_with_init`: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
+    `processes`: of another group, in which this class's workers have been built; None: they are started."""
 
     def __init__(
         self,

@@ -49,11 +49,8 @@ class _Watched:
 
 class Heartbeat:
     """A thread that asks the processes of a run what they are doing, until `close`.
-
-    Args:
-        starts: give the starts of the processes of a group; each process is watched once it has started.
-        settings: `stall_timeout_s` and `phase_timeout_s` are read.
-    """
+    `starts`: give the starts of the processes of a group; each process is watched once it has started.
+    `settings`: `stall_timeout_s` and `phase_timeout_s` are read."""
 
     def __init__(
         self, starts: Sequence[Callable[[], list[Call]]], settings: TrainerConfig, emit: Callable[[str], None] = print

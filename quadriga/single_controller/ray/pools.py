@@ -180,11 +180,8 @@ class RayResourcePool(ResourcePool):
 class ResourcePoolManager:
     """The pools of a run: which role runs on which, and whether the cluster has what all together need.
     Raises WorkerError: a role on a pool that does not exist, or a pool that no role uses.
-
-    Args:
-        resource_pool_spec: processes on each node, by name of the pool.
-        mapping: name of the pool, by role. Roles on one pool take turns on its devices.
-    """
+    `resource_pool_spec`: processes on each node, by name of the pool.
+    `mapping`: name of the pool, by role. Roles on one pool take turns on its devices."""
 
     def __init__(
         self,

@@ -152,12 +152,8 @@ class WorkerProcess:
 
     def call(self, header: bytes | tuple[str, str, Any], *values: Any, is_shown: bool = True) -> Any:
         """Call a method of a role's worker. Returns its output, packed, or a Failure.
-
-        Args:
-            header: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
-            values: what the message's references stand for.
-            is_shown: whether `status` tells of it.
-        """
+        `header`: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
+        `values`: what the message's references stand for. `is_shown`: whether `status` tells of it."""
         if isinstance(header, bytes):
             role_bytes, method_bytes, body = header.split(b"\n", 2)
             role, method = role_bytes.decode(), method_bytes.decode()
