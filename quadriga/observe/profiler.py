@@ -29,10 +29,9 @@ NUM_PIDS = 1000
 def check_tool(tool: str | None, device: torch.device) -> None:
     """Raises ConfigError: `global_profiler.tool` cannot work in a process on this device."""
     if tool in ("torch_memory", "nsys") and device.type != "cuda":
-        raise ConfigError(
-            f"global_profiler.tool: got {tool} in a process on {device}, expected a CUDA device, which it records",
-            fix="Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations.",
-        )
+        got = f"{tool} in a process on {device}"
+        fix = "Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations."
+        raise ConfigError("global_profiler.tool", got=got, expected="a CUDA device, which it records", fix=fix)
 
 
 class Recording:

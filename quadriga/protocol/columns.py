@@ -64,9 +64,8 @@ def to_tensordict(data: "DataProto") -> TensorDict:
     tensors = set(joined.keys())
     for key in [*arrays, *facts]:
         if key in tensors or (key in arrays and key in facts):
-            raise ProtocolError(
-                f"to_tensordict: {key!r}: got two entries of this name, expected one", fix="Rename one."
-            )
+            where = f"to_tensordict: {key!r}"
+            raise ProtocolError(where, got="two entries of this name", expected="one", fix="Rename one.")
     for key, array in arrays.items():
         entries = [NonTensorData(value, batch_size=[]) for value in array]
         joined.set(key, NonTensorStack(*entries) if entries else NonTensorStack(batch_size=[0]))

@@ -170,11 +170,9 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key == METRICS or key not in merged:
                 merged[key] = value
             elif not deep_equal(merged[key], value):
-                raise ProtocolError(
-                    f"concat: meta_info[{key!r}]: got {merged[key]!r:.80} and, in part {number}, {value!r:.80}, "
-                    "expected the same value in every part",
-                    fix="Report what differs between parts as a metric or as a column.",
-                )
+                where, got = f"concat: meta_info[{key!r}]", f"{merged[key]!r:.80} and, in part {number}, {value!r:.80}"
+                fix = "Report what differs between parts as a metric or as a column."
+                raise ProtocolError(where, got=got, expected="the same value in every part", fix=fix)
         measured = part.get(METRICS) or {}
         for entries in measured if isinstance(measured, list) else [measured]:
             for name, value in entries.items():
@@ -186,10 +184,8 @@ def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
     first = set(parts[0].keys())
     for number, part in enumerate(parts):
         if set(part.keys()) != first:
-            raise ProtocolError(
-                f"concat: {kind}: got columns {sorted(part.keys())} in part {number} and {sorted(first)} in part 0, "
-                "expected the same columns in every part"
-            )
+            got = f"columns {sorted(part.keys())} in part {number} and {sorted(first)} in part 0"
+            raise ProtocolError(f"concat: {kind}", got=got, expected="the same columns in every part")
 
 
 def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
@@ -207,11 +203,9 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
         shape, dtype = values[0].shape[1:], values[0].dtype
         for number, value in enumerate(values):
             if value.shape[1:] != shape or value.dtype != dtype:
-                raise ProtocolError(
-                    f"concat: column {key!r}: got {tuple(value.shape)} {value.dtype} in part {number}, "
-                    f"expected (rows, {', '.join(map(str, shape))}) {dtype} as in part 0",
-                    fix="Pad the parts to one length first.",
-                )
+                where, got = f"concat: column {key!r}", f"{tuple(value.shape)} {value.dtype} in part {number}"
+                expected = f"(rows, {', '.join(map(str, shape))}) {dtype} as in part 0"
+                raise ProtocolError(where, got=got, expected=expected, fix="Pad the parts to one length first.")
         is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
         is_small = sum(value.nbytes for value in values) < HUGE_PAGES_FROM_BYTES
         if not is_plain or (is_small and not any(map(is_lent, values))):
@@ -231,8 +225,6 @@ def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nda
     for key, first in parts[0].items():
         for number, part in enumerate(parts):
             if part[key].shape[1:] != first.shape[1:]:
-                raise ProtocolError(
-                    f"concat: column {key!r}: got shape {part[key].shape} in part {number}, "
-                    f"expected shape (rows, *{first.shape[1:]}) as in part 0"
-                )
+                where, got = f"concat: column {key!r}", f"shape {part[key].shape} in part {number}"
+                raise ProtocolError(where, got=got, expected=f"shape (rows, *{first.shape[1:]}) as in part 0")
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}

@@ -55,10 +55,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     tensors = () if data.batch is None else data.batch.values()
     shapes = {tuple(value.shape[:batch_dims]) for value in [*tensors, *data.non_tensor_batch.values()]}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
-        raise ProtocolError(
-            f"unfold_batch_dim: got leading shapes {sorted(shapes)}, expected the same first {batch_dims} dimensions "
-            "in every column"
-        )
+        expected = f"the same first {batch_dims} dimensions in every column"
+        raise ProtocolError("unfold_batch_dim", got=f"leading shapes {sorted(shapes)}", expected=expected)
     rows = torch.Size(next(iter(shapes), (len(data),))).numel()
     return _with_leading_dims(data, batch_dims, (rows,))
 
@@ -95,9 +93,8 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             found, wanted = (f"{columns}, {arrays}" for columns, arrays in (layout, layouts[0]))
-            raise ProtocolError(
-                f"all_gather_data_proto: rank {rank}: got columns {found}, expected those of rank 0, {wanted}"
-            )
+            where = f"all_gather_data_proto: rank {rank}"
+            raise ProtocolError(where, got=f"columns {found}", expected=f"those of rank 0, {wanted}")
     gathered = DataProto.concat(ranks)
     data.non_tensor_batch = gathered.non_tensor_batch
     if data.batch is not None:

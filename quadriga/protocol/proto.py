@@ -396,10 +396,8 @@ class DataProto:
             """(B, n_split * W, ...) as (B * n_split, W, ...): the parts of a row one below the other."""
             shape = tuple(column.shape)
             if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
-                raise ProtocolError(
-                    f"unfold_column_chunks: column {key!r}: got shape {shape} in {n_split} parts, "
-                    "expected a second dimension that the parts divide"
-                )
+                where, got = f"unfold_column_chunks: column {key!r}", f"shape {shape} in {n_split} parts"
+                raise ProtocolError(where, got=got, expected="a second dimension that the parts divide")
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
         unfolded = self.select(
@@ -430,10 +428,9 @@ class DataProto:
         unknown = sorted(options.keys() - {"shuffle", "drop_last"})
         if mini_batch_size < 1 or epochs < 0 or unknown:
             found = f"mini_batch_size {mini_batch_size}, epochs {epochs}"
-            raise ProtocolError(
-                f"DataProto.make_iterator: got {found}{f', dataloader_kwargs {unknown}' if unknown else ''}, expected "
-                "mini_batch_size of at least 1, epochs of at least 0, no kwargs but shuffle and drop_last"
-            )
+            got = found + (f", dataloader_kwargs {unknown}" if unknown else "")
+            expected = "mini_batch_size of at least 1, epochs of at least 0, no kwargs but shuffle and drop_last"
+            raise ProtocolError("DataProto.make_iterator", got=got, expected=expected)
         end = rows - rows % mini_batch_size if options.get("drop_last", False) else rows
         if not options.get("shuffle", False):
             starts = (start for _ in range(epochs) for start in range(0, end, mini_batch_size))

@@ -86,11 +86,9 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     for name, value in (*enumerate(args), *kwargs.items()):
         if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
             length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
-            raise DispatchError(
-                f"per-rank argument {name}: got {type(value).__name__}{length}, expected a list of "
-                f"{group.world_size}, one entry per rank",
-                fix="Dispatch.ONE_TO_ALL sends one value to every rank.",
-            )
+            where, got = f"per-rank argument {name}", f"{type(value).__name__}{length}"
+            fix = "Dispatch.ONE_TO_ALL sends one value to every rank."
+            raise DispatchError(where, got=got, expected=f"a list of {group.world_size}, one entry per rank", fix=fix)
     return list(args), dict(kwargs)
 
 
@@ -106,11 +104,9 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
         elif isinstance(value, _PLAIN):
             parts[name] = [value] * chunks
         else:
-            raise DispatchError(
-                f"argument {name}: got {type(value).__name__}, expected a DataProto, the future of one, or a plain "
-                "number, string or None, which every rank gets",
-                fix="What holds for all rows belongs into meta_info.",
-            )
+            expected = "a DataProto, the future of one, or a plain number, string or None, which every rank gets"
+            fix = "What holds for all rows belongs into meta_info."
+            raise DispatchError(f"argument {name}", got=type(value).__name__, expected=expected, fix=fix)
         # What has facts alone has no rows to differ.
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
             rows[name] = len(value)
@@ -143,11 +139,9 @@ def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> Data
         return None
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
-            raise DispatchError(
-                f"output {rank} of {len(outputs)}: got {type(output).__name__}, expected a DataProto from each rank "
-                "that is collected, or None from all",
-                fix="Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list.",
-            )
+            got, expected = type(output).__name__, "a DataProto from each rank that is collected, or None from all"
+            fix = "Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list."
+            raise DispatchError(f"output {rank} of {len(outputs)}", got=got, expected=expected, fix=fix)
     return DataProto.concat(outputs)
 
 
@@ -298,11 +292,9 @@ def collect_outputs(
         if not pad_size or not isinstance(result, DataProto):
             return result
         if len(result) % padded_rows:
-            raise DispatchError(
-                f"result of padded rows: got {len(result)} rows from {padded_rows}, expected the same number of rows "
-                "for each row",
-                fix="Send the data without auto_padding: chunks are then ragged.",
-            )
+            got, expected = f"{len(result)} rows from {padded_rows}", "the same number of rows for each row"
+            fix = "Send the data without auto_padding: chunks are then ragged."
+            raise DispatchError("result of padded rows", got=got, expected=expected, fix=fix)
         return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
     except DispatchError as error:
         error.where = f"{where}: {error.where}"
@@ -349,10 +341,8 @@ def register(
     if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:
         mode = Dispatch("", **mode)
     if not isinstance(mode, Dispatch):
-        raise WorkerError(
-            f"@register: dispatch_mode: got {mode!r}, expected one of {list(Dispatch)}, or a dictionary of "
-            "dispatch_fn and collect_fn"
-        )
+        expected = f"one of {list(Dispatch)}, or a dictionary of dispatch_fn and collect_fn"
+        raise WorkerError("@register: dispatch_mode", got=repr(mode), expected=expected)
     if not isinstance(execute_mode, Execute):
         raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")
     is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO

@@ -33,10 +33,8 @@ class WorkerPlace:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
-            raise WorkerError(
-                f"worker's place: got rank {self.rank}/{self.world_size}, local rank "
-                f"{self.local_rank}/{self.local_world_size}, expected ranks from 0 to below the world sizes"
-            )
+            got = f"rank {self.rank}/{self.world_size}, local rank {self.local_rank}/{self.local_world_size}"
+            raise WorkerError("worker's place", got=got, expected="ranks from 0 to below the world sizes")
 
     @classmethod
     def from_environment(cls) -> "WorkerPlace":
@@ -105,11 +103,9 @@ class Worker:
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
         """Data-parallel rank in the mesh, and whether this rank is collected."""
         if mesh_name not in self._meshes:
-            raise WorkerError(
-                f"{type(self).__name__}: mesh {mesh_name!r}: got rank {self.rank} registered "
-                f"{sorted(self._meshes) or 'no mesh'}",
-                fix=f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model.",
-            )
+            where = f"{type(self).__name__}: mesh {mesh_name!r}"
+            fix = f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model."
+            raise WorkerError(where, got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}", fix=fix)
         return self._meshes[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

@@ -124,11 +124,9 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             dp_ranks = tuple(dp_rank for dp_rank, _ in places)
             collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(places) if is_collect)
             if min(dp_ranks) < 0 or [dp_rank for dp_rank, _ in collected] != list(range(max(dp_ranks) + 1)):
-                raise WorkerError(
-                    f"{self.name}: mesh {name!r}: got data-parallel ranks {dp_ranks}, of which "
-                    f"{[dp_rank for dp_rank, _ in collected]} are collected, expected one collected rank for each of 0 "
-                    f"to {max(dp_ranks)}"
-                )
+                where = f"{self.name}: mesh {name!r}"
+                got = f"data-parallel ranks {dp_ranks}, of which {[dp_rank for dp_rank, _ in collected]} are collected"
+                raise WorkerError(where, got=got, expected=f"one collected rank for each of 0 to {max(dp_ranks)}")
             self.meshes[name] = MeshLayout(dp_ranks, tuple(rank for _, rank in collected))
         return self.meshes[name]
 
@@ -141,11 +139,9 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         if name in self.methods:
             return GroupMethod(self._call, name, self.methods[name])
         if callable(getattr(self.worker_class, name, None)):
-            raise NotRegisteredError(
-                f"{self.worker_class.__name__}.{name}: got a method without @register, expected one that says how its "
-                "arguments reach the ranks",
-                fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
-            )
+            where, expected = f"{self.worker_class.__name__}.{name}", "one that says how its arguments reach the ranks"
+            fix = "Add @register(dispatch_mode=...) to it; an override needs it again."
+            raise NotRegisteredError(where, got="a method without @register", expected=expected, fix=fix)
         known = ", ".join(sorted(self.methods))
         raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
 

@@ -122,15 +122,12 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
     for value in values:
         if value is not None and not isinstance(value, Real):
             found = f"{type(value).__name__} {value!r:.80} from the grader"
-            raise RewardError(
-                f"{_KEY}.metric={metric}: got {found}, expected a number for each response",
-                fix=f"Set {_KEY}.metric=score, or have the grader return a number under this name.",
-            )
+            fix = f"Set {_KEY}.metric=score, or have the grader return a number under this name."
+            raise RewardError(f"{_KEY}.metric={metric}", got=found, expected="a number for each response", fix=fix)
     if all(value is None for value in values):
         names = sorted({name for extra in added for name in extra} - {"reward_error"})
         found = f"graders that return {', '.join(names)}" if names else "graders that return nothing but the score"
-        raise RewardError(
-            f"{_KEY}.metric={metric}: got {found}, expected score, or a number returned beside it as {metric!r}",
-            fix=f"Set {_KEY}.metric=score, or add the entry to what the score function returns.",
-        )
+        expected = f"score, or a number returned beside it as {metric!r}"
+        fix = f"Set {_KEY}.metric=score, or add the entry to what the score function returns."
+        raise RewardError(f"{_KEY}.metric={metric}", got=found, expected=expected, fix=fix)
     return [None if value is None or math.isnan(value) else float(value) for value in values]

@@ -89,10 +89,9 @@ class PromptStream:
             if batch is not None:
                 return batch
             self._batches = None
-        raise DataError(
-            "data.train_files: got two passes in a row without a batch, expected at least one batch a pass",
-            fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows.",
-        )
+        where = "data.train_files"
+        fix = "Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows."
+        raise DataError(where, got="two passes in a row without a batch", expected="at least one batch a pass", fix=fix)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch."""
@@ -103,16 +102,14 @@ class PromptStream:
         """Go on from a place.
         Raises CheckpointError: it is not what `state_dict` gives, or the sampler has a state that was not written."""
         if self.cannot_resume:
-            raise CheckpointError(
-                f"data.sampler: got {self.cannot_resume}, expected both: a resumed run would take other rows",
-                fix="Add the two methods to the sampler, or start anew with trainer.resume_mode=disable.",
-            )
+            expected = "both: a resumed run would take other rows"
+            fix = "Add the two methods to the sampler, or start anew with trainer.resume_mode=disable."
+            raise CheckpointError("data.sampler", got=self.cannot_resume, expected=expected, fix=fix)
         if state.keys() != {"loader", "num_taken"}:
             entries = ", ".join(map(str, state))
-            raise CheckpointError(
-                f"the place in the training data: got entries {entries}, expected loader and num_taken",
-                fix="The checkpoint was written by another version of Quadriga: resume it with that one.",
-            )
+            where = "the place in the training data"
+            fix = "The checkpoint was written by another version of Quadriga: resume it with that one."
+            raise CheckpointError(where, got=f"entries {entries}", expected="loader and num_taken", fix=fix)
         if self._next is not None:
             self._next.exception()  # the loader is not in use any more
         self.loader.load_state_dict(state["loader"])

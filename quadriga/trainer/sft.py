@@ -179,10 +179,9 @@ class RewardModelTrainer(SupervisedTrainer):
         scores = self.learner.predict(batch).batch["rm_scores"].sum(-1)
         if not torch.isfinite(scores).all():
             count = int((~torch.isfinite(scores)).sum())
-            raise EngineError(
-                f"reward model: got {count} of {len(scores)} scores that are not finite, expected finite scores",
-                fix="Lower optim.lr, or set engine.fsdp_config.model_dtype=float32.",
-            )
+            got = f"{count} of {len(scores)} scores that are not finite"
+            fix = "Lower optim.lr, or set engine.fsdp_config.model_dtype=float32."
+            raise EngineError("reward model", got=got, expected="finite scores", fix=fix)
         return scores.view(-1, 2)
 
 

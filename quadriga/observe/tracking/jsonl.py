@@ -91,10 +91,9 @@ class _LineFile:
             if self._descriptor is not None and size is not None:
                 # Part of the line may be in the file; the next one must not be glued to it.
                 os.ftruncate(self._descriptor, size)
-            raise QuadrigaError(
-                f"{self._path}: got {error.strerror or error}, expected to append a line",
-                fix="The lines before it are whole; free the disk or the permission and continue the run.",
-            ) from error
+            got = str(error.strerror or error)
+            fix = "The lines before it are whole; free the disk or the permission and continue the run."
+            raise QuadrigaError(str(self._path), got=got, expected="to append a line", fix=fix) from error
 
     def close(self) -> None:
         if self._descriptor is not None:

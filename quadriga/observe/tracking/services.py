@@ -37,10 +37,9 @@ def require(module: str, *, logger: str, install: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"trainer.logger={logger}: got no usable package {module} ({error}), expected it to be installed",
-            fix=f"Install it with: pip install {install}; or take {logger} out of trainer.logger.",
-        ) from error
+        got = f"no usable package {module} ({error})"
+        fix = f"Install it with: pip install {install}; or take {logger} out of trainer.logger."
+        raise ConfigError(f"trainer.logger={logger}", got=got, expected="it to be installed", fix=fix) from error
 
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}

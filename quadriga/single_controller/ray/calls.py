@@ -172,11 +172,9 @@ class _Wait:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
         host, port = cluster.head_address()
         if cluster.is_cluster_lost():
-            raise WorkerLostError(
-                f"Ray cluster at {host}:{port}: got no answer from its head while waiting for {self.what}, expected a "
-                "cluster that stays up until the run ends",
-                fix="A run starts its own cluster again; one that it joined has to be started by hand.",
-            )
+            where, got = f"Ray cluster at {host}:{port}", f"no answer from its head while waiting for {self.what}"
+            fix = "A run starts its own cluster again; one that it joined has to be started by hand."
+            raise WorkerLostError(where, got=got, expected="a cluster that stays up until the run ends", fix=fix)
         addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
         ports = {(address.node, address.raylet_port) for address in addresses.values()}
         lost = {node for node in ports if cluster.is_lost(*node)}
@@ -343,11 +341,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
                 alive = [pid for pid, _ in processes] if isinstance(error, GetTimeoutError) else []
         left += [f"process {pid} on {node}" for pid in alive]
     if left:
-        raise WorkerError(
-            f"closing a worker group: got {', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL or not "
-            "answered for, expected no process left",
-            fix="Such a process waits for a device or a file system; the node's `dmesg` may say why.",
-        )
+        got = f"{', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for"
+        fix = "Such a process waits for a device or a file system; the node's `dmesg` may say why."
+        raise WorkerError("closing a worker group", got=got, expected="no process left", fix=fix)
 
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:

@@ -213,10 +213,9 @@ def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> d
     # Ray itself has two minutes' patience with an address where nothing is, and ten with another program's.
     if address != "auto" and not is_head(*_host_and_port(address)):
         found = "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
-        raise WorkerError(
-            f"{where}: got '{address}', where {found}, expected the address of a Ray cluster that is up",
-            fix="`ray start --head --port=PORT` starts one; without an address one is started for the run.",
-        )
+        got = f"'{address}', where {found}"
+        fix = "`ray start --head --port=PORT` starts one; without an address one is started for the run."
+        raise WorkerError(where, got=got, expected="the address of a Ray cluster that is up", fix=fix)
     theirs = dict(given or {})
     variables = forwarded_variables() | theirs.pop("env_vars", {})
     directory = os.getcwd()
@@ -292,9 +291,7 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
         if not lost:
             return
         if time.monotonic() > deadline:
-            raise WorkerError(
-                f"nodes of the Ray cluster: got no answer from {', '.join(lost)}, which Ray counts on, expected nodes "
-                "that answer, or that Ray has given up",
-                fix="`ray status` shows what Ray counts on; end Ray on that node (`ray stop`).",
-            )
+            where, got = "nodes of the Ray cluster", f"no answer from {', '.join(lost)}, which Ray counts on"
+            fix = "`ray status` shows what Ray counts on; end Ray on that node (`ray stop`)."
+            raise WorkerError(where, got=got, expected="nodes that answer, or that Ray has given up", fix=fix)
         time.sleep(SECOND_LOOK_S)

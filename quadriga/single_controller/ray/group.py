@@ -56,11 +56,9 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
             cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
         taken = ", ".join(sorted(_OF_THE_GROUP & set(self.options)))
         if taken:
-            raise WorkerError(
-                f"RayClassWithInitArgs: got a class with the options {taken} of ray.remote, expected options that the "
-                "pool and the group do not decide",
-                fix="Shares of a device follow from RayResourcePool.max_colocate_count.",
-            )
+            where, got = "RayClassWithInitArgs", f"a class with the options {taken} of ray.remote"
+            fix = "Shares of a device follow from RayResourcePool.max_colocate_count."
+            raise WorkerError(where, got=got, expected="options that the pool and the group do not decide", fix=fix)
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
             got, fix = getattr(cls, "__name__", repr(cls)), "Derive it from quadriga.single_controller.Worker."
             raise WorkerError("RayClassWithInitArgs", got=got, expected="a class of workers", fix=fix)
@@ -88,10 +86,9 @@ def create_colocated_worker_cls(
     for role, entry in roles.items():
         for key, value in entry.options.items():
             if together.options.setdefault(key, value) != value:
-                raise WorkerError(
-                    f"create_colocated_worker_cls: option {key}: got {value!r} of {role}, {together.options[key]!r} "
-                    "before it, expected one value, for the roles share their processes"
-                )
+                where = f"create_colocated_worker_cls: option {key}"
+                got = f"{value!r} of {role}, {together.options[key]!r} before it"
+                raise WorkerError(where, got=got, expected="one value, for the roles share their processes")
     return together
 
 

@@ -125,12 +125,10 @@ class RayResourcePool(ResourcePool):
             found = "; ".join(node.describe(list(each)) for node in cluster_nodes())
             for group in groups:
                 remove_placement_group(group)
-            raise WorkerError(
-                f"resource pool {self.name} {self.process_on_nodes}: got {len(late)} of {len(groups)} placement "
-                f"groups after {PLACEMENT_S:.0f} s still {states}; {found}, expected the resources that were free "
-                "before",
-                fix="Another program took them at the same moment: `ray list placement-groups` shows it.",
-            )
+            where = f"resource pool {self.name} {self.process_on_nodes}"
+            got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s still {states}; {found}"
+            fix = "Another program took them at the same moment: `ray list placement-groups` shows it."
+            raise WorkerError(where, got=got, expected="the resources that were free before", fix=fix)
         self._bundles = [
             Bundle(group, index, node.node_id)
             for group, (node, count) in zip(groups, parts, strict=True)
@@ -152,11 +150,9 @@ class RayResourcePool(ResourcePool):
         bundles = self.bundles()
         full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
         if full:
-            raise WorkerError(
-                f"resource pool {self.name}: got {group} as one more group with {', '.join(full.groups)}, expected at "
-                f"most {self.max_colocate_count} groups",
-                fix="Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls.",
-            )
+            where, got = f"resource pool {self.name}", f"{group} as one more group with {', '.join(full.groups)}"
+            fix = "Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls."
+            raise WorkerError(where, got=got, expected=f"at most {self.max_colocate_count} groups", fix=fix)
         for bundle in bundles:
             bundle.groups.append(group)
         # Rounded down to Ray's precision: seven sevenths must not be more than one.
@@ -195,17 +191,13 @@ class ResourcePoolManager:
         self._roles = ", ".join(map(str, mapping)) or "none"
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
-                raise WorkerError(
-                    f"pool of the role {role}: got {pool!r}, expected one of "
-                    f"{', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}",
-                    fix="Name the pool in trainer.resource_pools, or map the role to one that is there.",
-                )
+                expected = f"one of {', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}"
+                fix = "Name the pool in trainer.resource_pools, or map the role to one that is there."
+                raise WorkerError(f"pool of the role {role}", got=repr(pool), expected=expected, fix=fix)
         unused = [name for name in self.resource_pool_spec if name not in self.mapping.values()]
         if unused:
-            raise WorkerError(
-                f"resource pool {unused[0]}: got no role on it; roles: {self._roles}, expected at least one",
-                fix="Leave the pool out, or map a role to it.",
-            )
+            where, got = f"resource pool {unused[0]}", f"no role on it; roles: {self._roles}"
+            raise WorkerError(where, got=got, expected="at least one", fix="Leave the pool out, or map a role to it.")
         self.pools = {
             name: RayResourcePool(counts, use_gpu, name, max_colocate_count)
             for name, counts in self.resource_pool_spec.items()
@@ -225,10 +217,8 @@ class ResourcePoolManager:
     def get_resource_pool(self, role: str) -> RayResourcePool:
         """The pool of a role."""
         if role not in self.mapping:
-            raise WorkerError(
-                f"role {role}: got no pool, expected one of the roles with a pool: {self._roles}",
-                fix=f"Map it to one of the pools {', '.join(self.pools)}.",
-            )
+            where, fix = f"role {role}", f"Map it to one of the pools {', '.join(self.pools)}."
+            raise WorkerError(where, got="no pool", expected=f"one of the roles with a pool: {self._roles}", fix=fix)
         return self.pools[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
