@@ -38,9 +38,8 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             return importlib.import_module(text.removeprefix(PACKAGE))
     file = Path(text.removeprefix(FILE)).expanduser().resolve()
     if not file.is_file():
-        raise ConfigError(
-            where, got=f"{text!r}, which is not a file", expected="a Python file", fix=f"Looked for {file}."
-        )
+        got = f"{text!r}, which is not a file"
+        raise ConfigError(where, got=got, expected="a Python file", fix=f"Looked for {file}.")
     # The name is the path's alone: a file that is run again replaces what it registered, and another process that
     # unpickles something of it finds it under the same name.
     name = f"quadriga_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -126,9 +125,6 @@ def _told(what: str, where: str) -> Iterator[None]:
             trace = trace.tb_next
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         is_verls = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "verl"
-        raise ConfigError(
-            where,
-            got=f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n",
-            expected="a file that can be imported",
-            fix="Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names." if is_verls else "",
-        ) from error
+        got = f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n"
+        fix = "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names." if is_verls else ""
+        raise ConfigError(where, got=got, expected="a file that can be imported", fix=fix) from error

@@ -25,9 +25,8 @@ class ResourcePool:
 
     def __init__(self, process_on_nodes: Sequence[int]) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
-            raise WorkerError(
-                "ResourcePool.process_on_nodes", got=str(list(process_on_nodes)), expected="at least 1 process per node"
-            )
+            where = "ResourcePool.process_on_nodes"
+            raise WorkerError(where, got=str(list(process_on_nodes)), expected="at least 1 process per node")
         self.process_on_nodes = list(process_on_nodes)
         self.world_size = sum(process_on_nodes)
 

@@ -86,9 +86,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
-            raise WorkerError(
-                worker_class.__name__, got=f"registered methods {clashes}", expected="names that no worker group has"
-            )
+            where = worker_class.__name__
+            raise WorkerError(where, got=f"registered methods {clashes}", expected="names that no worker group has")
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:

@@ -128,12 +128,9 @@ class Checkpoints:
             self.abandon(step)
             left = self.newest()
             rest = "There is no earlier checkpoint." if left is None else f"Step {left} is still there to resume from."
-            raise CheckpointError(
-                f"checkpoint of step {step} in {self.directory}",
-                got=_reason(error),
-                expected="room and permission to write it",
-                fix=f"Free space or set trainer.default_local_dir. {rest}",
-            ) from error
+            where, got = f"checkpoint of step {step} in {self.directory}", _reason(error)
+            fix = f"Free space or set trainer.default_local_dir. {rest}"
+            raise CheckpointError(where, got=got, expected="room and permission to write it", fix=fix) from error
         except Exception:
             self.abandon(step)
             raise

@@ -77,9 +77,6 @@ def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> No
     facts = {"data_source": row.get(reward_fn_key), "solution_str": str(truth), "ground_truth": truth}
     (outcome,) = reward.submit([{**facts, "extra_info": row.get("extra_info") or {}}]).result()
     if outcome.error:
-        raise RewardError(
-            f"{row.get('source_row', 'the first row')}, graded with its ground truth as the response",
-            got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
-            expected="a score",
-            fix="Correct the row, or the function of custom_reward_function.path.",
-        )
+        where = f"{row.get('source_row', 'the first row')}, graded with its ground truth as the response"
+        expected, fix = "a score", "Correct the row, or the function of custom_reward_function.path."
+        raise RewardError(where, got=f"an error of the grader:\n{outcome.error.rstrip()}\n", expected=expected, fix=fix)

@@ -161,12 +161,9 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
         # For its owner alone.
         write_atomically(path, f"{show(config)}# steps {first} to {last}\n{files}", mode=0o600)
     except OSError as error:
-        raise CheckpointError(
-            f"trainer.default_local_dir={directory}",
-            got=f"{type(error).__name__}: {error.strerror or error}",
-            expected="a directory that can be written",
-            fix="Free space or set trainer.default_local_dir to another one.",
-        ) from error
+        where, got = f"trainer.default_local_dir={directory}", f"{type(error).__name__}: {error.strerror or error}"
+        fix = "Free space or set trainer.default_local_dir to another one."
+        raise CheckpointError(where, got=got, expected="a directory that can be written", fix=fix) from error
 
 
 def _earlier(directory: Path) -> dict[int, Path]:

@@ -174,9 +174,8 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
             values = [line.partition(":")[2].strip() for line in str(error).splitlines() if line.startswith("    ")]
             theirs, ours = (f"Ray {of_ray} on Python {of_python}" for of_ray, of_python in (values[:2], values[2:4]))
             fix = "Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`."
-            raise WorkerError(
-                f"Ray cluster at {address}", got=theirs, expected=f"{ours}, as this process has", fix=fix
-            ) from error
+            expected = f"{ours}, as this process has"
+            raise WorkerError(f"Ray cluster at {address}", got=theirs, expected=expected, fix=fix) from error
         reason = " ".join(str(error.__cause__ or error).split()).partition(" Traceback (most")[0].rstrip(".:")
         if address == "local":
             fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."

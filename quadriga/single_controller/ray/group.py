@@ -247,9 +247,8 @@ class RayWorkerGroup(WorkerGroup[W]):
         """A group for each of the roles, in the same processes."""
         unknown = sorted(role for role in prefix_set if role not in self._roles)
         if unknown:
-            raise WorkerError(
-                f"{self.name}.spawn", got=f"{unknown}", expected=f"roles among {list(self._roles) or 'none: one role'}"
-            )
+            where = f"{self.name}.spawn"
+            raise WorkerError(where, got=f"{unknown}", expected=f"roles among {list(self._roles) or 'none: one role'}")
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
     def shutdown(self) -> None:
