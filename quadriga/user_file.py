@@ -19,8 +19,7 @@ PACKAGE, FILE = "pkg://", "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 _OURS = (__file__, contextlib.__file__, importlib.__file__)
 
-_digests: dict[str, str] = {}
-"""Name of a module that was made of a file -> hash of the text it was made of."""
+_digests: dict[str, str] = {}  # name of a module that was made of a file -> hash of the text it was made of
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:

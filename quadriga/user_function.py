@@ -16,8 +16,7 @@ import cloudpickle
 
 from quadriga.errors import ConfigError
 
-NAME = "function"
-"""Name of the function in its file."""
+NAME = "function"  # name of the function in its file
 
 LARGEST_BYTES = 1 << 24
 _TEXT = """# SPDX-License-Identifier: Apache-2.0
@@ -29,8 +28,7 @@ from quadriga.user_function import load
 sys.path += [path for path in {paths!r} if path not in sys.path]
 {name} = load(__file__)
 """
-_here: dict[str, Any] = {}
-"""Path of a file that this process wrote -> the function."""
+_here: dict[str, Any] = {}  # path of a file that this process wrote -> the function
 
 
 def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:

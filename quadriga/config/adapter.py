@@ -20,8 +20,7 @@ from quadriga.errors import ConfigError
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-MAX_RANK = 512
-"""The largest rank that vLLM applies without merging."""
+MAX_RANK = 512  # the largest rank that vLLM applies without merging
 
 # Other ways to begin (pissa and the like) also change the weights that the adapter is added to.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}

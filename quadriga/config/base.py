@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 
-Finding = ConfigError | str
-"""What a check yields: an error that keeps a training run from starting, or a notice."""
+Finding = ConfigError | str  # what a check yields: an error that keeps a training run from starting, or a notice
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ _BY_GROUP = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
 )  # fmt: skip
 """Estimators that compare the responses to one prompt; that of a group of one is its bare score."""
-REPORTS_ROUTES = ("native",)
-"""Engines that say which experts each token went through."""
+REPORTS_ROUTES = ("native",)  # engines that say which experts each token went through
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 

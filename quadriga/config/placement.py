@@ -19,8 +19,7 @@ from quadriga.errors import ConfigError
 
 ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model", "teacher")
 _IF_ASKED_FOR = ("reward_model", "teacher")
-POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
-"""The roles with the actor in them; a run has one of them."""
+POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")  # the roles with the actor in them; a run has one of them
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
 DISTILLATION = "distillation"
@@ -31,8 +30,7 @@ _ARRANGEMENTS: dict[str, dict[str, str]] = {
 }
 """Value of `trainer.placement` -> role -> name of its pool."""
 _KEY = "trainer.placement"
-MEGATRON_VERSION = "0.16"
-"""Of megatron-core: that which the engine is tested with."""
+MEGATRON_VERSION = "0.16"  # of megatron-core: that which the engine is tested with
 
 
 @dataclass(frozen=True)

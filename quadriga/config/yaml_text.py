@@ -59,8 +59,7 @@ _Dumper.add_representer(
     list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 )
 
-parse_yaml = partial(yaml.load, Loader=_Loader)
-"""The value that a piece of YAML stands for; raises `yaml.YAMLError`."""
+parse_yaml = partial(yaml.load, Loader=_Loader)  # the value that a piece of YAML stands for; raises `yaml.YAMLError`
 to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 """YAML text, sections in blocks and lists on one line."""
 

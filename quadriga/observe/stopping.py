@@ -23,8 +23,7 @@ EXPIRY_VARIABLES = (
 """Each holds, where a provider sets it, the second since 1970 at which it takes the machine back."""
 
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
-stop_requested = threading.Event()
-"""Where it is set, the training of this process ends after the step in work."""
+stop_requested = threading.Event()  # where it is set, the training of this process ends after the step in work
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from quadriga.background import run_coroutine
 from quadriga.errors import ConfigError
 from quadriga.rewards.components import weighted
 
-ROW = "row"
-"""Entry of `extra_info` with the columns of the row, where a function names one."""
+ROW = "row"  # entry of `extra_info` with the columns of the row, where a function names one
 OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info")
 OF_ROW = ("completion", "prompt")
 OF_BATCH = tuple(f"{name}s" for name in (*OF_SAMPLE, *OF_ROW))

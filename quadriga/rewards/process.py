@@ -42,8 +42,7 @@ from quadriga.observe.watchdog import waiting
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
-LOADING_LIMIT_S = 300.0
-"""Time for starting a process and for importing the score function's file and libraries."""
+LOADING_LIMIT_S = 300.0  # time for starting a process and for importing the score function's file and libraries
 
 SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
@@ -52,8 +51,7 @@ DIED = "the grading process ended with {} while it graded this sample"
 
 _END_LIMIT_S = 15.0
 
-_LOOK_S = 0.05
-"""A process that awaits samples gets more of them this often."""
+_LOOK_S = 0.05  # a process that awaits samples gets more of them this often
 READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
 
 LATE = "no score within {:g} s (reward_model.timeout_s)"

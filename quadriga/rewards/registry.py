@@ -66,8 +66,7 @@ class RewardManager:
     `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
     """
 
-    grades_early: bool = False
-    """Whether there is a `grade_one`."""
+    grades_early: bool = False  # whether there is a `grade_one`
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, and wait for their rewards; see `begin`."""

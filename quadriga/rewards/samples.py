@@ -49,11 +49,9 @@ class SampleManager(RewardManager):
     """Base of the managers that make a score of each response and put it on its last token.
     Raises ConfigError: `reward_model.reward_kwargs` holds what the manager does not know."""
 
-    options: tuple[str, ...] = ()
-    """Names that `reward_model.reward_kwargs` may hold."""
+    options: tuple[str, ...] = ()  # names that `reward_model.reward_kwargs` may hold
 
-    needs_truths: bool = True
-    """Whether each row must have a ground truth; None stands for one that is not needed."""
+    needs_truths: bool = True  # whether each row must have a ground truth; None stands for one that is not needed
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model

@@ -36,8 +36,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
 _PLAIN = (bool, int, float, str, type(None))
-REGISTRATION = "_quadriga_registration"
-"""The attribute of a worker's method that `register` sets."""
+REGISTRATION = "_quadriga_registration"  # the attribute of a worker's method that `register` sets
 
 
 class DispatchError(WorkerError):

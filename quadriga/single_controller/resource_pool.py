@@ -123,8 +123,7 @@ def _not_enough(
     )
 
 
-THREADS = "OMP_NUM_THREADS"
-"""The variable that says how many threads a process computes with."""
+THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads a process computes with
 
 
 @dataclass(frozen=True)

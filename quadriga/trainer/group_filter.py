@@ -26,10 +26,8 @@ from quadriga.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})
-"""Words for the score itself."""
-REPORT_EVERY = 10
-"""Batches of prompts after which a step that has no limit says how far it is."""
+SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})  # words for the score itself
+REPORT_EVERY = 10  # batches of prompts after which a step that has no limit says how far it is
 _KEY = "algorithm.filter_groups"
 
 

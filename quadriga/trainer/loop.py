@@ -28,8 +28,7 @@ from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
 
-MODEL_FOLDER = "model"
-"""Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
+MODEL_FOLDER = "model"  # where a run's directory has the model that it ended with: an ordinary Hugging Face folder
 
 
 class Step(NamedTuple):

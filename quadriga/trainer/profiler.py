@@ -33,8 +33,7 @@ class Profiler:
     ) -> None:
         self._config, self._section, self._groups, self._emit = config, config.global_profiler, groups, emit
         self._steps = frozenset(self._section.steps) if self._section.tool else frozenset()
-        self._open: list[int] = []
-        """Steps of the profile that is going on."""
+        self._open: list[int] = []  # steps of the profile that is going on
 
     @contextmanager
     def step(self, step: int, *, is_last: bool = False) -> Iterator[None]:

@@ -43,10 +43,8 @@ from quadriga.workers.generation import build_processor
 
 RESPONSES = "responses.jsonl"
 _OUTPUT = "--output"
-AT_A_TIME = 256
-"""Prompts whose responses are on the disk, or lost, together."""
-_READ = ("data.", "actor_rollout_ref.")
-"""Beginnings of the keys that responses depend on."""
+AT_A_TIME = 256  # prompts whose responses are on the disk, or lost, together
+_READ = ("data.", "actor_rollout_ref.")  # beginnings of the keys that responses depend on
 
 
 def answer_files(config: Config, output: Path) -> int:

@@ -69,8 +69,7 @@ class RolloutPool(WeightPublisher):
         self._group_size = group_size
         self._rollout, self._restarts = rollout, Restarts(self._restart, "rollout engine")
         self._version, self._has_frozen, self._is_sent = 0, False, False
-        self._connected: list[int] = []
-        """Ranks of the engines that weights are sent to."""
+        self._connected: list[int] = []  # ranks of the engines that weights are sent to
         self._is_new: set[int] = set()
         self._counts = Counter[str]()
         self.publish(0)

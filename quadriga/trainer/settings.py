@@ -32,8 +32,7 @@ _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
 # They say where a run goes on, not how.
 _RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
 _WITH_FILES = ("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm")
-CONTENT = ": its content"
-"""The end of a line about a file that changed."""
+CONTENT = ": its content"  # the end of a line about a file that changed
 _STEPS_FROM = ("data.", "trainer.total_")
 _SHOWN = 80
 

@@ -30,8 +30,7 @@ from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
-RESTART_WINDOW_S = 3600.0
-"""The time in which `trainer.max_worker_restarts` are counted."""
+RESTART_WINDOW_S = 3600.0  # the time in which `trainer.max_worker_restarts` are counted
 
 
 class TaskRunner:

@@ -14,8 +14,7 @@ from quadriga.errors import ConfigError
 
 VERSIONS = ("0.5.0", "0.6.1", "0.8.0", "0.10.0")
 """Versions of verl whose defaults are known; the last one is taken where none is named."""
-MISSING = "???"
-"""Hydra's word for a value that has to be given."""
+MISSING = "???"  # Hydra's word for a value that has to be given
 _WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)

@@ -40,8 +40,7 @@ _OVERLONG = (
 _MANAGER = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 MANAGERS = ("naive", "batch", "dapo", "prime")
 _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-MIN_RATIO = 3e-9
-"""Just above e^-20, where log-ratios are cut."""
+MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are cut
 ENGINES = ("vllm", "sglang", "hf")
 _PROFILERS = ("torch", "torch_memory", "nsys")
 FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}

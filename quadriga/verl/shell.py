@@ -25,8 +25,7 @@ _SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
 _REDIRECTION = re.compile(r"&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?")
 LAUNCHERS = ("torchrun", "python", "python3")
 _LAUNCHER = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
-_GAP, _KEPT = "\0", "\1"
-"""Between words that one word becomes; before one that stays though it is empty."""
+_GAP, _KEPT = "\0", "\1"  # between words that one word becomes; before one that stays though it is empty
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,

@@ -29,10 +29,8 @@ SECTIONS = {
 _FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "path"}
 _UNSET = "Is a variable of the script unset? For the default leave the key out."
 _SWEEP = ("-m", "--multirun")
-WORDS = ("after_each_epoch",)
-"""Words that stand where verl's default is a number."""
-GROUPS = ("engine", "model", "optim")
-"""Groups of configuration files that a word without a dot chooses from."""
+WORDS = ("after_each_epoch",)  # words that stand where verl's default is a number
+GROUPS = ("engine", "model", "optim")  # groups of configuration files that a word without a dot chooses from
 
 
 class Rule(NamedTuple):

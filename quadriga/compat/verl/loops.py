@@ -173,8 +173,7 @@ class AgentLoopBase(ABC):
     """verl's agent loop: an object for each conversation."""
 
     _class_initialized = False
-    quadriga_form: type[AgentLoop]
-    """The class as an agent loop of ours."""
+    quadriga_form: type[AgentLoop]  # the class as an agent loop of ours
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

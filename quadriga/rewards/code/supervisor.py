@@ -43,8 +43,7 @@ from quadriga.rewards.code.system_calls import refuse_call
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-RESULT_FD = 3
-"""Where a function's result goes: not to the standard output, where the program may print."""
+RESULT_FD = 3  # where a function's result goes: not to the standard output, where the program may print
 
 HEADER = struct.Struct("=I8sid4Q")
 """Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams and of the

@@ -24,8 +24,7 @@ from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
-NO_GRADE = Outcome(0.0, {}, "", "graded")
-"""Of a sample that a reward model alone grades."""
+NO_GRADE = Outcome(0.0, {}, "", "graded")  # of a sample that a reward model alone grades
 _WHERE = "reward_model.reward_kwargs"
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 
@@ -39,8 +38,7 @@ class NaiveRewardManager(SampleManager):
 
     grades_early = True
 
-    is_batch: bool = False
-    """Whether one call of the score function grades all samples."""
+    is_batch: bool = False  # whether one call of the score function grades all samples
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

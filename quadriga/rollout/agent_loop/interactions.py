@@ -54,8 +54,7 @@ class Interaction(ABC):
         return None
 
 
-Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
-"""By name, what makes the object of a conversation."""
+Interactions: TypeAlias = dict[str, Callable[[], Interaction]]  # by name, what makes the object of a conversation
 
 
 class UserSimulator:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""By the name of a tool, the JSON schema of its arguments."""
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # by the name of a tool, the JSON schema of its arguments
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 # Each form takes what is not closed up to the end: were the next beginning tried in vain, time would be quadratic.

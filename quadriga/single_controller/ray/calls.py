@@ -46,12 +46,9 @@ PEER_LOST_GRACE_S = 8.0
 _LOST_PEER = 2
 STATUS_LIMIT_S = 2.0
 CRASH_LOG_LIMIT_S = 5.0
-END_LIMIT_S = 10.0
-"""Time for killed processes to be gone."""
-NODE_LIMIT_S = 70.0
-"""The same on another node, where a busy machine may take long to start the process that looks."""
-RAY_KILLS_S = 3.0
-"""Time for Ray to kill a process; what then still lives is killed without it."""
+END_LIMIT_S = 10.0  # time for killed processes to be gone
+NODE_LIMIT_S = 70.0  # the same on another node, where a busy machine may take long to start the process that looks
+RAY_KILLS_S = 3.0  # time for Ray to kill a process; what then still lives is killed without it
 
 
 @dataclass(frozen=True)

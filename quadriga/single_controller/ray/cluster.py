@@ -49,12 +49,10 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 # Lines of Ray's own processes: guesses about a process that died, and a raylet's state when its node is lost. Our
 # error says which worker or node it was, and what ended it.
 _RAYS_NOISE = ("[state-dump]", "A worker died or was killed")
-CONNECT_LIMIT_S = 2.0
-"""Time for a node to take a connection."""
+CONNECT_LIMIT_S = 2.0  # time for a node to take a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The preface of a client, and its settings, none; the server's first frame has its own, of type 4."""
-SECOND_LOOK_S = 1.0
-"""Nothing is given up on one look: a second one, this much later, must see the same."""
+SECOND_LOOK_S = 1.0  # nothing is given up on one look: a second one, this much later, must see the same
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -143,8 +141,7 @@ class _OwnCluster:
                 sweep.sweep(session)
 
 
-_OWN: list[_OwnCluster] = []
-"""At most one."""
+_OWN: list[_OwnCluster] = []  # at most one
 
 
 def is_cluster_lost() -> bool:

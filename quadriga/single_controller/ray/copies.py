@@ -32,10 +32,8 @@ from quadriga.protocol.memory import slot_of, whole_steps
 from quadriga.single_controller.ray.cluster import own_node_id
 
 MIRROR_BYTES, MIRROR_LIMIT_S = 64 << 20, 600.0
-HERE = "here"
-"""The driver's node where the cluster has no other, also when that cluster is started again."""
-Owner = tuple[str, int]
-"""A part of the checkpoint and a rank of its workers."""
+HERE = "here"  # the driver's node where the cluster has no other, also when that cluster is started again
+Owner = tuple[str, int]  # a part of the checkpoint and a rank of its workers
 
 
 class Keeper:

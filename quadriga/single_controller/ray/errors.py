@@ -25,8 +25,7 @@ from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
 from quadriga.observe.watchdog import LIBRARIES
 from quadriga.single_controller import dispatch
 
-NUM_LAST_LINES = 20
-"""How much of a dead process's standard error is shown."""
+NUM_LAST_LINES = 20  # how much of a dead process's standard error is shown
 
 _PACKAGE = Path(errors.__file__).parent
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
