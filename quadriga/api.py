@@ -101,11 +101,8 @@ class Trainer:
         if estimator is not None and algorithm is not None:
             fix = "Leave one of them out."
             raise ConfigError("estimator", got="a function, and algorithm", expected="one of them", fix=fix)
-        given = {
-            "trainer.total_training_steps": settings.get("steps"),
-            "trainer.experiment_name": name,
-            "algorithm.adv_estimator": algorithm,
-        }
+        given = {"trainer.total_training_steps": settings.get("steps"), "trainer.experiment_name": name}
+        given |= {"algorithm.adv_estimator": algorithm}
         draft = _Draft(model, given, settings.get("config", ()), settings.get("options"), task)
         draft.choose_directory(is_new=name is None)
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
@@ -416,11 +413,8 @@ class _Draft:
 
     def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row with the columns that the trainer reads, and for functions that name columns with all of them."""
-        defaults = {
-            self.config.data.reward_fn_key: "rows",
-            "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
-        }
-        complete = defaults | dict(row)
+        truth = {"style": "rule", "ground_truth": row.get("ground_truth")}
+        complete = {self.config.data.reward_fn_key: "rows", "reward_model": truth, **row}
         own = {name: value for name, value in row.items() if name not in ("extra_info", "reward_model")}
         for part in self.reward.parts if self.reward else ():
             part.check(own)

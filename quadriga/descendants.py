@@ -170,12 +170,8 @@ class Guardian:
             fd = theirs.fileno()
             before = ",".join(map(str, descendants(os.getpid())))
             words = (str(fd), str(os.getpid()), before, mark, folder, *map(str, sys.path), _PACKAGE_FOLDER)
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _GUARDIAN, *words],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(fd,),
-                start_new_session=True,
-            )
+            program, apart = [sys.executable, "-S", "-c", _GUARDIAN, *words], {"start_new_session": True}
+            self.process = subprocess.Popen(program, stdin=subprocess.DEVNULL, pass_fds=(fd,), **apart)
 
     def close(self) -> None:
         """End all that is left, and return then."""

@@ -69,14 +69,9 @@ def agg_loss(
         counts = LossCounts.of(loss_mask)
         batch_num_tokens = counts.batch_num_tokens if batch_num_tokens is None else batch_num_tokens
         global_batch_size = counts.global_batch_size if global_batch_size is None else global_batch_size
-    weights = token_weights(
-        loss_mask,
-        loss_agg_mode,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
-        loss_scale_factor=loss_scale_factor,
-        dtype=loss_mat.dtype,
-    )
+    counted = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
+    scale, dtype = loss_scale_factor, loss_mat.dtype
+    weights = token_weights(loss_mask, loss_agg_mode, **counted, loss_scale_factor=scale, dtype=dtype)
     return (loss_mat * weights).masked_fill(~loss_mask.bool(), 0).sum()
 
 

@@ -39,11 +39,9 @@ from quadriga.errors import ConfigError
 
 def in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator with options that may be given by position, and with `index` for `uid`."""
-    form = signature(estimator)
-    parameters = [
-        one.replace(name="index" if one.name == "uid" else one.name, kind=Parameter.POSITIONAL_OR_KEYWORD)
-        for one in form.parameters.values()
-    ]
+    form, kind = signature(estimator), Parameter.POSITIONAL_OR_KEYWORD
+    named = [("index" if name == "uid" else name, one) for name, one in form.parameters.items()]
+    parameters = [one.replace(name=name, kind=kind) for name, one in named]
 
     def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         given = compute.__signature__.bind(*args, **kwargs).arguments

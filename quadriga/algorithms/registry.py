@@ -150,13 +150,11 @@ class Registry(dict[str, Callable[..., Any]]):
         def decorate(function: Function) -> Function:
             where = f"{self.key} {str(name)!r}"
             _check_signature(function, where)
-            homes = [
-                f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
-                for one in (function, self.get(str(name), function))
-            ]
+            both = (function, self.get(str(name), function))
+            homes = [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in both]
             if homes[0] != homes[1]:
                 fix = "Register yours under another name."
-                raise ConfigError(where, got=f"{homes[0]} and {homes[1]}", expected="one function per name", fix=fix)
+                raise ConfigError(where, got=" and ".join(homes), expected="one function per name", fix=fix)
             self[str(name)] = function
             if needs_advantage:
                 self.needing_advantage.add(str(name))

@@ -185,9 +185,8 @@ class ParallelConfig(Section):
 
         `megatron`: its settings, where it is the training engine.
         """
-        sp, tp = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size
+        sp, tp, ep = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size, self.expert_parallel_size
         fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
-        ep = self.expert_parallel_size
         if megatron is None:
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
         fsdp, neighbours = -1 if megatron.use_distributed_optimizer else sp, world_size // pp

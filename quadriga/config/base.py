@@ -80,8 +80,7 @@ def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
     """Adds keys that were not given, section by section; the result is validated like anything that the user wrote."""
     if not isinstance(given, Mapping):
         return given
-    inner = {
-        name: filled(given.get(name, {}), value) if isinstance(value, Mapping) else given.get(name, value)
-        for name, value in defaults.items()
-    }
-    return {**given, **inner}
+    for name, value in defaults.items():
+        inner = filled(given.get(name, {}), value) if isinstance(value, Mapping) else given.get(name, value)
+        given = {**given, name: inner}
+    return given

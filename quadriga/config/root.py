@@ -20,10 +20,8 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
 from quadriga.errors import QuadrigaError
 
-_SUPERVISED: dict[str, dict[str, Any]] = {
-    "data": {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024},
-    "trainer": {"experiment_name": "sft"},
-}
+_BATCHES = {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024}
+_SUPERVISED: dict[str, dict[str, Any]] = {"data": _BATCHES, "trainer": {"experiment_name": "sft"}}
 # Pairs share their prompt; conversations are packed as they are.
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},

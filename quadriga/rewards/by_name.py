@@ -85,12 +85,8 @@ class ItemReward:
             return results[0]
         weights, scores = {part.name: part.weight for part in self.parts}, []
         for values in zip(*results, strict=True):
-            said = dict(zip(weights, values, strict=True))
-            numbers = {
-                name: float(value["score"] if isinstance(value, dict) else value)
-                for name, value in said.items()
-                if value is not None
-            }
+            said = [(name, value) for name, value in zip(weights, values, strict=True) if value is not None]
+            numbers = {name: float(value["score"] if isinstance(value, dict) else value) for name, value in said}
             scores.append(weighted(numbers, {name: weights[name] for name in numbers}) if numbers else None)
         return scores
 

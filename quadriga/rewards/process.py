@@ -108,14 +108,9 @@ class GradingProcess:
         try:
             # The process is the supervisor of the one that grades. A process group of its own: Ctrl-C reaches the
             # driver alone, which then decides. Unbuffered, so that what a sample prints is shown when it hangs.
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", COMMAND, *map(str, fds), *map(str, sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=their_output,
-                stderr=their_output,
-                pass_fds=fds,
-                process_group=0,
-            )
+            program = [sys.executable, "-u", "-c", COMMAND, *map(str, fds), *map(str, sys.path)]
+            streams = {"stdin": subprocess.DEVNULL, "stdout": their_output, "stderr": their_output}
+            self.process = subprocess.Popen(program, **streams, pass_fds=fds, process_group=0)
         finally:
             theirs.close()
             os.close(their_lifeline)

@@ -241,10 +241,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:
-                failed = WorkerError(
-                    f"{self.name}[rank {rank}/{len(self.workers)}] failed in {method_name}",
-                    got=f"{type(error).__name__}: {error} (called with {describe_arguments(args, kwargs)})",
-                )
+                where = f"{self.name}[rank {rank}/{len(self.workers)}] failed in {method_name}"
+                told = f"{type(error).__name__}: {error} (called with {describe_arguments(args, kwargs)})"
+                failed = WorkerError(where, got=told)
                 failed.__cause__ = error
                 outcome.set_exception(failed)
             outcomes.append(outcome)

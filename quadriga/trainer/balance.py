@@ -80,12 +80,8 @@ def order_for_ranks(
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
     inputs = batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch))
     patches = [sum(int(one[name].prod(-1).sum()) for name in one or () if name.endswith("grid_thw")) for one in inputs]
-    rows = [
-        cost.row(prompt, total - response, response, num_patches)
-        for prompt, total, response, num_patches in zip(
-            prompts, lengths.tolist(), responses.tolist(), patches, strict=True
-        )
-    ]
+    facts = zip(prompts, (lengths - responses).tolist(), responses.tolist(), patches, strict=True)
+    rows = [cost.row(*one) for one in facts]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
     found = balance(rows, num_ranks, size)

@@ -39,11 +39,9 @@ from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 from quadriga.workers.teacher import check_teachers, require_teachers
 
 # Import strings: Ray is imported only where the configuration names it.
-TEAMS = {
-    "local": "quadriga.single_controller.worker_group:WorkerGroups",
-    "ray": "quadriga.single_controller.ray:RayWorkerGroups",
-}
-STATE_COPIES = "quadriga.single_controller.ray.copies:StateCopies"
+_CONTROLLER = "quadriga.single_controller"
+TEAMS = {"local": f"{_CONTROLLER}.worker_group:WorkerGroups", "ray": f"{_CONTROLLER}.ray:RayWorkerGroups"}
+STATE_COPIES = f"{_CONTROLLER}.ray.copies:StateCopies"
 NSIGHT = {
     "t": "cuda,nvtx,cublas,cudnn",
     "capture-range": "cudaProfilerApi",
@@ -252,12 +250,9 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
     policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
     homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
     processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
-    workers = {
-        role: ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role, is_trained=False)
-        if role == Role.ActorRollout
-        else ClassWithInitArgs(RewardModelWorker, config, tokenizer)
-        for role in roles
-    }
+    policies = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False)
+    grader = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+    workers = {role: policies if role == Role.ActorRollout else grader for role in roles}
     with cluster_of(config):
         team: WorkerGroups = resolve_name(TEAMS[config.trainer.backend])(workers, homes, processes, config.trainer)
         try:
@@ -291,11 +286,8 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
 def build_tokenizer(config: Config) -> Any:
     """The tokenizer of `data.tokenizer`, or of the model."""
     model = config.actor_rollout_ref.model
-    return load_tokenizer(
-        config.data.tokenizer or model.path,
-        trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    trusts, template = config.data.trust_remote_code or model.trust_remote_code, model.custom_chat_template
+    return load_tokenizer(config.data.tokenizer or model.path, trust_remote_code=trusts, chat_template=template)
 
 
 def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:

@@ -85,9 +85,6 @@ def answer(
 
 def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[list[str]]:
     """What the policy itself wrote, `num_samples` texts for each prompt."""
-    masks = responses.batch["response_mask"].bool()
-    texts = [
-        tokenizer.decode(tokens[mask], skip_special_tokens=True)
-        for tokens, mask in zip(responses.batch["responses"], masks, strict=True)
-    ]
+    rows = zip(responses.batch["responses"], responses.batch["response_mask"].bool(), strict=True)
+    texts = [tokenizer.decode(tokens[mask], skip_special_tokens=True) for tokens, mask in rows]
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]

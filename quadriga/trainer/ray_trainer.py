@@ -316,14 +316,9 @@ class RayPPOTrainer(TrainingLoop):
             columns = batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
             if self.config.algorithm.use_kl_in_reward:
-                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(
-                    columns["token_level_scores"],
-                    columns["old_log_probs"],
-                    columns["ref_log_prob"],
-                    columns["response_mask"],
-                    self.kl_controller,
-                    self.config.algorithm.kl_penalty,
-                )
+                names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
+                kind, read = self.config.algorithm.kl_penalty, [columns[name] for name in names]
+                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(*read, self.kl_controller, kind)
                 self.note(kl_metrics)
 
     def correct_rollout(self, batch: DataProto) -> None:

@@ -70,13 +70,8 @@ def answer_files(config: Config, output: Path) -> int:
     with unfinished(output, config) as part:
         texts = part.texts
         if len(texts) < num_rows:
-            loader = create_dataloader(
-                rows,
-                data,
-                batch_size=data.val_batch_size or AT_A_TIME,
-                sampler=range(len(texts), num_rows),
-                drop_last=False,
-            )
+            size, left = data.val_batch_size or AT_A_TIME, range(len(texts), num_rows)
+            loader = create_dataloader(rows, data, batch_size=size, sampler=left, drop_last=False)
             with (
                 frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,),
                 Progress(num_rows, initial=len(texts), description="prompts") as progress,
@@ -212,11 +207,8 @@ def score_file(
             fix = "Name a score function: custom_reward_function.path."
             raise ConfigError(name, got=got, expected=expected, fix=fix)
         outcomes = manager.grade_all(samples)
-    graded = zip(samples.rows, numbers, outcomes, strict=True)
-    facts = [
-        {**one.extra, "data_source": row["data_source"], "uid": number, "score": one.score}
-        for row, number, one in graded
-    ]
+    known = [{"data_source": row["data_source"], "uid": own} for row, own in zip(samples.rows, numbers, strict=True)]
+    facts = [{**one.extra, **own, "score": one.score} for one, own in zip(outcomes, known, strict=True)]
     grades = Grades.of(facts)
     named = ((name.partition("/")[2].rpartition("/reward/mean@"), name) for name in grades.metrics)
     sources = {f"test_score/{source}": name for (source, found, _), name in named if found}

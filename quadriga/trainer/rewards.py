@@ -89,11 +89,8 @@ class ModelReward(RewardManager):
             graded, scored = rule.result(), scores.get()
             told = reduce_metrics(scored.meta_info.pop("metrics"))
             if told["reward/rm_cut"]:
-                logger.warning(
-                    "reward model: %d of %d inputs were too long (reward_model.max_length) and lost their beginning.",
-                    told["reward/rm_cut"],
-                    len(data),
-                )
+                text = "reward model: %d of %d inputs were too long (reward_model.max_length) and lost their beginning."
+                logger.warning(text, told["reward/rm_cut"], len(data))
             by_model = data.union(scored).batch["rm_scores"]
             totals = by_model.sum(-1)
             both = spread("reward/rm_score", totals) | spread("reward/rule_score", graded.scores.sum(-1))

@@ -64,8 +64,6 @@ class Needs:
             old = "no pass of their own: the one optimizer step starts from the policy that sampled"
         choices = {"old log-probs": old}
         if self.larger_groups:
-            choices["groups"] = (
-                "of one response: the estimator compares the responses to one prompt; set "
-                "actor_rollout_ref.rollout.n above 1"
-            )
+            why = "the estimator compares the responses to one prompt; set actor_rollout_ref.rollout.n above 1"
+            choices["groups"] = f"of one response: {why}"
         return choices if self.reference else {"reference": "none: no divergence from it is used", **choices}

@@ -71,11 +71,8 @@ class Settings:
         keys = [key for key in now.values if key in self.values and key not in _RESUMING]
         # It is counted in steps once the data are read.
         keys = [key for key in keys if now.values[key] != "after_each_epoch"]
-        lines = [
-            f"{key}: {_shown(self.values[key], key)} -> {_shown(now.values[key], key)}"
-            for key in keys
-            if self.values[key] != now.values[key]
-        ]
+        values = [(key, self.values[key], now.values[key]) for key in keys]
+        lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key, old, new in values if old != new]
         changed = (name for name, digest in now.files.items() if self.files.get(name, digest) != digest)
         return [*lines, *(f"{name}{CONTENT}" for name in changed)]
 
@@ -128,10 +125,8 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     if not changes:
         print(f"nothing to do: {done} in {checkpoint.parent}; raise {longer} or set {other}")
         return
-    fix = (
-        f"Set {other} for a run of its own, raise {longer} to go on with these settings, or begin anew with "
-        "trainer.resume_mode=disable. What differs:"
-    )
+    anew = "or begin anew with trainer.resume_mode=disable. What differs:"
+    fix = f"Set {other} for a run of its own, raise {longer} to go on with these settings, {anew}"
     got, expected = f"a run whose {done}, with other settings", "a run with steps to do"
     raise ConfigError(str(checkpoint.parent), got=got, expected=expected, fix="\n  ".join([fix, *changes]))
 

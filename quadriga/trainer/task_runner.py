@@ -167,10 +167,8 @@ class TaskRunner:
             with suppress(NoRoomError):
                 run = self._build_run(smaller, timeline)
                 pools = ", ".join(f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items())
-                print(
-                    f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. Its numbers differ by "
-                    "rounding. The next restart asks for all of them again."
-                )
+                said = "Its numbers differ by rounding. The next restart asks for all of them again."
+                print(f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. {said}")
                 return run
         raise missing
 

@@ -290,9 +290,8 @@ def adapter_modules(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
     elif line.written in line.given and value:
         names = [value] if isinstance(value, str) else value
-        line.set(
-            "actor_rollout_ref.model.target_modules", [one for name in names for one in _MODULES.get(name, (name,))]
-        )
+        ours = [one for name in names for one in _MODULES.get(name, (name,))]
+        line.set("actor_rollout_ref.model.target_modules", ours)
 
 
 _MODULES = {
@@ -368,10 +367,8 @@ def rejection(line: "Line", key: str, value: Any) -> None:
     Its bounds are of trained over rollout probabilities; those of k1 here, as from 0.8 on, of rollout over trained.
     """
     section = "algorithm.rollout_correction"
-    level, veto, upper, lower = (
-        line.get(f"{section}.rollout_{name}")
-        for name in ("rs", "token_veto_threshold", "rs_threshold", "rs_threshold_lower")
-    )
+    names = ("rs", "token_veto_threshold", "rs_threshold", "rs_threshold_lower")
+    level, veto, upper, lower = (line.get(f"{section}.rollout_{name}") for name in names)
     if level not in _REJECTIONS and veto is None:
         if key.endswith("_lower"):
             line.note(line.sentence)

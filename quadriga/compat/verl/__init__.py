@@ -55,10 +55,8 @@ def missing_name(name: str) -> ModuleNotFoundError:
     """The error about a name of verl's, with dots, that is not covered: what to use."""
     parts = name.split(".")
     parent, _, own = name.rpartition(".")
-    beside = [
-        *MODULES.get(parent, {}),
-        *(one.rpartition(".")[2] for one in MODULES if one.rpartition(".")[0] == parent),
-    ]
+    modules = [one.rpartition(".") for one in MODULES]
+    beside = [*MODULES.get(parent, {}), *(last for above, _, last in modules if above == parent)]
     above = (MISSING.get(".".join(parts[:end]), "") for end in range(len(parts) - 1, 1, -1))
     advice = MISSING.get(name) or did_you_mean(own, beside) or next(filter(None, above), "")
     advice = advice or "docs/from_verl.md says where all names are listed."

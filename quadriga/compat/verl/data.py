@@ -46,11 +46,8 @@ class RLHFDataset(Dataset):
         self.prompt_key = config.prompt_key
         self.image_key, self.video_key = config.image_key or "images", config.video_key or "videos"
         self.max_prompt_length, self.truncation = config.max_prompt_length, config.truncation
-        self.filter_overlong_prompts, self.shuffle, self.seed = (
-            config.filter_overlong_prompts,
-            config.shuffle,
-            config.seed,
-        )
+        self.filter_overlong_prompts = config.filter_overlong_prompts
+        self.shuffle, self.seed = config.shuffle, config.seed
         self.apply_chat_template_kwargs = dict(config.apply_chat_template_kwargs)
         self.return_raw_chat, self.cache_dir = True, config.cache_dir
         self._vision = as_vision(processor)

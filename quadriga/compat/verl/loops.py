@@ -220,11 +220,8 @@ class AgentLoopBase(ABC):
             encoder = TurnEncoder(self.tokenizer, dict(kwargs))
         if not remove_system_prompt:
             return encoder.prompt(messages, tools or ())
-        of_call = {"name": "unknown", "tool_call_id": "call00000"}
-        plain = [
-            {**(of_call if one["role"] == "tool" else {}), **one, "content": encoder.plain(one["content"])}
-            for one in messages
-        ]
+        of_role = {"tool": {"name": "unknown", "tool_call_id": "call00000"}}
+        plain = [{**of_role.get(one["role"], {}), **one, "content": encoder.plain(one["content"])} for one in messages]
         return encoder.following(plain, self.server_manager.token_ids)
 
     @abstractmethod
@@ -334,18 +331,13 @@ class ToolAgentLoop(AgentLoopBase):
         self.tool_schemas = [spec.schema for spec in specs.values()]
         self.tool_parser_name = turns.format
         self.tool_parser = ToolParser.get_tool_parser(turns.format, self.tokenizer)
-        self.prompt_length, self.response_length = (
-            self.rollout_config.prompt_length,
-            self.rollout_config.response_length,
-        )
+        self.prompt_length = self.rollout_config.prompt_length
+        self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        data = AgentData(
-            messages=list(kwargs["raw_prompt"]),
-            request_id=uuid4().hex,
-            tools_kwargs=kwargs.get("tools_kwargs"),
-            interaction_kwargs=kwargs.get("interaction_kwargs") or {},
-        )
+        messages, tools, talk = (kwargs.get(name) for name in ("raw_prompt", "tools_kwargs", "interaction_kwargs"))
+        own = {"tools_kwargs": tools, "interaction_kwargs": talk or {}}
+        data = AgentData(messages=list(messages or ()), request_id=uuid4().hex, **own)
         handlers: dict[AgentState, Callable[[], Any]] = {
             AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
             AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),

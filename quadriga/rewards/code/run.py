@@ -215,15 +215,8 @@ def _run_one(server: HTTPClient, program: str, index: int, case: Case, limits: L
         part = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
     code, status = part.get("return_code") or 0, _STATUS.get(str(part.get("status")), "error")
     stdout, _, result = (part.get("stdout") or "").partition(_MARK)
-    return Run(
-        index,
-        "error" if status == "ok" and code else status,
-        code,
-        part.get("execution_time") or 0.0,
-        stdout,
-        part.get("stderr") or "",
-        result.strip(),
-    )
+    status, cpu_s = "error" if status == "ok" and code else status, part.get("execution_time") or 0.0
+    return Run(index, status, code, cpu_s, stdout, part.get("stderr") or "", result.strip())
 
 
 def _with_call(program: str, case: Case) -> str:

@@ -22,8 +22,5 @@ def compute_score(
     acc = answer["score"] if "\\boxed" in solution_str else 0.0
     thought, _, rest = solution_str.partition("</think>")
     has_form = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
-    parts = {"acc": acc, "format": float(has_form)}
-    return {
-        **weighted(parts, {"acc": 1.0 - format_weight, "format": format_weight}),
-        "pred": answer["pred"] if "\\boxed" in solution_str else None,
-    }
+    score = weighted({"acc": acc, "format": float(has_form)}, {"acc": 1.0 - format_weight, "format": format_weight})
+    return {**score, "pred": answer["pred"] if "\\boxed" in solution_str else None}

@@ -149,14 +149,10 @@ class Judge:
             # Each attempt counts with the server, so each is counted here; only the last is settled.
             entries.append(self._limit.acquire(estimate, deadline))
 
-        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        reply = self._server.call_until(
-            {"model": self.model, "messages": list(messages), **sampling},
-            timeout_s=self.timeout_s,
-            max_attempts=self.max_attempts,
-            backoff_s=self.backoff_s,
-            before_attempt=before_attempt,
-        )
+        body = {"model": self.model, "messages": list(messages)}
+        body |= {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        limits = {"timeout_s": self.timeout_s, "max_attempts": self.max_attempts, "backoff_s": self.backoff_s}
+        reply = self._server.call_until(body, **limits, before_attempt=before_attempt)
         used = (reply.get("usage") or {}).get("total_tokens")
         if isinstance(used, int):
             self._limit.settle(entries[-1], used)

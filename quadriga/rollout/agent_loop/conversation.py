@@ -391,11 +391,10 @@ class TurnEncoder:
             # Some templates take a tool's response only after an assistant's call, whose name they repeat.
             if messages[0]["role"] != "tool":
                 raise
-            arguments = {"arguments": {_STAND_IN: _STAND_IN}}
-            calls = [
-                {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], **arguments}}
-                for one in messages
+            called = [
+                (one["tool_call_id"], {"name": one["name"], "arguments": {_STAND_IN: _STAND_IN}}) for one in messages
             ]
+            calls = [{"id": name, "type": "function", "function": function} for name, function in called]
             rendered = self._render([user, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
             after = rendered.rpartition(_STAND_IN)[2]
             # Behind the stand-in stands the rest of the call; what follows it begins with a special token.

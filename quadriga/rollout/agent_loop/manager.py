@@ -146,11 +146,10 @@ class AgentLoopManager:
         started = time.perf_counter()
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
         samples = samples_of(prompts, self.config.agent.default_agent_loop)
+        drawn = [SamplingParams(**params, seed=own) for own in sequence_seeds(prompts, seed)]
         chats = [
-            Conversation(
-                engine, self.encoder, sample, SamplingParams(**params, seed=own), self.limits, processor=self.processor
-            )
-            for sample, own in zip(samples, sequence_seeds(prompts, seed), strict=True)
+            Conversation(engine, self.encoder, *one, self.limits, processor=self.processor)
+            for one in zip(samples, drawn, strict=True)
         ]
         outcomes: list[Outcome | None] = [None] * len(chats)
         wait = waiting(f"{len(chats)} conversations", lambda: _state(chats))

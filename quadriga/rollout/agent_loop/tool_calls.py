@@ -102,12 +102,8 @@ class ToolThread(EventLoopThread):
             fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."
             raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
         except Exception as error:
-            failure = ToolFailedError(
-                where,
-                got=f"{type(error).__name__}: {error}"[:2000],
-                expected="a result",
-                fix="Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead.",
-            )
+            fix = "Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead."
+            failure = ToolFailedError(where, f"{type(error).__name__}: {error}"[:2000], "a result", fix)
             failure.details = traceback_text(error)
             raise failure from error
 

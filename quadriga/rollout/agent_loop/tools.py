@@ -249,13 +249,12 @@ def describe(
         got = f"a parameter that has no JSON form ({str(error).splitlines()[0]})"
         fix = "Take str, int, float, bool, list, dict, Literal, or a pydantic model."
         raise RolloutError(where, got=got, expected="types of JSON", fix=fix) from error
+
     # Pydantic makes titles up of names: they cost tokens and say nothing. A property may be named so, though.
-    parameters = json.loads(
-        text,
-        object_hook=lambda part: {
-            key: value for key, value in part.items() if key != "title" or not isinstance(value, str)
-        },
-    )
+    def untitled(part: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
+
+    parameters = json.loads(text, object_hook=untitled)
     for argument, text in argument_texts.items():
         if argument in parameters.get("properties", {}):
             parameters["properties"][argument].setdefault("description", text)

@@ -261,10 +261,8 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
     if is_unreadable or isinstance(error, RayTaskError):
         # The process lives: Ray could not bring the arguments there or the output back.
         told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
-        failed = WorkerError(
-            f"{call.worker} failed in {call.method}: got {told} (called with {call.arguments()}), expected arguments "
-            "and a result that can be pickled here and unpickled there"
-        )
+        where, got = f"{call.worker} failed in {call.method}", f"{told} (called with {call.arguments()})"
+        failed = WorkerError(where, got, "arguments and a result that can be pickled here and unpickled there")
         failed.worker = str(call.worker)
         failed.add_note(f"\nRay says:\n{error}")
         return failed
