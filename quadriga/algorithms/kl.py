@@ -24,6 +24,7 @@ from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean
 from quadriga.errors import CheckpointError, ConfigError, did_you_mean
 
 MAX_LOW_VARIANCE_KL = 10.0
+PENALTY_FIELDS = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
 
 
 def _low_variance(difference: Tensor) -> Tensor:

@@ -34,5 +34,8 @@ class Field:
 with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as _file:
     _, *_rows = csv.reader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
 
-_fields = (Field(*row, tuple(writers.split()), tuple(readers.split()), unit) for *row, writers, readers, unit in _rows)
-FIELDS = {field.name: field for field in _fields}  # by name: tensors first, then objects
+FIELDS = {
+    name: Field(name, shape, dtype, tuple(writers.split()), tuple(readers.split()), unit)
+    for name, shape, dtype, writers, readers, unit in _rows
+}
+"""By name: tensors first, then objects."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
+from quadriga.algorithms.kl import PENALTY_FIELDS, apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import choose_estimator, estimate_advantages
@@ -316,9 +316,9 @@ class RayPPOTrainer(TrainingLoop):
             columns = batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
             if self.config.algorithm.use_kl_in_reward:
-                names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
-                kind, read = self.config.algorithm.kl_penalty, [columns[name] for name in names]
-                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(*read, self.kl_controller, kind)
+                own = {"kl_ctrl": self.kl_controller, "kind": self.config.algorithm.kl_penalty}
+                read = {name: columns[name] for name in PENALTY_FIELDS}
+                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(**read, **own)
                 self.note(kl_metrics)
 
     def correct_rollout(self, batch: DataProto) -> None:

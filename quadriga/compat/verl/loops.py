@@ -335,9 +335,9 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        messages, tools, talk = (kwargs.get(name) for name in ("raw_prompt", "tools_kwargs", "interaction_kwargs"))
+        messages, tools, talk = kwargs["raw_prompt"], kwargs.get("tools_kwargs"), kwargs.get("interaction_kwargs")
         own = {"tools_kwargs": tools, "interaction_kwargs": talk or {}}
-        data = AgentData(messages=list(messages or ()), request_id=uuid4().hex, **own)
+        data = AgentData(messages=list(messages), request_id=uuid4().hex, **own)
         handlers: dict[AgentState, Callable[[], Any]] = {
             AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
             AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),

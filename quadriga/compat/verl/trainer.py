@@ -56,8 +56,8 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """The batch with `token_level_rewards` [B, T], scores less the KL penalty of each token; and metrics of it."""
-    columns = [data.batch[name] for name in ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")]
-    data.batch["token_level_rewards"], metrics = kl.apply_kl_penalty(*columns, kl_ctrl, kl_penalty)
+    read = {name: data.batch[name] for name in kl.PENALTY_FIELDS}
+    data.batch["token_level_rewards"], metrics = kl.apply_kl_penalty(**read, kl_ctrl=kl_ctrl, kind=kl_penalty)
     return data, metrics
 
 
