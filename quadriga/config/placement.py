@@ -83,25 +83,23 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
     The reference is arranged as the actor is, also in a pool of its own. Whether there is a critic the advantage
     estimator decides.
     """
-    sections: dict[str, tuple[str, ParallelConfig]] = {
-        **dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor)),
-        **({"critic": (CRITIC, config.critic)} if has_critic else {}),
-        "reward_model": ("reward_model", config.reward_model),
-        "teacher": (DISTILLATION, config.distillation),
-    }
+    sections = _sections(config)
     for role, pool in role_pools(config.trainer, asked_roles(config)).items():
-        if role in sections:
+        if role in sections and (role != "critic" or has_critic):
             yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
 
 
+def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
+    """The section that arranges the ranks of a role, behind its dotted key."""
+    own = {"reward_model": ("reward_model", config.reward_model), "teacher": (DISTILLATION, config.distillation)}
+    policies = dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor))
+    return {**policies, "critic": (CRITIC, config.critic), **own}
+
+
 def profiled_ranks(config: Config, role: str) -> list[int] | None:
-    """The ranks of a role that are profiled; None: all."""
-    sections: dict[str, ParallelConfig] = {
-        "critic": config.critic,
-        "reward_model": config.reward_model,
-        "teacher": config.distillation,
-    }
-    return sections.get(role, config.actor_rollout_ref.actor).profiler.ranks
+    """The ranks of a role that are profiled; None: all. The rollout's are the actor's."""
+    _, section = _sections(config)["actor" if role == "rollout" else role]
+    return section.profiler.ranks
 
 
 def check_profiles(config: Config) -> Iterator[Finding]:
@@ -255,11 +253,10 @@ def _check_shared_sizes(config: Config) -> Iterator[Finding]:
     pools = role_pools(config.trainer, asked_roles(config))
     policy = next((pools[role] for role in POLICIES if role in pools), None)
     actor, has_critic = config.actor_rollout_ref.actor, config.task == "rl" and config.algorithm.adv_estimator == "gae"
-    others = [(CRITIC, "critic", config.critic)] if has_critic else []
-    others += [("reward_model", "reward_model", config.reward_model)] if config.reward_model.enable else []
-    others += [(DISTILLATION, "teacher", config.distillation)] if config.distillation.enable else []
+    others = [*(["critic"] if has_critic else []), *asked_roles(config)]
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
-        for at, role, section in others:
+        for role in others:
+            at, section = _sections(config)[role]
             size, expected = getattr(section, name), getattr(actor, name)
             if pools.get(role) == policy and size != expected:
                 got = f"{size}, in processes that it shares with the actor"

@@ -277,7 +277,7 @@ def start_of(config: TrainerConfig) -> Path | None:
     """The checkpoint that a run goes on from if it is whole; None: the run begins anew."""
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path or "")
-    own = Checkpoints(Path(config.default_local_dir))
+    own = Checkpoints(config.directory)
     newest = own.newest() if config.resume_mode == "auto" else None
     return None if newest is None else own.path(newest)
 

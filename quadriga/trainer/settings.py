@@ -24,7 +24,7 @@ from quadriga.config.keys import leaf_keys
 from quadriga.config.yaml_text import as_text, parse_yaml
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observe.watchdog import waiting
-from quadriga.trainer.checkpoint import Checkpoints, step_of, verify, write_atomically
+from quadriga.trainer.checkpoint import start_of, step_of, verify, write_atomically
 
 CONFIGURATION = "config.yaml"
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
@@ -88,11 +88,7 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
     """Compare the settings with those of the checkpoint that the run will go on from, and print what differs. Returns
     whether no step is left, as far as that is known before the data are read. Raises ConfigError: no step is left, and
     settings differ."""
-    trainer, path = config.trainer, None
-    if trainer.resume_mode == "auto" and (newest := Checkpoints(trainer.directory).newest()) is not None:
-        path = Checkpoints(trainer.directory).path(newest)
-    elif trainer.resume_mode == "resume_path":
-        path = Path(trainer.resume_from_path or "")
+    trainer, path = config.trainer, start_of(config.trainer)
     if path is None or trainer.val_only:
         return False
     try:
