@@ -217,7 +217,6 @@ class Run:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model with the last weights."""
         kind = AutoModelForSequenceClassification if self.config.task == "reward_model" else AutoModelForCausalLM
         return kind.from_pretrained(self.model_folder)
 
@@ -461,7 +460,6 @@ class _Draft:
 
 
 def _rows_of(given: Any) -> list[Any]:
-    """The rows of a table or of an iterable."""
     if isinstance(given, pd.DataFrame):
         return given.to_dict("records")
     if hasattr(given, "with_format") and hasattr(given, "__getitem__"):

@@ -59,12 +59,9 @@ def buckets(
     alignment: int = 1,
 ) -> Iterator[list[U]]:
     """Pack a stream of items, in order, into buckets of at most `max_bytes`; a larger item has a bucket of its own.
-
-    Args:
-        put: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A
-            bucket is yielded before the first item of the next one is put, so all may be written to the same memory.
-        alignment: items begin at multiples of it, in bytes.
-    """
+    `put`: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A
+    bucket is yielded before the first item of the next one is put, so all may be written to the same memory.
+    `alignment`: items begin at multiples of it, in bytes."""
     bucket: list[U] = []
     used = 0
     for item in items:

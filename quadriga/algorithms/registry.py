@@ -140,12 +140,9 @@ class Registry(dict[str, Callable[..., Any]]):
     def register(self, name: str, *, needs_advantage: bool = False) -> Callable[[Function], Function]:
         """A decorator that makes a function known as `name`.
         Raises ConfigError: another function has that name, or the signature leaves open what is a field.
-
-        Args:
-            name: what the configuration calls it.
-            needs_advantage: True of a policy loss that is 0, with a gradient of 0, wherever a sequence's advantages
-                are 0; the engine then leaves such sequences out. False is always right.
-        """
+        `name`: what the configuration calls it.
+        `needs_advantage`: True of a policy loss that is 0, with a gradient of 0, wherever a sequence's advantages are
+        0; the engine then leaves such sequences out. False is always right."""
 
         def decorate(function: Function) -> Function:
             where = f"{self.key} {str(name)!r}"
@@ -221,12 +218,9 @@ def estimate_advantages(
     """Run an estimator whose options are bound on the fields that it names, and check what it returns.
     Returns advantages and returns, both [B, T] and 0 outside the mask. Raises ConfigError: the estimator names a field
     that the batch does not have, or what it returns is not two finite tensors of the shape of the mask.
-
-    Args:
-        estimator: from `choose_estimator` or `bind_options`.
-        fields: the columns of the batch by name, tensors and arrays alike; `response_mask` [B, T] must be among them.
-            Without off-policy correction `rollout_is_weights` are 1.
-    """
+    `estimator`: from `choose_estimator` or `bind_options`.
+    `fields`: the columns of the batch by name, tensors and arrays alike; `response_mask` [B, T] must be among them.
+    Without off-policy correction `rollout_is_weights` are 1."""
     names = required_fields(estimator)
     fields = {"rollout_is_weights": torch.ones(fields["response_mask"].shape), **fields}
     if missing := [name for name in names if name not in fields]:

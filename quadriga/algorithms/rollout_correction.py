@@ -76,12 +76,9 @@ def correct_rollout(columns: Mapping[str, Tensor], correction: Any) -> tuple[dic
     Returns columns to set, [B, T] each: `rollout_is_weights` with `rollout_is`, which every loss is multiplied by, and
     `response_mask` where something is rejected; and metrics under `rollout_corr/`, of the batch before rejection. In
     bypass form: the weights of its losses' normalisation only, the same number everywhere.
-
-    Args:
-        columns: of the whole batch: `old_log_probs`, `rollout_log_probs`, `response_mask`, [B, T] each.
-        correction: the section `algorithm.rollout_correction`: its `bypass_mode`, `rollout_is`, `weight_bounds`,
-            `rollout_is_batch_normalize` and `rejections` are read.
-    """
+    `columns`: of the whole batch: `old_log_probs`, `rollout_log_probs`, `response_mask`, [B, T] each.
+    `correction`: the section `algorithm.rollout_correction`: its `bypass_mode`, `rollout_is`, `weight_bounds`,
+    `rollout_is_batch_normalize` and `rejections` are read."""
     mask, rollout = columns["response_mask"], columns["rollout_log_probs"]
     log_ratio = columns["old_log_probs"] - rollout
     metrics = divergence_metrics(columns["old_log_probs"], rollout, mask)

@@ -73,7 +73,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.pp * self.dp_size * self.sp * self.tp
 
     @property

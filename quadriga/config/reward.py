@@ -55,7 +55,6 @@ class RewardModelConfig(ParallelConfig):
 
     @property
     def fsdp_config(self) -> FSDPConfig:
-        """The sharding of its ranks."""
         return self.model.fsdp_config
 
     def findings(self, at: str) -> Iterator[Finding]:

@@ -276,7 +276,6 @@ class Picture:
         return "".join([*parts, "</svg>"])
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture, an SVG file."""
         Path(path).write_text(self._repr_svg_(), encoding="utf-8")
         return Path(path)
 

@@ -52,11 +52,8 @@ _TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
 
 def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
     """Write a DataProto into a file that its owner alone can read: aside, then renamed, so it is whole or not there.
-
-    Raises:
-        ProtocolError: an entry is of a class that a file cannot hold (module docstring); the error names both.
-        OSError: there is no room or permission.
-    """
+    Raises ProtocolError: an entry is of a class that a file cannot hold (module docstring); the error names both.
+    Raises OSError: there is no room or permission."""
     path = Path(filepath)
     parts = _Writer(f"save_to_disk({str(filepath)!r})").parts(data)
     path.parent.mkdir(parents=True, exist_ok=True)

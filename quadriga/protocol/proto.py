@@ -135,13 +135,10 @@ class DataProto:
         auto_padding: bool = False,
     ) -> "DataProto":
         """Build from columns, the batch first in each.
-
-        Args:
-            non_tensors: arrays are kept, any other sequence becomes an object array.
-            num_batch_dims: how many leading dimensions all tensors must agree in. Rows are counted along the first;
-                2 is for data that `unfold_batch_dim` is to unfold.
-            auto_padding: ask the dispatch for chunks of equal size (module docstring).
-        """
+        `non_tensors`: arrays are kept, any other sequence becomes an object array.
+        `num_batch_dims`: how many leading dimensions all tensors must agree in. Rows are counted along the first; 2 is
+        for data that `unfold_batch_dim` is to unfold.
+        `auto_padding`: ask the dispatch for chunks of equal size (module docstring)."""
         if num_batch_dims < 1:
             raise ProtocolError(f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more")
         tensors = dict(tensors or {})

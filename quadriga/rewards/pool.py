@@ -154,13 +154,10 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
         """Begin to grade while the caller does something else.
         Raises RewardError: the pool is closed.
-
-        Args:
-            rows: keyword arguments for the score function, one dict a sample; a function that grades batches gets all
-                in one call.
-            timeout_s: seconds for each sample; one call for all has so many for each of them together.
-            max_failures: end once more than this many samples have failed. None: never.
-        """
+        `rows`: keyword arguments for the score function, one dict a sample; a function that grades batches gets all in
+        one call.
+        `timeout_s`: seconds for each sample; one call for all has so many for each of them together.
+        `max_failures`: end once more than this many samples have failed. None: never."""
         if self._is_closed:
             raise RewardError("grading pool", got="a sample", expected="none, since the pool is closed")
         keys = range(len(rows))

@@ -263,7 +263,6 @@ def _serve(connection: Connection) -> None:
 
 
 def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
-    """Grade one sample after the other."""
     loaded: set[str] = set()
     while True:
         chunk = connection.recv()

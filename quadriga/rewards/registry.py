@@ -76,12 +76,9 @@ class RewardManager:
         """Begin to grade the responses of a batch; a manager that is only called grades them at the join.
         Raises RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
         `reward_model.max_error_rate` of the samples could not be graded.
-
-        Args:
-            data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model`
-                with a "ground_truth" each, and `extra_info` (optional). Others may be added until the join.
-            outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
-        """
+        `data`: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model` with
+        a "ground_truth" each, and `extra_info` (optional). Others may be added until the join.
+        `outcomes`: [B] those of `grade_one`, None for a response that is not graded yet."""
         return Grading(partial(self, data), lambda: None)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:

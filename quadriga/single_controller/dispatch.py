@@ -63,7 +63,6 @@ class GroupLayout:
         self.meshes = {"": MeshLayout(ranks, ranks), **self.meshes}
 
     def mesh(self, name: str) -> MeshLayout:
-        """The layout that the workers registered under `name`."""
         return self.meshes[name]
 
 

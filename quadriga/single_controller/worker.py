@@ -115,5 +115,4 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run `function(...)` on rank 0."""
         return function(*args, **kwargs)

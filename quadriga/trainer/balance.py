@@ -55,7 +55,6 @@ class SequenceCost:
     patch: float = 0.0  # cost of the vision encoder for a patch of an image or a video of the prompt
 
     def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int, num_patches: int = 0) -> Row:
-        """A response with its costs."""
         lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
         before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
         response_cost = whole - before + self.head * num_response_tokens

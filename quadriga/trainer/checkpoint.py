@@ -166,11 +166,8 @@ class Checkpoints:
         """Verify and load the checkpoint that a run with this configuration goes on from.
         `load`: reads a checkpoint. It may be called again, with an older one, after a DamagedCheckpointError. Returns
         the checkpoint; None: the run begins anew.
-
-        Raises:
-            DamagedCheckpointError: it is damaged, and the user named it, or no older one is whole or is to be taken.
-            CheckpointError: it is that of another model or optimizer, or the directory cannot be changed.
-        """
+        Raises DamagedCheckpointError: it is damaged, and the user named it, or no older one is whole or is to be taken.
+        Raises CheckpointError: it is that of another model or optimizer, or the directory cannot be changed."""
         path, damaged = None, {}
         if config.resume_mode == "resume_path":
             path = Path(config.resume_from_path or "")

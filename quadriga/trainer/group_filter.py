@@ -47,18 +47,14 @@ class GroupFilter:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough groups differ."""
         return len(self._sizes) >= self.num_wanted
 
     def add(self, part: DataProto) -> set[Hashable]:
         """Take the groups that differ. Returns their `uid`s.
         `part`: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
         `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
-
-        Raises:
-            DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.
-            RewardError: the graders do not return the metric, or it is no number.
-        """
+        Raises DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.
+        Raises RewardError: the graders do not return the metric, or it is no number."""
         values = metric_of_rows(part, self.settings.metric)
         groups: dict[Hashable, list[int]] = {}
         for row, uid in enumerate(part.non_tensor_batch["uid"]):

@@ -27,10 +27,8 @@ def steps(config: Config, build: Callable[..., Any] | None = None) -> Iterator[A
 
     `build` makes a run of the configuration, where `build_run` does not.
 
-    Raises:
-        ConfigError: Ray is asked for and not installed.
-        QuadrigaError: what went wrong in the run, wherever that was.
-    """
+    Raises ConfigError: Ray is asked for and not installed.
+    Raises QuadrigaError: what went wrong in the run, wherever that was."""
     with cluster_of(config) as start_up:
         yield from _load(RUNNER)().steps(config, start_up, build)
 

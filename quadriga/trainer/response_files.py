@@ -129,7 +129,6 @@ class Unfinished:
         self.texts += texts
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -58,10 +58,9 @@ class TaskRunner:
         `start_up` has the parts of the start-up so far, each with its begin in seconds since 1970; `build` makes the
         run, where `build_run` does not.
 
-        Raises:
-            QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
-            WorkerLostError: a worker was lost and the run does not go on by itself: why, and how it does.
-        """
+        Raises QuadrigaError: what is wrong with the configuration, the data or the models is said before the first
+        step.
+        Raises WorkerLostError: a worker was lost and the run does not go on by itself: why, and how it does."""
         self.config, self._build_run = config, build or build_run
         self._run: Run | None = None
         self._is_stopping = False

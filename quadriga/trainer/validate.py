@@ -155,14 +155,11 @@ def validation_values(
 ) -> dict[str, np.ndarray]:
     """All validation metrics by full name, each as the values of the prompts that it is the mean of.
     Returns name -> float64 [prompts], per data source in order of appearance.
-
-    Args:
-        uids: of each response, equal for responses to the same prompt.
-        variables: numbers of each response by name, "reward" among them; None or NaN where a response has none. Those
-            that hold anything else, such as texts, are not measured.
-        predictions: the final answer extracted from each response, compared by equality; None where there is none.
-            Without any, there is no maj@k.
-    """
+    `uids`: of each response, equal for responses to the same prompt.
+    `variables`: numbers of each response by name, "reward" among them; None or NaN where a response has none. Those
+    that hold anything else, such as texts, are not measured.
+    `predictions`: the final answer extracted from each response, compared by equality; None where there is none.
+    Without any, there is no maj@k."""
     numbers = {name: column for name, values in variables.items() if (column := _numbers(values)) is not None}
     rows_of_source = defaultdict(list)
     for row, source in enumerate(data_sources):

@@ -131,12 +131,10 @@ class Tree:
             self.values[key] = value
 
     def drop(self, key: str) -> None:
-        """Removes a leaf or a section."""
         for one in [key, *self.below(key)]:
             self.values.pop(one, None)
 
     def below(self, key: str) -> list[str]:
-        """The leaves of a section."""
         return [one for one in self.values if one.startswith(f"{key}.")]
 
     def resolved(self, key: str, above: tuple[str, ...] = ()) -> Any:

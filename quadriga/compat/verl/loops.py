@@ -97,11 +97,8 @@ class AsyncLLMServerManager:
         self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **others: Any
     ) -> TokenOutput:
         """The engine's response to token ids; `sampling_params` are those of `run`, changed or not.
-
-        Raises:
-            ConversationOver: there is no room behind `prompt_ids`.
-            RolloutError: pictures, or a sampling parameter that engines do not have.
-        """
+        Raises ConversationOver: there is no room behind `prompt_ids`.
+        Raises RolloutError: pictures, or a sampling parameter that engines do not have."""
         where, given = "server_manager.generate", dict(sampling_params)
         if pictures := [name for name, value in others.items() if name.endswith("_data") and value]:
             raise RolloutError(where, got=", ".join(pictures), expected="token ids alone")
@@ -398,7 +395,6 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """The tools' turn."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
         with simple_timer("tool_calls", agent_data.metrics):
             found = await asyncio.gather(*(self._call_tool(one, agent_data.tools_kwargs, agent_data) for one in calls))
@@ -410,7 +406,6 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._follow(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """The user's turn."""
         reply = await agent_data.interaction.reply(agent_data.messages)
         agent_data.turn_scores += [] if reply.score is None else [reply.score]
         if reply.is_over:

@@ -189,5 +189,4 @@ class Tracking(tracking.Tracking):
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
-        """Record the numbers of a step."""
         super().log(data, step)

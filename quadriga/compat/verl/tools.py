@@ -74,11 +74,9 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it is text without pictures."""
         return bool(self.text) and not (self.image or self.video)
 
 
@@ -289,7 +287,6 @@ class BaseInteraction(Interaction):
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
-        """The score of a turn."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:

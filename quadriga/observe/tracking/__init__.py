@@ -53,7 +53,6 @@ class Tracking(AbstractContextManager["Tracking"]):
         self.close(has_failed=kind is not None)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the reduced metrics of a step."""
         self._each(lambda backend: backend.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -62,7 +61,6 @@ class Tracking(AbstractContextManager["Tracking"]):
             self._each(lambda backend: backend.log_samples(samples, step))
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close every backend. May be called twice."""
         try:
             self._each(lambda backend: backend.close(has_failed=has_failed))
         finally:

@@ -36,11 +36,8 @@ _RELATION = re.compile(r"\s*(?:[<>\u2260\u2264\u2265]|\\(?:neq?|leq?|geq?|lt|gt|
 
 def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     """1 if the response's answer means the same as the ground truth, else 0.
-
-    Raises:
-        ValueError: the ground truth is not mathematics.
-        TimeoutError: an expression is too hard to read or compare within 5 s.
-    """
+    Raises ValueError: the ground truth is not mathematics.
+    Raises TimeoutError: an expression is too hard to read or compare within 5 s."""
     try:
         truth = _parse_truth(str(ground_truth), _limit_s())
         # A box that is never closed holds no answer; the rest of the text is none either.

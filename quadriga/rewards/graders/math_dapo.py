@@ -33,10 +33,8 @@ def compute_score(
     solution_str: str, ground_truth: str, extra_info: Any = None, *, wrong_score: float = -1.0, use_symbols: bool = True
 ) -> dict[str, Any]:
     """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0.
-
-    Raises:
-        ValueError: the ground truth is empty.
-        TimeoutError: math-verify did not finish in 5 s. RuntimeError: it failed otherwise; its own error is quoted.
+    Raises ValueError: the ground truth is empty.
+    Raises TimeoutError: math-verify did not finish in 5 s. RuntimeError: it failed otherwise; its own error is quoted.
     """
     if not (truth := normal(str(ground_truth))):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an answer")

@@ -136,11 +136,8 @@ class Judge:
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The judge's reply to messages with "role" and "content".
-
-        Raises:
-            TimeoutError: no reply within `timeout_s`.
-            RewardError: the server refuses, no attempt brought a reply, or the reply holds no text.
-        """
+        Raises TimeoutError: no reply within `timeout_s`.
+        Raises RewardError: the server refuses, no attempt brought a reply, or the reply holds no text."""
         deadline = time.monotonic() + self.timeout_s
         estimate = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + self.max_tokens
         entries: list[list[float]] = []

@@ -145,11 +145,8 @@ class Conversation:
 
     def begin(self, messages: Sequence[Mapping[str, Any]] | None, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
         """Replaces the prompt that the data set rendered, to offer tools or to say something else.
-
-        Raises:
-            ConversationOver: it does not fit into `data.max_prompt_length`.
-            RolloutError: there are no messages, or the template leaves the tools out.
-        """
+        Raises ConversationOver: it does not fit into `data.max_prompt_length`.
+        Raises RolloutError: there are no messages, or the template leaves the tools out."""
         assert not self.turns, "a conversation begins before its first turn"
         where = f"conversation of row {self.sample.row}"
         if messages is None:
@@ -179,7 +176,6 @@ class Conversation:
 
     @property
     def num_assistant_turns(self) -> int:
-        """Turns that the model wrote."""
         return sum(turn.role == "assistant" for turn in self.turns)
 
     @property
@@ -190,11 +186,8 @@ class Conversation:
 
     async def generate(self, **changes: Any) -> Turn:
         """The model's next turn; `changes` replace fields of `SamplingParams` for this turn alone.
-
-        Raises:
-            ConversationOver: no token fits any more, or the model's turn was cut or given up.
-            RolloutError: the engine failed.
-        """
+        Raises ConversationOver: no token fits any more, or the model's turn was cut or given up.
+        Raises RolloutError: the engine failed."""
         if self.room < 1:
             raise ConversationOver("length")
         changes["max_tokens"] = min(changes.pop("max_tokens", self.room), self.room)
@@ -245,14 +238,10 @@ class Conversation:
         self, messages: Sequence[Mapping[str, Any]], *, tool_responses: Sequence[ToolResponse] = (), seconds: float = 0
     ) -> None:
         """A turn that the model did not write: messages of the role "tool", or of "user".
-
         Their content is text, or parts of text and `{"type": "image", "image": ...}`, as a row may have them.
-
-        Raises:
-            ConversationOver: it does not fit, or a limit on turns is reached; or it shows an image after the model has
-                written the token of one itself.
-            RolloutError: the template does not take the messages, or there is an image, for a text-only model.
-        """
+        Raises ConversationOver: it does not fit, or a limit on turns is reached; or it shows an image after the model
+        has written the token of one itself.
+        Raises RolloutError: the template does not take the messages, or there is an image, for a text-only model."""
         self.require_another()
         plain, pictures = self.encoder.plain_messages(messages)
         token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())

@@ -56,7 +56,6 @@ class BoundedOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """As any stream."""
         self.stream.flush()
 
     def close(self) -> None:

@@ -60,11 +60,8 @@ class AgentLoop(ABC):
     async def run(self, chat: Conversation) -> None:
         """Leads one conversation to its end: where it returns, the last turn is the model's.
         `chat`: ends itself by `ConversationOver`, which passes through here.
-
-        Raises:
-            ConversationOver: a limit was reached.
-            ToolFailedError: a tool failed; the conversation ends, and its reason is recorded.
-        """
+        Raises ConversationOver: a limit was reached.
+        Raises ToolFailedError: a tool failed; the conversation ends, and its reason is recorded."""
 
 
 class AgentLoopRegistry(dict[str, type[AgentLoop]]):

@@ -137,11 +137,8 @@ class Server:
 def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None) -> list[ToolSpec]:
     """The tools of the servers in a YAML file; each server that is started or reached is added to `servers`.
     `log_dir`: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
-
-    Raises:
-        ConfigError: the file is not as it must be.
-        RolloutError: a server cannot be reached.
-    """
+    Raises ConfigError: the file is not as it must be.
+    Raises RolloutError: a server cannot be reached."""
     entries, tools = read_tool_file(path).mcp_servers, list[ToolSpec]()
     if not entries:
         return tools

@@ -167,13 +167,10 @@ def function_tool(*, name: str = "", description: str = "") -> Callable[[Functio
 def function_tool(function: Function | None = None, *, name: str = "", description: str = "") -> Any:
     """Decorator: offers a function to the model; it can still be called as before.
     Raises RolloutError: the function cannot be a tool; the error says why.
-
-    Args:
-        function: with a type hint for each argument, and a docstring. What follows a `*` is hidden from the model and
-            comes from `tools_kwargs[NAME]["execute_kwargs"]` of a sample.
-        name: by which the model calls it; "": the function's.
-        description: what the model reads; "": the docstring up to its first section.
-    """
+    `function`: with a type hint for each argument, and a docstring. What follows a `*` is hidden from the model and
+    comes from `tools_kwargs[NAME]["execute_kwargs"]` of a sample.
+    `name`: by which the model calls it; "": the function's.
+    `description`: what the model reads; "": the docstring up to its first section."""
     if function is None:
         return partial(function_tool, name=name, description=description)
     setattr(function, _SPEC, spec_of(function, name=name, description=description))

@@ -140,7 +140,6 @@ class _Wait:
         return [ref for ref in self.calls if ref not in self.outputs]
 
     def failed(self) -> list[Failure | _Loss]:
-        """The failures so far."""
         return [output for output in self.outputs.values() if isinstance(output, (Failure, _Loss))]
 
     def is_over(self, limit_s: float) -> bool:

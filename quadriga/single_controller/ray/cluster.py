@@ -128,7 +128,6 @@ class _OwnCluster:
         self._sweeper = subprocess.Popen(program, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def is_broken(self) -> bool:
-        """Whether its head or its raylet has ended."""
         return any(part.poll() is not None for part in self._parts)
 
     def end(self, *, is_failed: bool) -> None:

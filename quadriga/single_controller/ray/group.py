@@ -302,7 +302,6 @@ class RayWorkerGroups(WorkerGroups):
             raise
 
     def describe(self) -> dict[str, str]:
-        """Processes and threads of each pool."""
         chosen = {}
         for pool, group in self._of_pools.items():
             roles = ", ".join(role for role in self.groups if self._manager.mapping[role] == pool)

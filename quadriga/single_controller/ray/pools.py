@@ -215,7 +215,6 @@ class ResourcePoolManager:
         return self.pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
-        """The pool of a role."""
         if role not in self.mapping:
             where, fix = f"role {role}", f"Map it to one of the pools {', '.join(self.pools)}."
             raise WorkerError(where, got="no pool", expected=f"one of the roles with a pool: {self._roles}", fix=fix)
