@@ -312,9 +312,8 @@ class _Draft:
         self.task, self.files = task, [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in given.items() if value is not None}
         if model is not None:
-            self.values["actor_rollout_ref.model.path"] = (
-                model.model_folder if isinstance(model, Run) else model_folder(model)
-            )
+            path = model.model_folder if isinstance(model, Run) else model_folder(model)
+            self.values["actor_rollout_ref.model.path"] = path
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
         if "trainer.total_training_steps" in self.values:

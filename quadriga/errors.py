@@ -131,7 +131,6 @@ def first_line(error: BaseException) -> str:
 def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
     """The traceback of a user's error, from `begin` on if given; over 8,000 characters without the middle."""
     text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__)).rstrip()
-    left_out = len(text) - 8000
-    return redacted_text(
-        text if left_out <= 0 else f"{text[:4000]} ... ({left_out:,} characters are left out) ... {text[-4000:]}"
-    )
+    if (left_out := len(text) - 8000) > 0:
+        text = f"{text[:4000]} ... ({left_out:,} characters are left out) ... {text[-4000:]}"
+    return redacted_text(text)

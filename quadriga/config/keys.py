@@ -125,9 +125,8 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     """Up to three known keys that a mistyped one may have meant, the likeliest first."""
     # A right name in a wrong section is likelier than a wrong name in the right one.
     known = list(leaf_keys(task))
-    tail = [
-        one for one in known if one.endswith(f".{key}") or one in [spelled(own, task) for own in aliases().get(key, ())]
-    ]
+    meant = [spelled(own, task) for own in aliases().get(key, ())]
+    tail = [one for one in known if one.endswith(f".{key}") or one in meant]
     close = get_close_matches(key, known, n=3, cutoff=0.8)
     moved = get_close_matches(key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3)
     return list(dict.fromkeys(tail + moved + close))[:3]

@@ -96,9 +96,7 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
     else:
         command = [sys.executable, "-c", f"import {extra.module}"]
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
             last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             problem = f"does not import: {last_line}" if done.returncode else ""
         except subprocess.TimeoutExpired:

@@ -55,11 +55,10 @@ class Recording:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
+            recorded: dict[str, Any] = {"profile_memory": True, "record_shapes": True}
             # An engine may compute in a thread of its own.
-            threads = _ExperimentalConfig(profile_all_threads=True)
-            self._trace = torch.profiler.profile(
-                activities=activities, profile_memory=True, record_shapes=True, experimental_config=threads
-            )
+            recorded["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
+            self._trace = torch.profiler.profile(activities=activities, **recorded)
             self._trace.start()
             PhaseTimer.mark = torch.profiler.record_function
 

@@ -197,9 +197,8 @@ class DataProto:
         if self.batch is not None:
             size = len(range(*rows.indices(len(self))))
             batch = TensorDict(map_columns(self.batch, lambda x: x[rows]), batch_size=[size], device=self.batch.device)
-        return DataProto(
-            batch, {key: array[rows] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info)
-        )
+        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        return DataProto(batch, arrays, dict(self.meta_info))
 
     def select_idxs(self, idxs: RowIndex) -> "DataProto":
         """Rows by number, in the order given and as often as given, or by a boolean mask; a copy."""
@@ -284,11 +283,8 @@ class DataProto:
         batches = [part.batch for part in parts if part.batch is not None]
         if batches and len(batches) != len(parts):
             raise ProtocolError("DataProto.concat: got parts with and without tensors, expected the same columns")
-        return DataProto(
-            batch=merge.concat_tensors(batches) if batches else None,
-            non_tensor_batch=merge.concat_arrays([part.non_tensor_batch for part in parts]),
-            meta_info=meta_info,
-        )
+        batch = merge.concat_tensors(batches) if batches else None
+        return DataProto(batch, merge.concat_arrays([part.non_tensor_batch for part in parts]), meta_info)
 
     def is_padding_enabled(self) -> bool:
         """Whether `auto_padding=True` requests chunks of equal size from the dispatch."""
@@ -326,11 +322,10 @@ class DataProto:
         tensors = self.batch
         if tensors is not None:
             tensors = tensors.copy() if batch_keys is None else tensors.select(*batch_keys)
-        arrays = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
+        names = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
+        arrays = {key: self.non_tensor_batch[key] for key in names}
         facts = self.meta_info if meta_info_keys is None else meta_info_keys
-        selected = DataProto(
-            tensors, {key: self.non_tensor_batch[key] for key in arrays}, {key: self.meta_info[key] for key in facts}
-        )
+        selected = DataProto(tensors, arrays, {key: self.meta_info[key] for key in facts})
         return deep_copy(selected) if deepcopy else selected
 
     def pop(
@@ -397,9 +392,8 @@ class DataProto:
                 raise ProtocolError(where, got=got, expected="a second dimension that the parts divide")
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        unfolded = self.select(
-            [key for key in tensor_keys if key not in chosen], [key for key in arrays if key not in chosen]
-        ).repeat(n_split)
+        others = ([key for key in keys if key not in chosen] for keys in (tensor_keys, arrays))
+        unfolded = self.select(*others).repeat(n_split)
         for key in chosen.intersection(tensor_keys):
             unfolded.batch[key] = unfold(key, self.batch[key])
         for key in chosen.intersection(arrays):

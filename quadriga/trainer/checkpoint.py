@@ -97,10 +97,9 @@ class Checkpoints:
         aside = self._aside(step)
         with self.guarded(step):
             files = sorted(path for path in aside.rglob("*") if path.is_file())
-            facts = {
-                path.relative_to(aside).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-                for path in files
-            }
+            names = [path.relative_to(aside).as_posix() for path in files]
+            found = [{"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files]
+            facts = dict(zip(names, found, strict=True))
             (aside / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             _sync(aside)
             verify(aside)
@@ -234,7 +233,12 @@ class Checkpoints:
             for step in later:
                 (self.path(step) / _SUPERSEDED).touch()
         elif later:
-            aside = self._aside_folder()
+            places = (self.directory / f"superseded_{number}" for number in count(1))
+            aside = next(place for place in places if not place.exists())
+            aside.mkdir()
+            # With what they were made with.
+            for file in self.directory.glob("config*.yaml"):
+                shutil.copy2(file, aside)
             for step in reversed(later):
                 self.path(step).rename(aside / self.path(step).name)
             steps = ", ".join(map(str, later))
@@ -243,15 +247,6 @@ class Checkpoints:
             (self.directory / LATEST).unlink(missing_ok=True)
         elif self._written() != str(begun):
             write_atomically(self.directory / LATEST, f"{begun}\n")
-
-    def _aside_folder(self) -> Path:
-        """A new folder for checkpoints of a run that stood here before, with what they were made with."""
-        places = (self.directory / f"superseded_{number}" for number in count(1))
-        aside = next(place for place in places if not place.exists())
-        aside.mkdir()
-        for file in self.directory.glob("config*.yaml"):
-            shutil.copy2(file, aside)
-        return aside
 
     def _advice(self, damaged: set[Path]) -> str:
         """How to go on without the damaged ones: which other is whole."""

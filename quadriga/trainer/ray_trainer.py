@@ -106,9 +106,8 @@ class RayPPOTrainer(TrainingLoop):
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
-        self.estimator = choose_estimator(
-            algorithm.adv_estimator, algorithm.adv_options, {**dict(algorithm), "config": algorithm}
-        ).function
+        shared = {**dict(algorithm), "config": algorithm}
+        self.estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared).function
         self.num_ranks, self.cost = 1, SequenceCost()
         if config.trainer.balance_batch:
             self.num_ranks, *costs = self.actor.ranks_and_costs()

@@ -76,9 +76,8 @@ def has_adapter(line: "Line") -> bool:
 
 def _asked(line: "Line", *keys: str) -> Any:
     """The first of these keys that the user gave a value, else the first that has one."""
-    return next(
-        (value for key in sorted(keys, key=lambda one: one not in line.given) if (value := line.get(key))), None
-    )
+    values = map(line.get, sorted(keys, key=lambda one: one not in line.given))
+    return next(filter(None, values), None)
 
 
 def frequency(line: "Line", key: str, value: Any) -> None:

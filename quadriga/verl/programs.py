@@ -220,12 +220,9 @@ def _teacher_loss(line: "Line") -> None:
             line.note("The divergence comes off the advantages, and one loss clips both; verl clips two.")
         return
     # What belongs to the loss that verl leaves out.
-    without = {
-        f"{actor}.policy_loss.loss_mode": "vanilla",
-        f"{actor}.entropy_coeff": 0.0,
-        f"{actor}.use_kl_loss": False,
-    }
-    without |= {"algorithm.use_kl_in_reward": False} | ({f"{actor}.clip_ratio_c": 3.0} if is_gradient else {})
+    without = {f"{actor}.policy_loss.loss_mode": "vanilla", f"{actor}.entropy_coeff": 0.0}
+    without |= {f"{actor}.use_kl_loss": False, "algorithm.use_kl_in_reward": False}
+    without |= {f"{actor}.clip_ratio_c": 3.0} if is_gradient else {}
     for key, value in without.items():
         if line.ours.get(key, value) != value:
             line.written, line.ours[key] = line.sources.get(key, key), value

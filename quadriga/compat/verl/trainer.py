@@ -94,9 +94,8 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """`timing_s/PHASE` in seconds, and `timing_per_token_ms/PHASE` of those that work on tokens."""
     found = performance_metrics(batch, {"step": 1.0, **timing_raw}, {})
-    return {
-        name: value for name, value in found.items() if name.startswith("timing") and name.split("/")[1] in timing_raw
-    }
+    names = [name for name in found if name.startswith("timing") and name.split("/")[1] in timing_raw]
+    return {name: found[name] for name in names}
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:

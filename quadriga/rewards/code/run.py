@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from select import select
 from typing import Any, NamedTuple
@@ -182,16 +182,15 @@ def run_remotely(
     server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
     pool = ThreadPoolExecutor(parallel)
     try:
-        waiting = [
-            pool.submit(_run_one, server, program, index, case, limits, language) for index, case in enumerate(cases)
-        ]
+        run_one = partial(pool.submit, _run_one, server, program, limits, language)
+        waiting = [run_one(index, case) for index, case in enumerate(cases)]
         for future in as_completed(waiting):
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_one(server: HTTPClient, program: str, index: int, case: Case, limits: Limits, language: str) -> Run:
+def _run_one(server: HTTPClient, program: str, limits: Limits, language: str, index: int, case: Case) -> Run:
     body = {
         "code": _with_call(program, case) if case.is_call else program,
         "stdin": case.given.get("input", ""),

@@ -176,9 +176,8 @@ class Supervisor:
         stdin, stdout, stderr = io.FileIO(0, "r", False), io.FileIO(1, "w", False), io.FileIO(2, "w", False)
         sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8", "surrogateescape")
         sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(stdout), "utf-8", "surrogateescape")
-        sys.stderr = sys.__stderr__ = io.TextIOWrapper(
-            io.BufferedWriter(stderr), "utf-8", "backslashreplace", line_buffering=True
-        )
+        errors = io.BufferedWriter(stderr)
+        sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
         listener = containment.confine(str(folder), self._limits, self._readable, may_remove=self._is_in_memory)
         with socket.socket(fileno=_NOTICE_FD) as notice:
             socket.send_fds(notice, [index.to_bytes(4, "little")], [] if listener is None else [listener])
