@@ -160,17 +160,12 @@ def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bound
         "min": counted.min(),
         "ratio_fraction_high": (counted > upper).float().mean(),
         "ratio_fraction_low": (counted < floor).float().mean(),
-        "seq_mean": of_responses.mean(),
-        "seq_std": of_responses.std(correction=0),
-        "seq_max": of_responses.max(),
-        "seq_min": of_responses.min(),
         "seq_max_deviation": (of_responses - 1).abs().max(),
-        "seq_fraction_high": (of_responses > upper).float().mean(),
-        "seq_fraction_low": (of_responses < floor).float().mean(),
     }
     if lower is not None:
         values["oob_ratio"] = ((raw < lower) | (raw > upper))[mask].float().mean()
-    return {f"rollout_is_{name}": float(value) for name, value in values.items()}
+    of_sequences = _statistics("rollout_is_seq", of_responses, (floor, upper), of_responses.std(correction=0))
+    return {f"rollout_is_{name}": float(value) for name, value in values.items()} | of_sequences
 
 
 def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejection]) -> tuple[Tensor, dict[str, float]]:

@@ -226,20 +226,17 @@ def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[Conf
     """A user's YAML file with what its `defaults` name: files beside it or on its search path, or trees of verl's.
     `base`: verl's trees by the names of their files."""
     own, _ = read_yaml(path, problems)
-    tree, merged = Tree(), False
+    tree, entries = Tree(), own.get("defaults") or []
     named = [str(one) for one in (own.get("hydra") or {}).get("searchpath") or [] if not str(one).startswith("pkg://")]
     folders = [path.parent, *(Path(one.removeprefix("file://")) for one in named)]
-    for entry in own.get("defaults") or []:
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
             tree.put("", {name: value for name, value in own.items() if name not in ("defaults", "hydra")})
-            merged = True
             continue
         group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         group, _, package = str(group).removeprefix("override ").removeprefix("optional ").partition("@")
         for leaf, value in _named(str(name), group, package, folders, base, problems, str(path)):
             tree.put(leaf, value)
-    if not merged:
-        tree.put("", {name: value for name, value in own.items() if name not in ("defaults", "hydra")})
     return tree
 
 
