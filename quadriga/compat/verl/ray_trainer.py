@@ -20,12 +20,11 @@ from quadriga.compat.verl.rewards import GivenManager
 from quadriga.config import Config, training_findings
 from quadriga.errors import ConfigError
 from quadriga.observe import tracking
-from quadriga.observe.timing import Timeline
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer import launch, ray_trainer
 from quadriga.trainer.balance import order_for_ranks
-from quadriga.trainer.build import Parts, Run, build_run
+from quadriga.trainer.build import Parts, build_run
 from quadriga.trainer.roles import Needs, Role
 
 _PROMPTS = ("input_ids", "attention_mask", "position_ids")
@@ -77,28 +76,25 @@ class RayPPOTrainer:
         settings = dict(self.config.trainer) | ({"device": self.device_name} if self.device_name else {})
         if (manager := self.resource_pool_manager) is not None:
             placement = {str(role): pool for role, pool in manager.mapping.items()}
-            if not self._needs.reference:
+            if not Needs.of(self.config).reference:
                 placement.pop(Role.RefPolicy, None)
             settings |= {"backend": "ray", "placement": placement, "resource_pools": manager.resource_pool_spec}
         self.config = self.config.model_copy(update={"trainer": type(self.config.trainer)(**settings)})
         problems, notes = training_findings(self.config)
+        if problems[1:]:
+            raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
         if problems:
-            raise (
-                problems[0] if len(problems) == 1 else ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
-            )
+            raise problems[0]
         print(*notes, sep="\n", end="\n" * bool(notes))
         classes = {Role(role): _plain(cls) for role, cls in (self.role_worker_mapping or {}).items()}
         self._parts = Parts(
             classes, self.tokenizer, self._reward(self.reward_fn), self._reward(self.val_reward_fn),
             self.train_dataset, self.val_dataset, self.train_sampler, self.collate_fn,
         )  # fmt: skip
-        self.use_critic, self.use_reference_policy = self._needs.critic, self._needs.reference
+        needs = Needs.of(self.config)
+        self.use_critic, self.use_reference_policy = needs.critic, needs.reference
         self.use_rm = self.config.reward_model.enable
         self._steps: Any = None
-
-    @property
-    def _needs(self) -> Needs:
-        return Needs.of(self.config)
 
     @staticmethod
     def _reward(given: Any) -> Callable[[], RewardManager] | None:
@@ -107,12 +103,9 @@ class RayPPOTrainer:
             return None
         return lambda: given if isinstance(given, RewardManager) else GivenManager(given)
 
-    def _build(self, config: Config, timeline: Timeline) -> Run:
-        return build_run(config, timeline, self._parts)
-
     def init_workers(self) -> None:
         """Start the workers, load the models and prepare the data."""
-        self._steps = launch.steps(self.config, self._build)
+        self._steps = launch.steps(self.config, partial(build_run, parts=self._parts))
         weakref.finalize(self, self._steps.close)
         # None: a run of this folder has come to its end before, which is said.
         if (first := next(self._steps, None)) is not None:
