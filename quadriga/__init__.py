@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from quadriga.protocol import DataProto
 
 __version__ = "0.1.0"
-__all__ = ["DataProto", "Run", "Trainer", "evaluate", "generate", "sft", "train", "__version__"]
-__getattr__ = lazy_names(__name__, {"api": "Run Trainer evaluate generate sft train", "protocol": "DataProto"})
+__all__, __getattr__ = lazy_names(__name__)
+__all__ += ["__version__"]
 
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
     import_module("quadriga.compat.verl")

@@ -19,16 +19,4 @@ if TYPE_CHECKING:
     from quadriga.data.tokenizing import load_tokenizer
     from quadriga.data.vision import VisionProcessor, load_processor
 
-_HOMES = {
-    "curriculum": "AbstractCurriculumSampler AbstractSampler SuccessRateSampler",
-    "generated": "AbstractDataGenerator DynamicGenDataset",
-    "loading": "create_dataloader create_rl_dataset create_rl_sampler",
-    "padding": "collate_fn",
-    "rl_dataset": "RLHFDataset",
-    "rm_dataset": "RMDataset",
-    "sft_dataset": "MultiTurnSFTDataset SFTDataset",
-    "tokenizing": "load_tokenizer",
-    "vision": "VisionProcessor load_processor",
-}
-__all__ = [*" ".join(_HOMES.values()).split()]
-__getattr__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__ = lazy_names(__name__)

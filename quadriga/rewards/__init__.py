@@ -23,12 +23,4 @@ if TYPE_CHECKING:
     )
     from quadriga.rewards.scoring import ScoreFunction, default_compute_score
 
-_HOMES = {
-    "managers.naive": "NaiveRewardManager",
-    "outcome": "Outcome",
-    "pool": "GradingPool",
-    "registry": "Grading RewardManager RewardOutput early_grader get_reward_manager_cls load_reward_manager register",
-    "scoring": "ScoreFunction default_compute_score",
-}
-__all__ = [*" ".join(_HOMES.values()).split()]
-__getattr__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__ = lazy_names(__name__)

@@ -16,13 +16,4 @@ if TYPE_CHECKING:
     from quadriga.rollout.scripted import ScriptedEngine
     from quadriga.rollout.sequences import generate_sequences
 
-_HOMES = {
-    "balancer": "Balancer",
-    "hf": "HFEngine",
-    "interface": "Completion Images RolloutEngine SamplingParams",
-    "native": "NativeEngine",
-    "scripted": "ScriptedEngine",
-    "sequences": "generate_sequences",
-}
-__all__ = [*" ".join(_HOMES.values()).split()]
-__getattr__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__ = lazy_names(__name__)

@@ -11,6 +11,4 @@ if TYPE_CHECKING:
     from quadriga.trainer.roles import Role
     from quadriga.trainer.task_runner import TaskRunner
 
-_HOMES = {"launch": "run_ppo", "ray_trainer": "RayPPOTrainer", "roles": "Role", "task_runner": "TaskRunner"}
-__all__ = [*" ".join(_HOMES.values()).split()]
-__getattr__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__ = lazy_names(__name__)

@@ -15,12 +15,4 @@ if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.manager import AgentLoopManager
     from quadriga.rollout.agent_loop.tools import Tool, ToolError, WithImages, function_tool
 
-_HOMES = {
-    "conversation": "Conversation ConversationOver Sample Turn",
-    "interactions": "Interaction Reply",
-    "loops": "AgentLoop register",
-    "manager": "AgentLoopManager",
-    "tools": "Tool ToolError WithImages function_tool",
-}
-__all__ = [*" ".join(_HOMES.values()).split()]
-__getattr__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__ = lazy_names(__name__)
