@@ -63,7 +63,11 @@ def load_config(
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))
-    reading.refuse_hidden()
+    # Whoever starts a run again from what it has written gives the keys again.
+    for key, place in reading.places.items():
+        for name in hidden_names(reading.value(key), key):
+            expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
+            reading.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
     config = reading.finish(notices, for_training=for_training)
     if problems or config is None:
         raise combined(problems)
@@ -153,12 +157,12 @@ class _Reading:
             below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.task) if one.startswith(f"{key}."))
             inside = dict.fromkeys(one.split(".")[0] for one in below)
             fix = f"It holds {', '.join(inside)}."
-            self._refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
+            self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
     def _set(self, key: str, value: Any, place: str | None) -> None:
         if "${" in str(value):
             fix = "References are not filled in: write the value."
-            self._refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
+            self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
         *path, last = spelled(key, self.task, in_full=True).split(".")
         node = self.values
@@ -167,7 +171,7 @@ class _Reading:
             if not isinstance(node, dict):
                 above = spelled(".".join(path[:depth]), self.task)
                 expected = f"none, for {above} is {as_text(node, above)}"
-                self._refuse(key, place, got=f"a key under {above}", expected=expected)
+                self.refuse(key, place, got=f"a key under {above}", expected=expected)
                 return
         # An entry of a dictionary goes over what is there. Copied: an anchor in YAML is one object in two places.
         is_merged = isinstance(value, dict) and isinstance(node.get(last), dict)
@@ -181,22 +185,15 @@ class _Reading:
             section, _, name = key.rpartition(".megatron.")
             ours = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
             fix = f"Set {ours}, the size of either training engine." if leaf_of(ours, self.task) else fix
-            self._refuse(key, place, got="a key of verl's that has no place here", fix=fix)
+            self.refuse(key, place, got="a key of verl's that has no place here", fix=fix)
             return
         close = nearest_keys(key, self.task)
         command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
         fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
-        self._refuse(key, place, got="a key that does not exist", fix=fix)
+        self.refuse(key, place, got="a key that does not exist", fix=fix)
 
-    def _refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
+    def refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
         self.problems.append(ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix))
-
-    def refuse_hidden(self) -> None:
-        """Whoever starts a run again from what it has written gives the keys again."""
-        for key in self.places:
-            for name in hidden_names(self._value(key), key):
-                expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
-                self._refuse(name, self.places[key], got=HIDDEN, expected=expected, fix=fix)
 
     def finish(self, notices: list[str], *, for_training: bool, is_verls: bool = False) -> Config | None:
         """The configuration, with the problems and `notices` of all checks in the task's spelling."""
@@ -224,7 +221,7 @@ class _Reading:
                 place = one["loc"]
                 keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
                 key = next((key for key in keys if key in known), "")
-                value, leaf = self._value(key), leaf_keys(self.task).get(key)
+                value, leaf = self.value(key), leaf_keys(self.task).get(key)
                 # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
                 if key in wrong or value is _MISSING:
                     continue
@@ -239,13 +236,13 @@ class _Reading:
                 elif isinstance(value, str) and leaf is not None and expected.startswith("one of "):
                     near = get_close_matches(value, expected.removeprefix("one of ").split(", "), n=1)
                     fix = f"Did you mean {near[0]}?" if near else f"Set {key}={leaf.default or 'null'}, the default."
-                self._refuse(key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix)
+                self.refuse(key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix)
             assert wrong, f"pydantic refuses what was not given: {errors}"
             for key in wrong:
-                self._value(key, remove=True)
+                self.value(key, remove=True)
         return None
 
-    def _value(self, key: str, *, remove: bool = False) -> Any:
+    def value(self, key: str, *, remove: bool = False) -> Any:
         """What stands under a key, `_MISSING` for nothing."""
         *path, last = spelled(key, self.task, in_full=True).split(".")
         node: Any = self.values

@@ -233,12 +233,7 @@ class Checkpoints:
             for step in later:
                 (self.path(step) / _SUPERSEDED).touch()
         elif later:
-            places = (self.directory / f"superseded_{number}" for number in count(1))
-            aside = next(place for place in places if not place.exists())
-            aside.mkdir()
-            # With what they were made with.
-            for file in self.directory.glob("config*.yaml"):
-                shutil.copy2(file, aside)
+            aside = self._aside_folder()
             for step in reversed(later):
                 self.path(step).rename(aside / self.path(step).name)
             steps = ", ".join(map(str, later))
@@ -247,6 +242,15 @@ class Checkpoints:
             (self.directory / LATEST).unlink(missing_ok=True)
         elif self._written() != str(begun):
             write_atomically(self.directory / LATEST, f"{begun}\n")
+
+    def _aside_folder(self) -> Path:
+        """A new folder for checkpoints of a run that stood here before, with what they were made with."""
+        places = (self.directory / f"superseded_{number}" for number in count(1))
+        aside = next(place for place in places if not place.exists())
+        aside.mkdir()
+        for file in self.directory.glob("config*.yaml"):
+            shutil.copy2(file, aside)
+        return aside
 
     def _advice(self, damaged: set[Path]) -> str:
         """How to go on without the damaged ones: which other is whole."""

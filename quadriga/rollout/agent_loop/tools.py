@@ -248,10 +248,12 @@ def describe(
         raise RolloutError(where, got=got, expected="types of JSON", fix=fix) from error
 
     # Pydantic makes titles up of names: they cost tokens and say nothing. A property may be named so, though.
-    def untitled(part: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
-
-    parameters = json.loads(text, object_hook=untitled)
+    parameters = json.loads(
+        text,
+        object_hook=lambda part: {
+            key: value for key, value in part.items() if key != "title" or not isinstance(value, str)
+        },
+    )
     for argument, text in argument_texts.items():
         if argument in parameters.get("properties", {}):
             parameters["properties"][argument].setdefault("description", text)
