@@ -101,13 +101,9 @@ class Attention(nn.Module):
 
 
 class Router(TopKRouter):
-    """Megatron's, whose own product of tokens and weight [E, D] needs Transformer Engine.
+    """Megatron's, whose own product of tokens and weight [E, D] needs Transformer Engine."""
 
-    Attributes:
-        tokens: those of the call that its layer is in.
-    """
-
-    tokens: RoutedTokens | None = None
+    tokens: RoutedTokens | None = None  # those of the call that its layer is in
 
     def begin(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer, also when it is computed again for the backward pass."""
@@ -214,9 +210,7 @@ def _keep_padding(padding: int, table: Any, args: tuple[torch.Tensor], found: to
 def transformer_config(
     model: PretrainedConfig, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face one.
-    `options`: what the layout and the user say; fields of TransformerConfig.
-
+    """Megatron's configuration of a Hugging Face one. `options`: what the layout and the user say, by field of it.
     Raises EngineError: Megatron does not know a field, or refuses its value."""
     is_cpu = device.type == "cpu"
     heads = model.num_attention_heads
@@ -279,8 +273,7 @@ def is_tied_policy(model: PreTrainedModel) -> bool:
 
 def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
     """The chunks of a model that this rank has, one for each virtual stage, without values.
-    `model`: on "meta"; its configuration, and the frequencies of its positions, are read.
-    """
+    `model`: on "meta"; its configuration, and the frequencies of its positions, are read."""
     base: Any = backbone(model)
     rotary = base.rotary_emb
     if rotary.attention_scaling != 1.0 or "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
