@@ -26,7 +26,6 @@ from campaigns import engine_kills  # noqa: E402
 from campaigns.campaign import Campaign, Outcome  # noqa: E402
 from campaigns.engine_kills import NUM_SAMPLES, NUM_STEPS, RESTART_LIMIT_S, differences, read  # noqa: E402
 from quadriga.cli.main import main  # noqa: E402
-from quadriga.protocol import DataProto  # noqa: E402
 from quadriga.trainer.async_batches import AsyncBatches  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
@@ -48,7 +47,7 @@ class Killer:
         self.random, self.kills, self.is_on = random.Random(number), list[dict[str, Any]](), number > 0
         self.take, self.last, self.seconds = AsyncBatches.take, math.inf, 1.0
 
-    def next_batch(self, batches: AsyncBatches, step: int) -> DataProto:
+    def next_batch(self, batches: AsyncBatches, step: int) -> Any:
         """`AsyncBatches.take`, with kills that are due in the time that a step takes from here."""
         pool = batches._pool
         assert pool is not None
