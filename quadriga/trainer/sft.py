@@ -198,11 +198,11 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pairs_batch(rows: DataProto) -> DataProto:
     """Pairs as the engine reads them: two rows each, the better response first.
 
-    `rows` have `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B]; of a vision-language model
-    `position_ids` [B, 2, 3, L] and `multi_modal_inputs`.
+    `rows` have `input_ids`, `attention_mask` and `position_ids` [B, 2, L], and `num_prompt_tokens` [B]; of a
+    vision-language model positions are [B, 2, 3, L], and there are `multi_modal_inputs`.
     """
     sequences, given = [], rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
-    columns = (rows.batch.get(key) for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens"))
+    columns = (rows.batch[key] for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens"))
     for *both, num_prompt, inputs in zip(*columns, given, strict=True):
         for row, mask, positions in zip(*both, strict=True):
             ids, start = row[mask.bool()].tolist(), int(num_prompt)

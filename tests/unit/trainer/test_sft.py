@@ -43,6 +43,7 @@ def test_pairs_are_two_rows_each_scored_behind_their_last_token() -> None:
         {
             "input_ids": torch.tensor([[[5, 6, 7, 0], [5, 6, 8, 9]]]),
             "attention_mask": torch.tensor([[[1, 1, 1, 0], [1, 1, 1, 1]]]),
+            "position_ids": torch.tensor([[[0, 1, 2, 0], [0, 1, 2, 3]]]),
             "num_prompt_tokens": torch.tensor([2]),
         }
     )

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray._private.utils import check_version_info
 
-from quadriga.errors import ConfigError, WorkerError
+from quadriga.errors import WorkerError
 from quadriga.single_controller.ray.cluster import _connect, _drop_noise, cluster, forwarded_variables
 
 
@@ -49,28 +49,31 @@ def test_an_address_of_another_program() -> None:
     assert f"got '127.0.0.1:{server.server_port}', where something else answers, expected the address" in said
 
 
-@pytest.mark.skipif(ray.is_initialized(), reason="this process is on a cluster already")
-def test_several_machines_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError) as caught, cluster({}, num_processes=16, num_nodes=2):
-        pass
-    assert "trainer.nnodes: got 2 machines, and no address of a cluster, expected 1" in str(caught.value)
-    assert "ray_kwargs.ray_init.address=auto" in str(caught.value)
-
-
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:port"])
 def test_what_is_no_address(address: str) -> None:
     assert "expected HOST:PORT, auto or local" in refusal(address=address)
 
 
-def test_arguments_that_ray_refuses() -> None:
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (
+            "{'address': 'local', '_temp_dir': 'relative'}, 1",
+            "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine.",
+        ),
+        (
+            "{}, num_processes=16, num_nodes=2",
+            "trainer.nnodes: got 2 machines, and no address of a cluster, expected 1: the cluster that a run starts "
+            "for itself is this machine alone. `ray start` makes one of several machines, and "
+            "ray_kwargs.ray_init.address=auto (or RAY_ADDRESS=auto) joins it",
+        ),
+    ],
+)
+def test_a_cluster_that_cannot_be_started(arguments: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a program of its own: this one may be connected to a cluster."""
-    program = (
-        "from quadriga.single_controller.ray.cluster import cluster\n"
-        "with cluster({'address': 'local', '_temp_dir': 'relative'}, 1):\n    pass\n"
-    )
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    program = f"from quadriga.single_controller.ray.cluster import cluster\nwith cluster({arguments}):\n    pass\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    said = "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine."
     assert said in done.stderr
 
 
