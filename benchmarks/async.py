@@ -80,7 +80,7 @@ class Outcome:
 
 
 def prepare(folder: Path, args: Namespace) -> None:
-    """A model of a few million weights, prompts and a reward."""
+    """A small model, prompts and a reward."""
     torch.manual_seed(0)
     tokenizer = tiny.build_tokenizer()
     sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden, "num_hidden_layers": args.layers}
