@@ -46,6 +46,7 @@ class Killer:
     def __init__(self, number: int) -> None:
         self.random, self.kills, self.is_on = random.Random(number), list[dict[str, Any]](), number > 0
         self.take, self.last, self.seconds = AsyncBatches.take, math.inf, 1.0
+        self.lock, self.killed = threading.Lock(), set[int]()  # pids
 
     def next_batch(self, batches: AsyncBatches, step: int) -> Any:
         """`AsyncBatches.take`, with kills that are due in the time that a step takes from here."""
@@ -70,8 +71,14 @@ class Killer:
     def _kill(self, batches: AsyncBatches, rank: int, step: int, wait_s: float) -> None:
         pool = batches._pool
         assert pool is not None
-        if not batches._is_ended and rank in pool._rollout.ranks and len(pool._rollout.ranks) > 1:
-            os.kill(pool._rollout.processes.addresses[rank].pid, signal.SIGKILL)
+        with self.lock:
+            pids = {one: pool._rollout.processes.addresses[one].pid for one in tuple(pool._rollout.ranks)}
+            # Whoever was killed may not be missed yet. One is left: without any the run starts again.
+            alive = [one for one, pid in pids.items() if pid not in self.killed]
+            if batches._is_ended or rank not in alive or len(alive) == 1:
+                return
+            os.kill(pids[rank], signal.SIGKILL)
+            self.killed.add(pids[rank])
             self.kills.append({"step": step, "rank": rank, "after_s": wait_s})
 
 
