@@ -16,7 +16,7 @@ from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sample
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, WorkerLostError
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
@@ -82,17 +82,16 @@ class Run:
     team: WorkerGroups
 
     def close(self, *, is_cut_short: bool = False) -> None:
-        """Stop and end everything.
-
-        With `is_cut_short` the loop did not reach its end: remote workers may be dead or in the middle of a call.
-        """
+        """Stop and end everything. With `is_cut_short` the loop did not reach its end: remote workers may be dead or in
+        the middle of a call. Else what they had to give is there, and the loss of one is told."""
         try:
             self.trainer.close()
         finally:
-            if is_cut_short and self.team.is_remote:
-                self.team.end()
-            else:
-                self.team.close()
+            end = self.team.end if is_cut_short and self.team.is_remote else self.team.close
+            try:
+                end()
+            except WorkerLostError as error:
+                print(f"The run is complete. {error}")
             if isinstance(self.trainer, RayPPOTrainer):
                 self.trainer.weights.close()
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from quadriga.errors import WeightSyncError
+from quadriga.errors import PeerLostError, WeightSyncError
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 
 NamedWeights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -117,7 +117,7 @@ class CopiedWeights:
                 try:
                     for _ in weights:
                         pass
-                except WeightSyncError as other:
+                except (WeightSyncError, PeerLostError) as other:
                     error.add_note(f"And the rest of the stream: {other}")
             raise
 
