@@ -4,8 +4,8 @@
 The file is one of safetensors, and any reader of these can open it:
 
     0, 1, ...    the memory of tensors and numpy arrays; one that occurs several times stands there once
-    objects      an Arrow stream: the columns of objects, each with the numbers of its distinct entries
-    layout       JSON: columns, entries and facts by name, and what in the other parts they are
+    layout       JSON: columns, entries and facts by name, and what in the other parts they are; a column of objects has
+                 its distinct entries, and the number of one of them for each row
 
 Entries may be None, numbers, texts, bytes, dates, lists, tuples, sets, dictionaries, tensors, arrays and images, in one
 another. Objects of any other class are refused, and so is a value that contains itself.
@@ -18,12 +18,10 @@ import struct
 import tempfile
 from collections.abc import Callable
 from decimal import Decimal
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from safetensors.torch import safe_open
 
@@ -32,7 +30,7 @@ from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import bytes_of
 from quadriga.protocol.wire import rebuild_proto
 
-_KEY, _VERSION = "quadriga_proto", "2"
+_KEY, _VERSION = "quadriga_proto", "3"
 _PICKLED = b"quadriga.DataProto.1\n"
 # What every version of safetensors knows; other dtypes lie there as bytes.
 _NATIVE = {
@@ -80,8 +78,9 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
                 fix = "Delete it and have it written again."
                 raise ProtocolError(where, got=got, expected="a DataProto as it is saved today", fix=fix)
         with safe_open(filepath, framework="pt") as opened:
-            if (opened.metadata() or {}).get(_KEY) != _VERSION:
-                raise ProtocolError(where, got="another kind of file", expected="a saved DataProto", fix=fix)
+            if (found := (opened.metadata() or {}).get(_KEY)) != _VERSION:
+                got = "another kind of file" if found is None else f"one of the format {found}, not {_VERSION}"
+                raise ProtocolError(where, got=got, expected="a saved DataProto", fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         rows, batch, arrays, facts = _Reader(tensors).from_json(tensors["layout"].numpy().tobytes())
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
@@ -104,29 +103,25 @@ class _Writer:
 
     def parts(self, data: Any) -> list[Any]:
         """What stands in the file, in order."""
-        columns, arrays = {}, {}
+        arrays, facts = {}, {}
         try:
             for key, array in data.non_tensor_batch.items():
                 self._at = f"non_tensor_batch[{key!r}]"
-                if is_column := array.dtype == object and array.ndim == 1:
-                    columns[key] = self._column(array)
-                arrays[key] = {"$column": key} if is_column else self._encode(array)
+                is_column = array.dtype == object and array.ndim == 1
+                arrays[key] = self._column(array) if is_column else self._encode(array)
             self._at = "batch"
             batch = None if data.batch is None else self._encode(data.batch.to_dict())
-            facts = {}
             for key, value in data.meta_info.items():
                 self._at = f"meta_info[{key!r}]"
                 facts[key] = self._encode(value)
             rows = 0 if data.batch is None else len(data)
-            self._add("layout", _to_json([rows, batch, list(arrays.items()), list(facts.items())]))
+            layout = [rows, batch, list(arrays.items()), list(facts.items())]
+            # UTF-8 that keeps a lone surrogate, and two of them apart, as escapes would not.
+            text = json.dumps(layout, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+            self._add("layout", text)
         except (RecursionError, ValueError) as error:
             # Too deep or in itself, or an integer of more digits than Python reads.
             raise self._refusal(str(error)) from error
-        if columns:
-            batch, stream = pa.record_batch(list(columns.values()), names=list(columns)), pa.BufferOutputStream()
-            with pa.ipc.new_stream(stream, batch.schema) as writer:
-                writer.write_batch(batch)
-            self._add("objects", stream.getvalue())
         # As the format asks for: without gaps, and each dtype at a multiple of its size.
         self._memory.sort(key=lambda part: -part[1].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", _KEY: _VERSION}}
@@ -138,31 +133,14 @@ class _Writer:
         text += b" " * (-len(text) % 8)
         return [struct.pack("<Q", len(text)), text, *(memory for *_, memory in self._memory)]
 
-    def _column(self, array: np.ndarray) -> Any:
-        """An Arrow array; rows that share an object, as repeated ones do, share it again when they are read."""
-        numbers: dict[int, int] = {}
-        rows = [numbers.setdefault(id(value), len(numbers)) for value in array]
-        distinct = list({id(value): value for value in array}.values())
-        return pa.DictionaryArray.from_arrays(pa.array(rows, pa.int32()), self._values(distinct))
-
-    def _values(self, values: list[Any]) -> Any:
-        kinds = set(map(type, values))
-        try:
-            if kinds == {str}:
-                return pa.array(values, pa.large_string())
-            if kinds == {list} and {int}.issuperset(map(type, chain.from_iterable(values))):
-                return pa.array(values, pa.large_list(pa.int64()))
-            return self._as_json(values)
-        except (UnicodeEncodeError, OverflowError, pa.ArrowInvalid):
-            # A lone surrogate, or an integer of over 64 bits.
-            return self._as_json(values)
-
-    def _as_json(self, values: list[Any]) -> Any:
-        texts, column = [], self._at
-        for row, value in enumerate(values):
-            self._at = f"{column}, distinct entry {row}"
-            texts.append(_to_json(self._encode(value)))
-        return pa.array(texts, pa.large_binary())
+    def _column(self, array: np.ndarray) -> dict[str, Any]:
+        """Rows that share an object, as repeated ones do, share it again when they are read."""
+        column, distinct, entries = self._at, {id(value): value for value in array}, []
+        for number, value in enumerate(distinct.values()):
+            self._at = f"{column}, distinct entry {number}"
+            entries.append(self._encode(value))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        return {"$column": [[numbers[id(value)] for value in array], entries]}
 
     def _encode(self, value: Any) -> Any:
         """The value in JSON's types; what has no such form is a dictionary of one key that begins with a $."""
@@ -227,12 +205,12 @@ class _Reader:
             "$dict": dict,
             "$scalar": lambda found: np.frombuffer(bytes.fromhex(found[1]), found[0])[0],
             "$tensor": self._tensor,
+            "$column": lambda found: object_array(found[1])[np.array(found[0], np.int64)],
             "$objects": lambda found: object_array(found[1]).reshape(found[0]),
             "$array": lambda found: np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy(),
             "$bytes": self._bytes,
             "$image": self._image,
         }
-        self._kinds["$column"] = self._columns().__getitem__ if "objects" in tensors else {}.__getitem__
 
     def from_json(self, text: bytes) -> Any:
         """The value that `_Writer` made this of."""
@@ -259,25 +237,3 @@ class _Reader:
         image = Image.frombytes(mode, tuple(size), self._bytes(name))
         image.info = info
         return image
-
-    def _columns(self) -> dict[str, np.ndarray]:
-        """The columns of objects by name."""
-        batch = pa.ipc.open_stream(self._bytes("objects")).read_next_batch()
-        batch.validate(full=True)
-        columns = {}
-        for key, column in zip(batch.schema.names, batch.columns, strict=True):
-            values = column.dictionary
-            if values.type == pa.large_list(pa.int64()):
-                flat, ends = values.values.to_numpy().tolist(), values.offsets.to_numpy().tolist()
-                entries = [flat[start:end] for start, end in pairwise(ends)]
-            elif values.type == pa.large_binary():
-                entries = [self.from_json(text) for text in values.to_pylist()]
-            else:
-                entries = values.cast(pa.large_string()).to_pylist()
-            columns[key] = object_array(entries)[column.indices.to_numpy()]
-        return columns
-
-
-def _to_json(value: Any) -> bytes:
-    """UTF-8 that keeps a lone surrogate, and two of them apart, as escapes would not."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

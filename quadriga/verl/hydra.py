@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from quadriga.config.yaml_text import as_text, read_yaml
 from quadriga.errors import ConfigError
 
@@ -19,7 +22,9 @@ _WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<val
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 _CONSTANTS = {"null": None, "true": True, "false": False}
-_QUOTED = {"'": re.compile(r"'((?:[^'\\]|\\.)*)'", re.DOTALL), '"': re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)}
+_STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")  # signs of a value that is more than a word
+_OPAQUE = re.compile(r"[=$]")  # what Hydra takes in a word and OmegaConf does not, or would fill in
+_HIDDEN = re.compile(r"@reference(\d+)@")
 
 
 class Word(NamedTuple):
@@ -44,61 +49,34 @@ def parse_word(argument: str) -> Word:
 
 
 def parse_value(text: str, key: str = "value") -> Any:
-    """The value that Hydra reads from a text: quoted text, a list, a dictionary, a number, true, false, null, text."""
-    reader = _Value(text, key)
-    value = reader.element("")
-    if reader.rest():
-        raise reader.error(f"'{reader.rest()}' behind the value")
-    return value
+    """The value that Hydra reads from a text: quoted text, a list, a dictionary, a number, true, false, null, text.
+    Its grammar is that of OmegaConf's `oc.decode`; references stay as they are written."""
+    references = list[str]()
 
+    def hidden(found: re.Match[str]) -> str:
+        references.append(found[0])
+        return f"@reference{len(references) - 1}@"
 
-class _Value:
-    """Reads one value from the left to the right."""
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(name): shown(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return list(map(shown, value))
+        return _HIDDEN.sub(lambda at: shown(references[int(at[1])]), value) if isinstance(value, str) else value
 
-    def __init__(self, text: str, key: str) -> None:
-        self.text, self.key, self.at = text, key, 0
-
-    def error(self, what: str) -> ConfigError:
-        fix = "Put text with special signs in quotes, and a list in brackets; sweeps over values are not run."
-        return ConfigError(self.key, got=f"{as_text(self.text, self.key)}: {what}", expected="one value", fix=fix)
-
-    def rest(self) -> str:
-        return self.text[self.at :].strip()
-
-    def element(self, ends: str) -> Any:
-        self.at = len(self.text) - len(self.text[self.at :].lstrip())
-        sign = self.text[self.at : self.at + 1]
-        if sign and sign in "[{":
-            return self.items("]") if sign == "[" else dict(self.items("}"))
-        if sign in _QUOTED and (match := _QUOTED[sign].match(self.text, self.at)):
-            self.at = match.end()
-            return re.sub(r"\\(.)", r"\1", match[1])
-        start, depth = self.at, 0
-        while self.at < len(self.text) and (depth or self.text[self.at] not in (ends or ",")):
-            depth += (self.text[self.at] in "{(") - (self.text[self.at] in ")}")
-            self.at += 2 if self.text[self.at] == "\\" else 1
-        if not ends and self.at < len(self.text):
-            raise self.error("commas outside brackets, a sweep over several values")
-        return plain(re.sub(r"\\(.)", r"\1", self.text[start : self.at].strip()))
-
-    def items(self, end: str) -> list[Any]:
-        """The elements of a list, or the pairs of a dictionary."""
-        found: list[Any] = []
-        self.at += 1
-        while self.rest()[:1] != end:
-            if not self.rest():
-                raise self.error(f"no '{end}' at its end")
-            element = self.element(",]" if end == "]" else ":,}")
-            if end == "}":
-                if self.rest()[:1] != ":":
-                    raise self.error(f"no colon behind '{element}'")
-                self.at = self.text.index(":", self.at) + 1
-                element = (str(element), self.element(",}"))
-            found.append(element)
-            if self.rest()[:1] == ",":
-                self.at = self.text.index(",", self.at) + 1
-        self.at = self.text.index(end, self.at) + 1
-        return found
+    one = text.strip()
+    for signs in (_REFERENCE, _OPAQUE):
+        while signs.search(one):
+            one = signs.sub(hidden, one)
+    if not _STRUCTURED.search(one):
+        return shown(plain(one))
+    try:
+        tree = OmegaConf.create({"text": one, "value": "${oc.decode:${text}}"})
+        return shown(OmegaConf.to_container(tree, resolve=True)["value"])
+    except OmegaConfBaseException as error:
+        got = f"{as_text(text, key)}: {str(error.__cause__ or error).partition(chr(10))[0]}"
+        fix = "Put text with special signs in quotes, and a list in brackets; a sweep over several values is not run."
+        raise ConfigError(key, got=got, expected="one value", fix=fix) from error
 
 
 def plain(text: str) -> Any:
