@@ -386,6 +386,13 @@ def rejection(line: "Line", key: str, value: Any) -> None:
     line.set(f"{section}.rollout_rs_threshold", ",".join(rules.values()))
 
 
+def weight_bound(line: "Line", key: str, value: Any) -> None:
+    """The bound of importance weights: null where there are none."""
+    if value is None and line.get("algorithm.rollout_correction.rollout_is") is not None:
+        line.refuse("a number", line.sentence)
+    unless_null(line, key, value)
+
+
 def reward_model_key(line: "Line", key: str, value: Any) -> None:
     """A key of the reward model, where there is one."""
     if line.get("reward.reward_model.enable") or line.get("reward_model.enable"):
@@ -423,8 +430,8 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         frequency, unless_null, null_if_falsy, warmup_steps, clip_ratio, device, loggers, batch_size, filter_groups,
         overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
         adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler,
-        profiled_ranks, rejection, step_on_host, critic_key, critic_switch, reward_model_key, critic_checkpoints,
-        adapter_modules, recompute, end_of_schedule, loss_agg_mode, set_by_the_run,
+        profiled_ranks, rejection, weight_bound, step_on_host, critic_key, critic_switch, reward_model_key,
+        critic_checkpoints, adapter_modules, recompute, end_of_schedule, loss_agg_mode, set_by_the_run,
         *programs.FUNCTIONS,
     )
 }  # fmt: skip

@@ -29,7 +29,7 @@ SIZES: dict[str, Size] = {
     "compat": Size(2135, 10, 203),
     "config": Size(3813, 21, 169),
     "data": Size(3839, 16, 222),
-    "engines": Size(4380, 25, 225),
+    "engines": Size(4384, 25, 225),
     "models": Size(3662, 18, 203),
     "observe": Size(1704, 14, 108),
     "protocol": Size(1519, 9, 100),
@@ -37,7 +37,7 @@ SIZES: dict[str, Size] = {
     "rollout": Size(8879, 45, 545),
     "single_controller": Size(3508, 16, 211),
     "trainer": Size(5661, 30, 337),
-    "verl": Size(1839, 6, 129),
+    "verl": Size(1851, 6, 131),
     "weight_sync": Size(900, 6, 63),
     "workers": Size(2273, 13, 127),
     "": Size(1690, 12, 102),
@@ -62,7 +62,7 @@ REASONS: dict[str, str] = {
     " images and videos in chats and pairs; GLM-4V",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
-    " with a dynamic loss scale",
+    " with a dynamic loss scale; memory of long sequences that is flat in their number",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
@@ -84,7 +84,7 @@ REASONS: dict[str, str] = {
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
-    " teachers; float16; experts of a rollout; programs that generate beside training",
+    " teachers; float16; experts of a rollout; programs that generate beside training; bounds that are null",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"

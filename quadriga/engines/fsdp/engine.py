@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FIRST_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24
 _STEPS_TO_DOUBLE = 400
+_LONG_TOKENS = 8192
+"""A micro-batch of as many leaves holes on a CPU that the next does not fit in; giving them back takes milliseconds."""
 ALL_KINDS = ("weights", "masters", "optimizer")
 """All that can rest."""
 
@@ -194,6 +196,8 @@ class FSDPEngine:
             elif self.stage is None:
                 for batch, loss in work:
                     loss(self.scorer(batch, question)).backward()
+                    if self.device.type == "cpu" and batch.num_tokens >= _LONG_TOKENS:
+                        release_free_memory()
         model.eval()
 
     def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:

@@ -137,6 +137,8 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
             [f"{RC}.rollout_token_veto_threshold=0.5"],
             {f"{RC}.rollout_rs": "seq_max_k1", f"{RC}.rollout_rs_threshold": "3e-09_2.0"},
         ),
+        # Null, where there are no importance weights to bound: the default of ours, which nothing reads.
+        ([f"{RC}.rollout_is=null", f"{RC}.rollout_is_threshold=null"], {f"{RC}.rollout_is_threshold": None}),
         (
             ["actor_rollout_ref.rollout.agent.agent_loop_config_path=/a/agent.yaml"],
             {"actor_rollout_ref.rollout.agent.agent_loop_path": "/a/agent.yaml"},
@@ -240,6 +242,7 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("actor_rollout_ref.rollout.dtype=float16", "float16 for training too"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp16", "fp32 or bf16"),
         (f"{RC}.rollout_token_veto_threshold=0", "a number above 3e-09"),
+        (f"{RC}.rollout_is=token {RC}.rollout_is_threshold=null", "got null, expected a number"),
         (f"{RC}.rollout_token_veto_threshold=0.1 {RC}.rollout_rs=token_k1", "a number above 3e-09"),
         ("actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3", "as an argument of the loop"),
         ("~trainer.no_such", "a key that there is"),
