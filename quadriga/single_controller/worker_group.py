@@ -16,6 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -297,12 +298,11 @@ class WorkerGroups:
 
     def close(self) -> None:
         """Call the registered method `close` of all workers that have one, then `end`."""
-        try:
-            for group in self.groups.values():
+        with ExitStack() as stack:  # one that fails keeps no other from it
+            stack.callback(self.end)
+            for group in reversed(self.groups.values()):
                 if "close" in group.methods:
-                    group.method("close")()
-        finally:
-            self.end()
+                    stack.callback(group.method("close"))
 
     def end(self) -> None:
         """End what was started, whatever it is doing and however far it has come. May be called again."""

@@ -236,6 +236,24 @@ class Silent(Worker):
     """Has nothing to release."""
 
 
+class Broken(Worker):
+    """Cannot be closed."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Raises."""
+        raise OSError("no space left")
+
+
+def test_a_group_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+    closed: list[str] = []
+    classes = {"ref": ClassWithInitArgs(Broken), "critic": ClassWithInitArgs(Counter, closed, "critic")}
+    groups = WorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, TrainerConfig())
+    with pytest.raises(Exception, match="no space left"):
+        groups.close()
+    assert closed == ["critic"]
+
+
 def test_a_group_to_each_role_and_those_are_closed_that_can_be() -> None:
     closed: list[str] = []
     classes = {
