@@ -35,7 +35,7 @@ from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from quadriga.trainer.ray_trainer import RayPPOTrainer
-from quadriga.trainer.rewards import grade
+from quadriga.trainer.responses import grade
 from quadriga.workers.base import timed
 
 SLEEPS = "import time\ndef compute_score(**kwargs):\n    time.sleep({seconds})\n    return 1.0\n"

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
     "generate": ("quadriga.cli.generate", "generate responses to prompts with a model or a checkpoint"),
     "sft": ("quadriga.cli.train:sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
-    "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
+    "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show what a data file holds, and what a run would make of it"),
     "verl": ("quadriga.cli.verl", "run a command line of verl's, or say what it means here"),

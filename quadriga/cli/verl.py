@@ -19,7 +19,7 @@ from quadriga.verl.translate import Line, translate
 
 RUNS = {
     "train": "quadriga.trainer.launch:run_ppo", "generate": "quadriga.cli.generate:answer_rows",
-    "eval": "quadriga.cli.eval:score", "export": "quadriga.cli.export:main",
+    "eval": "quadriga.cli.generate:score", "export": "quadriga.cli.export:main",
 }  # fmt: skip
 """What an entry names -> what is called with the configuration, if any, and options; loaded only then."""
 _EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"

@@ -73,11 +73,8 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
 
 class Balancer(RolloutEngine):
     """A `RolloutEngine` over several with equal weights.
-
-    Args:
-        makers: of the same engines again. One that dies is made again in the background, and gets requests once it has
-            loaded the next weights and their fingerprints are those of the others. Without them it is left for good.
-    """
+    `makers`: of the same engines again. One that dies is made again in the background, and gets requests once it has
+        loaded the next weights and their fingerprints are those of the others. Without them it is left for good."""
 
     name = "balancer"
     takes_images = True  # each engine says whether it does
@@ -181,9 +178,7 @@ class Balancer(RolloutEngine):
         """All engines load each tensor before the next one is requested.
 
         An engine that fails is dead, unless all fail, or the weights are at fault.
-
-        Raises:
-            WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
+        Raises WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
         """
         self.weight_version = -1
         alive, new = self.alive, sorted(self._is_new)
@@ -233,10 +228,7 @@ class Balancer(RolloutEngine):
 
     def fingerprint(self) -> Fingerprint:
         """Of the weights of all engines.
-
-        Raises:
-            WeightSyncError: the engines do not have the same weights.
-        """
+        Raises WeightSyncError: the engines do not have the same weights."""
         marks = self._by_each(lambda engine: engine.fingerprint())
         first, *others = marks
         for number in others:
@@ -376,10 +368,7 @@ class SharedStream(Generic[T]):
 
     def lend(self) -> None:
         """Lend one item after the other, until there are no more or all readers have left.
-
-        Raises:
-            BaseException: of the source; the readers get it too.
-        """
+        Raises BaseException: of the source; the readers get it too."""
         try:
             source = iter(self._source)
             is_open = True

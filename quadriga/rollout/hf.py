@@ -28,9 +28,7 @@ class HFEngine(CausalModelEngine):
     """Transformers' `generate`.
 
     Its arguments are those of `CausalModelEngine`, the model with an attention of transformers.
-
-    Raises:
-        RolloutError: the model was loaded with an attention that `generate` cannot use.
+    Raises RolloutError: the model was loaded with an attention that `generate` cannot use.
     """
 
     name = "hf"

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.background import EventLoopThread
 from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.models.load import stop_token_ids
 from quadriga.protocol import DataProto
-from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
@@ -40,7 +40,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, LogProbsOf, data_urls, split_log_probs
-from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
+from quadriga.weight_sync.fingerprint import fingerprint
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
@@ -125,20 +125,9 @@ class Servers:
 
 
 class HTTPEngine(RolloutEngine):
-    """An engine of servers.
-
-    Args:
-        urls: of the servers, without `/v1`.
-        model: the name under which they serve it.
-        eos_token_ids: end-of-text tokens of the model.
-        max_num_seqs: the most requests in flight.
-        logprobs_mode: which log-probabilities the servers report.
-        timeout_s: seconds without a byte after which a server counts as lost.
-        num_tries: rounds over all servers before a request fails.
-
-    Raises:
-        RolloutError: there is no server, or an address is none.
-    """
+    """An engine of servers, which serve `model` under this name and report log-probabilities of `logprobs_mode`.
+    `eos_token_ids`: end-of-text tokens of the model.
+    `options`: those of `Servers`."""
 
     name = "http"
 
@@ -148,25 +137,19 @@ class HTTPEngine(RolloutEngine):
         model: str,
         *,
         eos_token_ids: Sequence[int] = (),
-        max_num_seqs: int = 256,
         logprobs_mode: LogProbsOf = "raw_logprobs",
-        timeout_s: float = 600.0,
-        num_tries: int = 2,
-        headers: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.image_token_id: int | None = None
         fix = "Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves."
-        options: dict[str, Any] = {"headers": headers, "timeout_s": timeout_s, "num_tries": num_tries}
-        options |= {"setting": f"{_KWARGS}.urls", "where": _WHERE, "fix": fix, "max_num_seqs": max_num_seqs}
-        self.servers = Servers(urls, **options)
+        self.servers = Servers(urls, setting=f"{_KWARGS}.urls", where=_WHERE, fix=fix, **options)
         self.model, self.eos_token_ids = model, tuple(eos_token_ids)
         self.logprobs_mode = logprobs_mode
         self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
-        self._trusted = Fingerprint({})
         self._thread = EventLoopThread("http")
 
     @classmethod
@@ -213,10 +196,7 @@ class HTTPEngine(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes version 0 as what the servers have; nothing can be sent to them.
-
-        Raises:
-            WeightSyncError: for any later version.
-        """
+        Raises WeightSyncError: for any later version."""
         self._require_open("load_weights")
         offered = fingerprint(weights)
         if version:
@@ -224,16 +204,7 @@ class HTTPEngine(RolloutEngine):
             got = "servers that keep the weights they were started with"
             fix = "Use http for `generate` and `eval`; train with actor_rollout_ref.rollout.name=vllm or native."
             raise WeightSyncError(f"{_WHERE}, weights of version {version}", got=got, expected="version 0", fix=fix)
-        self._trusted = offered
-        self.weight_version = 0
-
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """None: the servers have them."""
-        return ()
-
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights that the servers are trusted to have: nothing reaches them, so that nothing is checked."""
-        return self._trusted
+        self._arrived, self.weight_version = offered, 0
 
     def close(self) -> None:
         """End the requests; the servers go on."""

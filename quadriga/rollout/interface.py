@@ -17,6 +17,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import WeightTarget
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -202,6 +203,7 @@ class RolloutEngine(WeightTarget, ABC):
         self._state: Literal["awake", "asleep", "closed"] = "awake"
         self._pending: list[_Request] = []
         self._is_aborting = False
+        self._arrived = Fingerprint({})
         self.counts = Counter[str]()
 
     @classmethod
@@ -231,10 +233,7 @@ class RolloutEngine(WeightTarget, ABC):
     @abstractmethod
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
-
-        Raises:
-            RolloutError: a request cannot be served, such as images by an engine that takes none.
-        """
+        Raises RolloutError: a request cannot be served, such as images by an engine that takes none."""
 
     def abort(self) -> None:
         """End every unfinished response: its caller gets what there is, with finish reason "abort".
@@ -268,6 +267,14 @@ class RolloutEngine(WeightTarget, ABC):
     def close(self) -> None:
         """End the engine; it cannot be woken again."""
         self._state = "closed"
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Those that it computes with; none of an engine that packs them in its own way, or has no model."""
+        return ()
+
+    def fingerprint(self) -> Fingerprint:
+        """Of what the last load has brought, weight by weight; empty before the first one."""
+        return self._arrived
 
     def _generate_pending(self) -> None:
         pending, self._pending = self._pending, []

@@ -60,14 +60,9 @@ class Manifest:
         self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream as it comes; a weight that comes under a second name too is passed on each time.
-
-        Args:
-            weights: the stream.
-            kept: names of weights that are there already. The stream has all of them, or none.
-
-        Raises:
-            WeightSyncError: a name or a shape is not the model's, or at the end a weight did not come.
-        """
+        `weights`: the stream.
+        `kept`: names of weights that are there already. The stream has all of them, or none.
+        Raises WeightSyncError: a name or a shape is not the model's, or at the end a weight did not come."""
         arrived: set[str] = set()
         for name, tensor in weights:
             if self.shapes.get(name) != tuple(tensor.shape):

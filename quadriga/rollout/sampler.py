@@ -182,11 +182,8 @@ def _threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor | None:
 
 class StopStrings:
     """Finds stop strings at the end of a response that grows token by token.
-
-    Args:
-        strings: any of them ends the response.
-        tokenizer: decodes; a token stands for one byte at least.
-    """
+    `strings`: any of them ends the response.
+    `tokenizer`: decodes; a token stands for one byte at least."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings, self.tokenizer = tuple(strings), tokenizer

@@ -23,7 +23,7 @@ from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.interface import BatchImages, Completion, Prompts, RolloutEngine, Sampling
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
-from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
+from quadriga.weight_sync.fingerprint import fingerprint
 
 CannedResponse: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
@@ -37,16 +37,11 @@ Script: TypeAlias = (
 
 class ScriptedEngine(RolloutEngine):
     """Gives canned responses. Several responses to one prompt are given in turn. Images are not looked at.
-
-    Args:
-        responses: a list; a mapping from a part of the prompt's text to a response or a list of them, of which the
-            longest part found counts; a function of the prompt's token ids; or the path of a JSONL file, each line with
-            `response` and, in all lines or in none, `prompt`.
-        tokenizer: needed wherever a text is given.
-
-    Raises:
-        RolloutError: the file cannot be read, a text comes without a tokenizer, or nothing fits a prompt.
-    """
+    `responses`: a list; a mapping from a part of the prompt's text to a response or a list of them, of which the
+        longest part found counts; a function of the prompt's token ids; or the path of a JSONL file, each line with
+        `response` and, in all lines or in none, `prompt`.
+    `tokenizer`: needed wherever a text is given.
+    Raises RolloutError: the file cannot be read, a text comes without a tokenizer, or nothing fits a prompt."""
 
     name = "scripted"
     takes_images = True
@@ -67,7 +62,6 @@ class ScriptedEngine(RolloutEngine):
         if self.function is None and not any(self.by_prompt.values()):
             raise RolloutError("scripted", got="no responses", expected="at least one")
         self._given: Counter[str] = Counter()
-        self._received = Fingerprint({})
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
@@ -104,16 +98,8 @@ class ScriptedEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes the version; there is nothing that weights would change."""
         self.weight_version = -1
-        self._received = fingerprint(weights)  # a stream may hold its sender until it is read to the end
+        self._arrived = fingerprint(weights)  # a stream may hold its sender until it is read to the end
         self.weight_version = version
-
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """None: there is no model."""
-        return ()
-
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights that were sent, though it has no use for them."""
-        return self._received
 
     def _choose(self, prompt: list[int]) -> CannedResponse:
         part = ""

@@ -218,11 +218,8 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
 
 def images_of(prompts: DataProto) -> list[Images | None]:
     """The images of each row; None for a row without any. Rows that share their columns share the object.
-
-    Args:
-        prompts: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors `multi_modal_data`,
-            `multi_modal_inputs` and `raw_prompt_ids`, where a prompt has images.
-    """
+    `prompts`: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors `multi_modal_data`,
+        `multi_modal_inputs` and `raw_prompt_ids`, where a prompt has images."""
     columns = prompts.non_tensor_batch
     if "multi_modal_inputs" not in columns:
         return [None] * len(prompts)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
@@ -63,7 +62,6 @@ class ThirdPartyEngine(RolloutEngine):
         super().__init__()
         self.weight_version = -1
         self._manifest, self._max_model_len = manifest, max_model_len
-        self._arrived = Fingerprint({})
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
@@ -88,14 +86,6 @@ class ThirdPartyEngine(RolloutEngine):
                 got = f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}"
                 raise WeightSyncError(where, got=got, expected="the same in each process")
         self._arrived, self.weight_version = first, version
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """None: the engine fuses and packs its weights. `fingerprint` says what reached it."""
-        return iter(())
-
-    def fingerprint(self) -> Fingerprint:
-        """Of each weight, taken of what was given to the engine's model; empty before the first load."""
-        return self._arrived
 
     def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)

@@ -48,8 +48,7 @@ from quadriga.trainer.async_record import RECORD, RecordedSchedule, ScheduleReco
 from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Schedule, Start
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import repeat_prompts, rollout_inputs, without_passing
-from quadriga.trainer.rewards import grade
+from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker

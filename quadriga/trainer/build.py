@@ -25,7 +25,7 @@ from quadriga.trainer.checkpoint import start_of
 from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
-from quadriga.trainer.rewards import ModelReward
+from quadriga.trainer.responses import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer

@@ -8,7 +8,7 @@
               └ values ─────────┘
 
 What stands below each other reads the responses alone: all is begun, then joined. On pools of their own the models
-compute at the same time, on one pool in this order; graders have processes of their own (`trainer/rewards.py`). With
+compute at the same time, on one pool in this order; graders have processes of their own (`trainer/responses.py`). With
 `algorithm.filter_groups` responses are generated and graded until the batch is full, before the models begin.
 
 Each step of the algorithm is one call. What a step needs follows from the estimator and the configuration (`Needs`), so
@@ -41,8 +41,7 @@ from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop
 from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
-from quadriga.trainer.rewards import BatchRewards, grade
+from quadriga.trainer.responses import BatchRewards, generate_responses, grade, sample_rows, write_samples
 from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher

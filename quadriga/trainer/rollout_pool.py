@@ -57,9 +57,7 @@ class RolloutPool(WeightPublisher):
     An engine that is lost is started again in the background, wherever the cluster has room for it, and generates from
     the next batch on; it takes rows once its weights have the version and the fingerprints of the actor's. The last
     one's loss is raised, and that of a rank of a rollout group of `group_size`.
-
-    Attributes:
-        is_lazy: weights leave when there are rows to generate, not at their publication.
+    `is_lazy`: weights leave when there are rows to generate, not at their publication.
     """
 
     is_lazy = False

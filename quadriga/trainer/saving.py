@@ -50,14 +50,9 @@ class _Pending:
 
 class CheckpointSaver:
     """Writes the checkpoints of a run, one at a time.
-
-    Args:
-        workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their part.
-        report: called with a sentence when a checkpoint is complete.
-
-    Attributes:
-        longest_s: seconds from beginning to completion, the longest so far.
-    """
+    `workers`: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their part.
+    `report`: called with a sentence when a checkpoint is complete.
+    `longest_s`: seconds from beginning to completion, the longest so far."""
 
     def __init__(self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]) -> None:
         self.checkpoints, self.workers, self.report = checkpoints, workers, report

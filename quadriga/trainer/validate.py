@@ -38,8 +38,7 @@ from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_uids
-from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
-from quadriga.trainer.rewards import grade
+from quadriga.trainer.responses import generate_responses, grade, sample_rows, write_samples
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker
 

@@ -424,20 +424,6 @@ def critic_switch(line: "Line", key: str, value: Any) -> None:
         line.refuse("null", line.sentence)
 
 
-FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
-    one.__name__: one
-    for one in (
-        frequency, unless_null, null_if_falsy, warmup_steps, clip_ratio, device, loggers, batch_size, filter_groups,
-        overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
-        adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler,
-        profiled_ranks, rejection, weight_bound, step_on_host, critic_key, critic_switch, reward_model_key,
-        critic_checkpoints, adapter_modules, recompute, end_of_schedule, loss_agg_mode, set_by_the_run,
-        *programs.FUNCTIONS,
-    )
-}  # fmt: skip
-"""Name in rules.tsv -> function."""
-
-
 def processes(line: "Line") -> None:
     """Several processes run on Ray, as does a line that names a cluster; and as many share a sequence as there are."""
     count, name = count_of(line), "ulysses_sequence_parallel_size"

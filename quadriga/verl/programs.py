@@ -367,9 +367,3 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
         problems.append(ConfigError(str(local), got="shards of verl's own", expected="a checkpoint of ours", fix=fix))
     known = ["--hf_model_path: the checkpoint has the model's configuration and tokenizer."]
     return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
-
-
-FUNCTIONS = (
-    engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
-    teacher_key, rollout_dtype, rollout_experts, async_key,
-)  # fmt: skip

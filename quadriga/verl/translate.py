@@ -15,8 +15,9 @@ from quadriga.config.loader import read_settings
 from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
+from quadriga.verl import meaning, programs
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
-from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic
+from quadriga.verl.meaning import FINISH, has_critic
 from quadriga.verl.programs import CONFIG_FILES, MEGATRON_ENGINES, TREES, Entry, is_number, merger
 
 SECTIONS = {
@@ -175,7 +176,7 @@ class Line:
             case "@" if isinstance(value, str) and value not in WORDS and self._is_number(key):
                 self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
-                FUNCTIONS[rule.argument](self, key, value)
+                (vars(programs) | vars(meaning))[rule.argument](self, key, value)
             case "given":
                 if self.written in self.given:
                     self.take_ours(key, value)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quadriga.background import EventLoopThread
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.sequences import completed, images_of, requests_of

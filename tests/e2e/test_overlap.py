@@ -17,7 +17,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.trainer.ray_trainer import RayPPOTrainer
-from quadriga.trainer.rewards import grade
+from quadriga.trainer.responses import grade
 from quadriga.workers import ActorRolloutRefWorker
 
 PPO = (

@@ -16,7 +16,7 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config import load_config
 from quadriga.errors import CheckpointError, DataError
-from quadriga.trainer.response_files import RESPONSES, unfinished
+from quadriga.trainer.evaluate import RESPONSES, unfinished
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 BY_PLACE = '''

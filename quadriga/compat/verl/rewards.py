@@ -21,6 +21,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from quadriga.background import EventLoopThread
 from quadriga.compat.verl.algorithms import taken
 from quadriga.compat.verl.scores import default_compute_score
 from quadriga.errors import RewardError
@@ -31,7 +32,6 @@ from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
 from quadriga.rewards.samples import Samples, collect, read_samples
 from quadriga.rewards.scoring import ScoreFunction
-from quadriga.rollout.event_loop import EventLoopThread
 
 RawRewardFn = Callable[..., Any]
 

@@ -32,10 +32,7 @@ printed: ContextVar[list[int] | None] = ContextVar("printed", default=None)
 
 class BoundedOutput(io.TextIOBase):
     """A stream that shows what conversations print up to the limits, and passes on everything else.
-
-    Attributes:
-        num_left_out: characters that were not shown.
-    """
+    `num_left_out`: characters that were not shown."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.num_left_out, self._room = stream, 0, BATCH_CHARS

@@ -36,12 +36,12 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
+from quadriga.background import EventLoopThread
 from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean, traceback_text
 from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages
-from quadriga.rollout.event_loop import EventLoopThread
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -55,10 +55,7 @@ _SHOWN = 200
 
 class ToolFailedError(RolloutError):
     """A tool or user simulator failed by itself: the conversation that called it ends.
-
-    Attributes:
-        details: the traceback, for the trace; "" where there is none.
-    """
+    `details`: the traceback, for the trace; "" where there is none."""
 
     details: str = ""
 
@@ -80,16 +77,11 @@ class ToolThread(EventLoopThread):
         self, where: str, function: Function, kwargs: Mapping[str, Any], limit_s: float, *, is_for_model: bool = False
     ) -> Any:
         """What a user's function returns, plain or async.
-
-        Args:
-            limit_s: the time that it may take, in seconds.
-            is_for_model: whether the model reads the result, and so a `ToolError`; else that is a failure like others.
-
-        Raises:
-            ToolError: the function raised it, for the model.
-            ToolFailedError: the function raised something else, or took too long.
-            ToolsStuckError: too many calls of plain functions were given up and still run.
-        """
+        `limit_s`: the time that it may take, in seconds.
+        `is_for_model`: whether the model reads the result, and so a `ToolError`; else that is a failure like others.
+        Raises ToolError: the function raised it, for the model.
+        Raises ToolFailedError: the function raised something else, or took too long.
+        Raises ToolsStuckError: too many calls of plain functions were given up and still run."""
         try:
             return await self._respond(self._limited(function, kwargs, limit_s), limit_s)
         except ToolsStuckError:

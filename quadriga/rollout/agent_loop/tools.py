@@ -57,11 +57,8 @@ class ToolError(RolloutError):
 @dataclass(frozen=True)
 class WithImages:
     """What a tool returns that shows images to a vision-language model.
-
-    Attributes:
-        images: `PIL.Image.Image`s, paths, or the bytes of files; they stand before the text.
-        text: or anything that a tool may return alone.
-    """
+    `images`: `PIL.Image.Image`s, paths, or the bytes of files; they stand before the text.
+    `text`: or anything that a tool may return alone."""
 
     images: Sequence[Any]
     text: Any = ""

@@ -43,9 +43,8 @@ from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, 
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.generation import Generation, Request
-from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, state_of
+from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, shards_of, state_of
 from quadriga.rollout.native.scheduler import Scheduler
-from quadriga.rollout.native.shards import shards_of
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.reshard import Piece, Wanted

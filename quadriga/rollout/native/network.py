@@ -31,6 +31,7 @@ from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight
+from quadriga.weight_sync.reshard import Piece
 
 PLAIN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
@@ -119,7 +120,7 @@ class Network:
 class PlainNetwork(Network):
     """A decoder of the plain kind, computed here; with a group the share of one rank, by tensor parallelism.
 
-    A rank has some of the heads, of the MLP's width, and of the vocabulary (see `shards`). What attention and MLP add
+    A rank has some of the heads, of the MLP's width, and of the vocabulary (`shards_of`). What attention and MLP add
     to the hidden states is summed over the ranks, and the logits are joined: all ranks have the same bits of both.
     """
 
@@ -342,3 +343,31 @@ def is_plain(model: PreTrainedModel) -> bool:
 def state_of(model: nn.Module) -> State:
     """Where each parameter is and how often it was written to in place, as far as torch counts."""
     return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in model.parameters())
+
+
+def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
+    """By name the part of each parameter of a model, which may be on "meta", that a rank of a group has (tensor
+    parallelism, arXiv:1909.08053): rows of some heads (with fewer key-value heads than ranks several have the same),
+    columns of `o_proj` of the same heads, rows of some of the MLP's width and columns of `down_proj`, rows of some of
+    the vocabulary. Norms and `o_proj.bias` are whole on every rank."""
+    config, rank, size = model.config.get_text_config(), group.rank, group.size
+    num_heads, num_keys = config.num_attention_heads, config.num_key_value_heads
+    head_size = model.base_model.layers[0].self_attn.head_dim
+    heads, keys = num_heads // size * head_size, max(1, num_keys // size) * head_size
+    query = rank * heads, heads
+    key = rank * num_keys // size * head_size, keys
+    width, vocabulary = part_of(config.intermediate_size, size, rank), part_of(config.vocab_size, size, rank)
+    cuts: dict[str, tuple[int, tuple[int, int]]] = {
+        "q_proj.weight": (0, query), "q_proj.bias": (0, query), "o_proj.weight": (1, query),
+        "k_proj.weight": (0, key), "k_proj.bias": (0, key), "v_proj.weight": (0, key), "v_proj.bias": (0, key),
+        "gate_proj.weight": (0, width), "gate_proj.bias": (0, width), "down_proj.weight": (1, width),
+        "up_proj.weight": (0, width), "up_proj.bias": (0, width),
+        "embed_tokens.weight": (0, vocabulary), "lm_head.weight": (0, vocabulary), "lm_head.bias": (0, vocabulary),
+    }  # fmt: skip
+    found = {}
+    for name, parameter in model.named_parameters():
+        start, shape = [0] * parameter.dim(), list(parameter.shape)
+        if (cut := cuts.get(".".join(name.split(".")[-2:]))) is not None:
+            dim, (start[dim], shape[dim]) = cut[0], cut[1]
+        found[name] = Piece(tuple(start), tuple(shape))
+    return found

@@ -52,10 +52,7 @@ def require_version(found: str) -> None:
 
 class Library:
     """SGLang with one engine; a process can have one only, which must be made by its main thread.
-
-    Raises:
-        RolloutError: SGLang is missing, too old, or lacks something that is used of it.
-    """
+    Raises RolloutError: SGLang is missing, too old, or lacks something that is used of it."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         version = installed("sglang")[1]

@@ -28,8 +28,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from quadriga.background import EventLoopThread
 from quadriga.errors import RolloutError
-from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
 from quadriga.rollout.vllm.library import WHERE, Library, executor, started, unfinished_outputs

@@ -12,8 +12,7 @@ import torch
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
-from quadriga.trainer.responses import repeat_prompts, sample_rows, write_samples
-from quadriga.trainer.rewards import grade
+from quadriga.trainer.responses import grade, repeat_prompts, sample_rows, write_samples
 
 
 class Gives(RewardManager):

@@ -11,7 +11,7 @@ import torch
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
-from quadriga.trainer.rewards import BatchRewards, ModelReward, grade
+from quadriga.trainer.responses import BatchRewards, ModelReward, grade
 
 
 class Judge:
