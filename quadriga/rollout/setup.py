@@ -56,19 +56,13 @@ class EngineSetup:
 
     def skeleton(self) -> PreTrainedModel:
         """The model on "meta": its configuration, and names and shapes of its weights."""
-        section = self.config.actor_rollout_ref.model
-        return skeleton_causal_lm(
-            section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
-        )
+        return skeleton_causal_lm(**self._named_model)
 
     def load_copy(self, attention: str) -> PreTrainedModel:
         """The model that the actor started from, with all of its weights."""
+        return load_causal_lm(**self._named_model, dtype=self.dtype, device=self.device, attention=attention)
+
+    @property
+    def _named_model(self) -> dict[str, Any]:
         section = self.config.actor_rollout_ref.model
-        return load_causal_lm(
-            section.path,
-            dtype=self.dtype,
-            device=self.device,
-            attention=attention,
-            trust_remote_code=section.trust_remote_code,
-            override_config=section.override_config,
-        )
+        return {name: getattr(section, name) for name in ("path", "trust_remote_code", "override_config")}

@@ -45,18 +45,11 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
     form = 'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     calls = []
     for body, end in _BLOCK.findall(text):
-        if not end:
-            calls.append(_unreadable("the tool call is not closed", body, form))
-            continue
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            calls.append(_unreadable(f"the tool call is not JSON ({error})", body, form))
-            continue
+        unclosed = None if end else _unreadable("the tool call is not closed", body, form)
+        call = unclosed or _from_json(body, "the tool call is", form)
         if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
-            calls.append(_with_arguments(call["name"], call.get("arguments", {}), form))
-        else:
-            calls.append(_unreadable("the tool call has no name", body, form))
+            call = _with_arguments(call["name"], call.get("arguments", {}), form)
+        calls.append(call if isinstance(call, ToolCall) else _unreadable("the tool call has no name", body, form))
     return calls
 
 
@@ -87,15 +80,8 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
 def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls as messages to `functions.NAME`; gpt-oss writes them."""
     form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
-    calls = []
-    for name, mark, body in _HARMONY.findall(text):
-        if not mark:
-            continue
-        try:
-            calls.append(_with_arguments(name, json.loads(body or "{}"), form))
-        except (ValueError, RecursionError) as error:
-            calls.append(_unreadable(f"the tool call is not JSON ({error})", body, form, name))
-    return calls
+    found = ((name, body or "{}") for name, mark, body in _HARMONY.findall(text) if mark)
+    return [_with_arguments(name, _from_json(body, "the tool call is", form, name), form) for name, body in found]
 
 
 PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm, "gpt-oss": gpt_oss}
@@ -108,12 +94,19 @@ def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:
     return ToolCall(name, problem=f"{problem}: {shown}; {form}")
 
 
+def _from_json(text: str, what: str, form: str, name: str = "") -> Any:
+    """The value of a text; a `ToolCall` with the problem where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _unreadable(f"{what} not JSON ({error})", text, form, name)
+
+
 def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return _unreadable(f"the arguments are not JSON ({error})", arguments, form, name)
+        arguments = _from_json(arguments, "the arguments are", form, name)
+    if isinstance(arguments, ToolCall):
+        return arguments
     if not isinstance(arguments, dict):
         return _unreadable("the arguments are no object", json.dumps(arguments), form, name)
     return ToolCall(name, arguments)
