@@ -34,7 +34,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1704, 14, 108),
     "protocol": Size(1475, 9, 96),
     "rewards": Size(3715, 28, 213),
-    "rollout": Size(8741, 43, 537),
+    "rollout": Size(8728, 43, 539),
     "single_controller": Size(3508, 16, 211),
     "trainer": Size(5628, 28, 337),
     "verl": Size(1810, 6, 128),
