@@ -173,7 +173,12 @@ class Line:
             case ">":
                 target = iter(parts)
                 self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
-            case "@" if isinstance(value, str) and value not in WORDS and self._is_number(key):
+            case "@" if (
+                isinstance(value, str)
+                and value not in WORDS
+                and is_number(self._default_of(self.written))
+                and not ((leaf := leaf_of(key, self.entry.task)) and leaf.is_text)
+            ):
                 self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
                 (vars(programs) | vars(meaning))[rule.argument](self, key, value)
@@ -189,11 +194,6 @@ class Line:
                 if self.is_changed(self.written) and not _among(value, rule.argument):
                     known = [as_text(one) for one in rule.argument if one not in (None, "", [], {})]
                     self.refuse(known[0] if known else "the key left out", rule.sentence)
-
-    def _is_number(self, key: str) -> bool:
-        """Whether a key takes numbers alone."""
-        leaf = leaf_of(key, self.entry.task)
-        return is_number(self._default_of(self.written)) and not (leaf is not None and leaf.is_text)
 
     def take_ours(self, key: str, value: Any) -> None:
         """Takes a key that is one of ours as it is; refuses one that nobody knows."""

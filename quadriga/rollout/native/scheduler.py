@@ -11,16 +11,9 @@ that ends. A preempted request waits before all others and begins again with its
 
 import math
 from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-
-class HasPrefix(Protocol):
-    """What the scheduler reads of a request: the tokens it begins with. Equal prefixes are computed once."""
-
-    prefix: Any
-
-
-R = TypeVar("R", bound=HasPrefix)
+R = TypeVar("R", bound=Any)  # a request; its `prefix` are the tokens it begins with: equal ones are computed once
 
 
 class Scheduler(Generic[R]):
