@@ -108,7 +108,7 @@ class Stage(nn.Module):
         if not sharing.has_head:
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
-        return next(iter(outputs.values())).new_zeros(1) if loss is None else loss(outputs).reshape(1)
+        return next(iter(outputs.values())).new_zeros(1) if loss is None else torch.stack([loss(outputs)])  # no view
 
     def run(
         self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question, *, is_training: bool = False
