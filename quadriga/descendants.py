@@ -43,8 +43,9 @@ _FOLDERS = "quadriga-folder-"
 _MARKS = "QUADRIGA_GUARDED_BY"
 # An editable installation is found by the site's start-up files, which a guardian goes without.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
-# Programs that take away what others leave behind: multiprocessing's, and that of a cluster of our own.
-_TRACKERS = (b"resource_tracker", b"single_controller/ray/sweep.py")
+# Programs that take away what others leave behind: multiprocessing's, and that of a cluster of our own; and wandb's
+# service, which writes to the end.
+_TRACKERS = (b"resource_tracker", b"single_controller/ray/sweep.py", b"wandb-core")
 _GUARDIAN = (
     "import sys; sys.path[:] = sys.argv[6:]; "
     "from quadriga.descendants import _guard; _guard(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])"

@@ -40,7 +40,7 @@ SIZES: dict[str, Size] = {
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(900, 6, 63),
     "workers": Size(2273, 13, 127),
-    "": Size(1723, 12, 106),
+    "": Size(1724, 12, 106),
 }
 REASONS: dict[str, str] = {
     "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed;"
@@ -89,8 +89,8 @@ REASONS: dict[str, str] = {
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"
     " experts of a checkpoint; the sizes of models before they are loaded; reward models with images",
-    "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
-    " (redact.py); `quadriga.train` and its relatives (api.py)",
+    "": "what users' code starts ends with it (descendants.py), wandb's service last; keys are hidden"
+    " where they are printed (redact.py); `quadriga.train` and its relatives (api.py)",
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.

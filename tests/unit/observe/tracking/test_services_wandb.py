@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
 
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from quadriga.errors import ConfigError
@@ -100,6 +101,7 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     for step in (1, 2, 3, 4):
         third.log({"critic/rewards/mean": step / 4}, step)
     third.close()
+    wandb.teardown()  # its service may write a finished run's file until it ends
     rows = history(run.directory)
     measured = [(row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row]
     assert sorted(measured) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
@@ -107,3 +109,17 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     assert table["step"] == 3 and table["samples/nrows"] == 2 and table["samples/_type"] == "table-file"
     stored = json.loads(next(run.directory.glob("wandb/*/files/media/table/samples*.json")).read_text())
     assert stored["data"][0] == ["Which is | the\nlargest?", "82", 1.0, "[1, 2]"]
+
+
+def test_a_command_leaves_its_service_the_time_to_write(tmp_path: Path) -> None:
+    """wandb's service writes a finished run's file behind it, and is taken leave of as the process ends."""
+    program = (
+        "import wandb; from quadriga.descendants import Guardian; guardian = Guardian(); run = wandb.init()\n"
+        "for step in range(1, 5):\n    run.log({'step': step})\n"
+        "run.finish(); guardian.close()"
+    )
+    found = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=found, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert [row["step"] for row in history(tmp_path)] == [1, 2, 3, 4]
