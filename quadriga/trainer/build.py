@@ -130,8 +130,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
             models = in_background(models, "loading models").result
         with timeline.part("data"):
             train = build_train_loader(config, tokenizer, parts)
-            has_val = config.data.val_files or parts.val is not None
-            val = build_val_loader(config, tokenizer, parts) if has_val else None
+            val = build_val_loader(config, tokenizer, parts) if config.data.val_files or parts.val is not None else None
         if config.task == "rl":
             with timeline.part("rewards"):
                 reward = parts.reward() if parts.reward else build_reward(config, tokenizer, train, val)
@@ -148,6 +147,8 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
             if parts.val_reward:
                 trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()
+            if (beside := config.async_training).enable:
+                choices["asynchronous"] = f"samples at most {beside.max_staleness} versions behind ({beside.in_flight})"
         else:
             _, trainer_class = SUPERVISED[config.task]
             trainer = trainer_class(config, team.groups[Role.ActorRollout].as_worker(), train, val, total)
@@ -157,9 +158,8 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         team.end()
         raise
     trainer.profiler = Profiler(config, team.groups)
-    width = max(map(len, choices))
     for name, choice in choices.items():
-        print(f"  {name:<{width}}  {choice}")
+        print(f"  {name:<{max(map(len, choices))}}  {choice}")
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
     return Run(trainer, team)
