@@ -9,7 +9,8 @@ supervisor   waits for the end of its child, or of the driver; unblocked by SIGC
              end, or by another parent than the driver; then it kills all that is below it, until nothing is left.
 
 A process that cannot have a supervisor, because it was started by others, has a `Guardian`: a process beside it that
-notes what descends from it, and ends what is left once it has ended.
+notes what descends from it and what shared memory that has, and ends what is left once it has ended. Shared memory is
+removed as well where what had mapped it was killed. Behind a Ray cluster of a run's own another process stands alike.
 
 A supervisor that is killed takes its child along, not what the child has started. Where the kernel's control groups
 (cgroup v2) can be written, the child has one, and the driver, or the next supervisor there, ends what is in it.
@@ -32,24 +33,21 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DIE_WITH_PARENT, _SUBREAPER = 1, 36  # options of prctl
 _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
+_NEW_S = 3.0  # for so long shared memory is new
 _FOLDERS = "quadriga-folder-"
 _MARKS = "QUADRIGA_GUARDED_BY"
 # An editable installation is found by the site's start-up files, which a guardian goes without.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 # Programs that take away what others leave behind: multiprocessing's, and that of a cluster of our own; and wandb's
 # service, which writes to the end.
-_TRACKERS = (b"resource_tracker", b"single_controller/ray/sweep.py", b"wandb-core")
-_GUARDIAN = (
-    "import sys; sys.path[:] = sys.argv[6:]; "
-    "from quadriga.descendants import _guard; _guard(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])"
-)
+_TRACKERS = (b"resource_tracker", b"_end_sessions_behind", b"wandb-core")
 
 
 def supervise(lifeline_fd: int) -> None:
@@ -156,11 +154,19 @@ def _remove_folder(folder: str) -> None:
             return
 
 
+def beside(function: str, *arguments: object, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """A process that calls a function of this file. In a session of its own: it outlives a Ctrl-C, and what is sent to
+    the group of this process."""
+    program = f"import sys; sys.path[:] = sys.argv[1:]; from quadriga.descendants import {function} as call; "
+    words = [sys.executable, "-S", "-c", f"{program}call(*{arguments!r})", *map(str, sys.path), _PACKAGE_FOLDER]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True)
+
+
 class Guardian:
     """Ends what this process has started from here on, when `close` is called or the process ends, by whatever signal.
 
     It looks at the descendants every second, and knows others by a mark in their environment. Shared memory that they
-    have mapped is removed with them, and so is `folder`.
+    have mapped is removed once all of them have ended that had, and `folder` at the end.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -168,11 +174,8 @@ class Guardian:
         os.environ[_MARKS] = f"{os.environ.get(_MARKS, '')}{mark},"
         self._lifeline, theirs = socket.socketpair()
         with theirs:
-            fd = theirs.fileno()
-            before = ",".join(map(str, descendants(os.getpid())))
-            words = (str(fd), str(os.getpid()), before, mark, folder, *map(str, sys.path), _PACKAGE_FOLDER)
-            program, apart = [sys.executable, "-S", "-c", _GUARDIAN, *words], {"start_new_session": True}
-            self.process = subprocess.Popen(program, stdin=subprocess.DEVNULL, pass_fds=(fd,), **apart)
+            fd, before = theirs.fileno(), {pid: start_of(pid) for pid in descendants(os.getpid())}
+            self.process = beside("_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,))
 
     def close(self) -> None:
         """End all that is left, and return then."""
@@ -196,50 +199,113 @@ def shared_memory(pids: set[int]) -> set[Path]:
     return found
 
 
-def _guard(lifeline_fd: int, root: int, earlier: str, mark: str, folder: str) -> None:
-    """The guardian's program."""
+def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lifeline = socket.socket(fileno=lifeline_fd)
-    before, known = {int(pid): start_of(int(pid)) for pid in earlier.split(",") if pid}, dict[int, bytes]()
+    lifeline, guarded = socket.socket(fileno=lifeline_fd), _Guarded(root, before, mark)
     watched = select.poll()
     watched.register(lifeline_fd, select.POLLIN)
     # A forked child may hold the lifeline open: so the parent is looked at as well.
     while not watched.poll(1000 * _POLL_S) and os.getppid() == root:
-        known |= {pid: start_of(pid) for pid in descendants(root)}
-        # One that has lost its parent is a descendant no more.
-        known = {pid: start for pid, start in known.items() if start_of(pid) == start}
-    _end_known(root, before, known, mark)
+        guarded.look()
+    guarded.end()
     with suppress(BrokenPipeError):
         lifeline.sendall(b"x")
     while os.getppid() == root:
         time.sleep(0.02)
     # Those that take away what the others have left get their time.
-    _end_known(root, before, known, mark, with_trackers=True)
+    guarded.end(with_trackers=True)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_known(
-    root: int, before: dict[int, bytes], known: dict[int, bytes], mark: str, with_trackers: bool = False
-) -> None:
-    until, files = time.monotonic() + _SWEEP_LIMIT_S, set[Path]()
-    patience = time.monotonic() + (_SWEEP_LIMIT_S / 3 if with_trackers else 0)
-    while time.monotonic() < until:
-        there = set(descendants(root)) | {pid for pid, start in known.items() if start_of(pid) == start}
-        there |= {pid for pid in _all_pids() if mark.encode() in _read(pid, "environ")}
-        there -= {os.getpid(), root} | {pid for pid in there if before.get(pid) == start_of(pid)}
-        there = {pid for pid in there if start_of(pid)}
-        trackers = {pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)}
-        if not (there if with_trackers else there - trackers):
-            break
-        victims = there - trackers if time.monotonic() < patience or not with_trackers else there
-        files |= shared_memory(victims)
-        _signal_all(victims, signal.SIGSTOP)
-        _signal_all(victims, signal.SIGKILL)
-        time.sleep(0.02)
-    for file in files:
-        file.unlink(missing_ok=True)
+class _Guarded:
+    """The processes that a guardian ends, by id and start, and the shared memory that some of them have mapped."""
+
+    def __init__(self, root: int, before: dict[int, bytes], mark: str) -> None:
+        self._root, self._before, self._mark = root, before, mark.encode()
+        self._known: dict[int, bytes] = {}
+        self._memory: dict[Path, dict[int, bytes]] = {}
+
+    def look(self) -> None:
+        """Note what there is; remove memory whose processes have ended."""
+        self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
+        # One that has lost its parent is a descendant no more.
+        self._known = _living(self._known)
+        with suppress(FileNotFoundError):  # no such file system, or a file is gone
+            now = time.time()
+            new = {Path(one) for one in os.scandir("/dev/shm") if now - one.stat().st_ctime < _NEW_S}
+            for pid in self._there() if new else ():
+                for file in shared_memory({pid}) & new:
+                    self._memory.setdefault(file, {})[pid] = start_of(pid)
+        for file in [file for file, owners in self._memory.items() if not _living(owners)]:
+            self._memory[file] = {pid: start_of(pid) for pid in _all_pids() if file in shared_memory({pid})}
+            if not self._memory[file]:
+                del self._memory[file]
+                file.unlink(missing_ok=True)
+
+    def end(self, *, with_trackers: bool = False) -> None:
+        """End them, but for those that clean up, or also these once they have had their time."""
+        until = time.monotonic() + _SWEEP_LIMIT_S
+        patience = time.monotonic() + (_SWEEP_LIMIT_S / 3 if with_trackers else 0)
+        while time.monotonic() < until:
+            there = self._there()
+            trackers = {pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)}
+            if not (there if with_trackers else there - trackers):
+                break
+            victims = there - trackers if time.monotonic() < patience or not with_trackers else there
+            self._memory |= {file: {} for file in shared_memory(victims)}
+            _signal_all(victims, signal.SIGSTOP)
+            _signal_all(victims, signal.SIGKILL)
+            time.sleep(0.02)
+        for file in self._memory:
+            file.unlink(missing_ok=True)
+
+    def _there(self) -> set[int]:
+        there = {*descendants(self._root), *_living(self._known)}
+        there |= {pid for pid in _all_pids() if self._mark in _read(pid, "environ")}
+        there -= {os.getpid(), self._root, *_living(self._before)}
+        return {pid for pid in there if start_of(pid)}
+
+
+def end_session(folder: str) -> None:
+    """Kill the processes of a cluster of Ray's that is over, and remove the folder of its session: those whose output
+    goes there, and those that Ray has named with a file open there."""
+    until = time.monotonic() + _SWEEP_LIMIT_S
+    while ((left := _in_session(folder)) or os.path.exists(folder)) and time.monotonic() < until:
+        _signal_all(left, signal.SIGKILL)
+        # Again where what is dying still wrote into it.
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+    latest = Path(folder).with_name("session_latest")
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+def _in_session(folder: str) -> set[int]:
+    found = set()
+    for pid in _all_pids():
+        # It may end meanwhile, or be another user's.
+        with suppress(OSError):
+            files = Path(f"/proc/{pid}/fd")
+            is_named = _read(pid, "cmdline").startswith(b"ray::")
+            outputs = files.iterdir() if is_named else (files / "1", files / "2")
+            if any(os.readlink(file).startswith(f"{folder}/") for file in outputs):
+                found.add(pid)
+    return found
+
+
+def _end_sessions_behind(driver: int, folders: Sequence[str]) -> None:
+    """The program of a process that does so when its driver ends, by whatever signal: Ray's own agents would stay for a
+    minute then, and the folders for good."""
+    while os.getppid() == driver:
+        time.sleep(0.2)
+    for folder in folders:
+        end_session(folder)
+
+
+def _living(processes: dict[int, bytes]) -> dict[int, bytes]:
+    return {pid: start for pid, start in processes.items() if start and start_of(pid) == start}
 
 
 def _all_pids() -> list[int]:
@@ -264,7 +330,6 @@ def start_of(pid: int) -> bytes:
 
 
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
-    """The supervisor's part: it holds nothing open but these."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for fd in map(int, os.listdir("/dev/fd")):

@@ -15,19 +15,17 @@ of the outputs, which stand in rank order. `group` is a `GroupLayout`.
     make_nd_compute_dataproto_dispatch_fn(mesh)
                                  the chunk of its data-parallel rank      rows of the collecting ranks' outputs
 
-Chunks are ragged: 7 rows on 4 ranks are 2 2 2 1, 3 rows are 1 1 1 0. Every rank is called, one whose
-chunk is empty too, because workers that meet in a collective must all be there; a worker therefore has
-to cope with a DataProto without rows, and may return one without columns. Data made with
-`auto_padding=True` is padded to equal chunks instead, and the rows of the padding are cut off the
-result; that is for methods that treat each row for itself (a loss would count the padding).
-DP_COMPUTE_METRIC never pads.
-"""
+Chunks are ragged: 7 rows on 4 ranks are 2 2 2 1, 3 rows are 1 1 1 0. Every rank is called, because workers that meet in
+a collective must all be there: a worker has to cope with a DataProto without rows, and may return one without columns.
+Data made with `auto_padding=True` is padded to equal chunks instead, and the rows of the padding are cut off the
+result; that is for methods that treat each row for itself (a loss would count the padding). DP_COMPUTE_METRIC never
+pads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial, wraps
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
@@ -43,24 +41,19 @@ class DispatchError(WorkerError):
     """Arguments or outputs that do not fit the mode of their method."""
 
 
-@dataclass(frozen=True)
-class MeshLayout:
+class MeshLayout(NamedTuple):
     """Which part of the data each rank of a mesh works on."""
 
     dp_ranks: tuple[int, ...]  # data-parallel rank of each rank; ranks of one model-parallel group share theirs
     collected: tuple[int, ...]  # of each data-parallel rank, the rank whose output is collected
 
 
-@dataclass(eq=False)
 class GroupLayout:
     """What dispatch and collect functions may use of a group; in the mesh "" each rank has a chunk of its own."""
 
-    world_size: int
-    meshes: dict[str, MeshLayout] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        ranks = tuple(range(self.world_size))
-        self.meshes = {"": MeshLayout(ranks, ranks), **self.meshes}
+    def __init__(self, world_size: int, meshes: Mapping[str, MeshLayout] | None = None) -> None:
+        self.world_size, ranks = world_size, tuple(range(world_size))
+        self.meshes = {"": MeshLayout(ranks, ranks), **(meshes or {})}
 
     def mesh(self, name: str) -> MeshLayout:
         return self.meshes[name]
@@ -96,7 +89,7 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
     chunks = max(dp_ranks) + 1
     parts: dict[str, list[Any]] = {}
     rows: dict[str, int] = {}
-    for name, value in (*((str(position), value) for position, value in enumerate(args)), *kwargs.items()):
+    for name, value in (*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):
             parts[name] = value.chunk(chunks)
         elif isinstance(value, _PLAIN):
@@ -110,8 +103,8 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
             rows[name] = len(value)
     if len(set(rows.values())) > 1:
         raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
-    per_rank = {name: [values[dp_rank] for dp_rank in dp_ranks] for name, values in parts.items()}
-    return [per_rank[str(position)] for position in range(len(args))], {name: per_rank[name] for name in kwargs}
+    per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in parts.values()]
+    return per_rank[: len(args)], dict(zip(kwargs, per_rank[len(args) :], strict=True))
 
 
 def split_rows_with_function(group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any) -> PerRank:
@@ -170,13 +163,9 @@ class _Members(type):
 class Dispatch(metaclass=_Members):
     """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
 
-    Attributes:
-        name: of the member; "": a mode that is no member.
-        dispatch_fn: splits the arguments; None: not set yet.
-        collect_fn: joins the outputs.
-        mesh: for modes that split rows over the data-parallel ranks of a mesh and join those of the collected outputs
-            with `DataProto.concat`: its name, "" for all ranks. Auto padding is honoured then, and a backend may lend
-            outputs as views of shared memory. None: the mode does something else.
+    `mesh`: of modes that split rows over the data-parallel ranks of a mesh and join those of the collected outputs with
+    `DataProto.concat`: its name, "" for all ranks. Auto padding is honoured then, and a backend may lend outputs as
+    views of shared memory. None: the mode does something else.
     """
 
     members: ClassVar[dict[str, "Dispatch"]] = {}
@@ -219,17 +208,15 @@ def register_dispatch_mode(name: str) -> Dispatch:
 def update_dispatch_mode(
     mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn, mesh: str | None = None
 ) -> None:
-    """Set the functions of a mode; `Dispatch` says what each does."""
+    """Set the functions of a mode: one splits the arguments, the other joins the outputs; `mesh` as in `Dispatch`."""
     if mode not in Dispatch:
         raise WorkerError("update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}")
     mode.dispatch_fn, mode.collect_fn, mode.mesh = dispatch_fn, collect_fn, mesh
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
-    """The mode for engines whose data-parallel size differs from the world size.
-
-    `mesh_name` is the name under which every worker calls `register_mesh`.
-    """
+    """The mode for engines whose data-parallel ranks are those that every worker names by `register_mesh(mesh_name,
+    ...)`."""
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 
@@ -280,10 +267,8 @@ def rank_arguments(
 def collect_outputs(
     outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
 ) -> Any:
-    """One result of all ranks' outputs, without the rows that come from padding.
-
-    `padding` is rows added, and rows then: the last rows are cut off, or as many times more as the rows grew.
-    """
+    """One result of all ranks' outputs, without the rows that come from padding: `padding` is rows added, and rows
+    then; the last rows are cut off, or as many times more as the rows grew."""
     try:
         result = collect_fn(layout, outputs)
         pad_size, padded_rows = padding

@@ -4,11 +4,9 @@
     cores of the node: 8      pool of 4 processes     2 threads each: they compute at the same time
                               pool of 2, same node    4 threads each: it computes when the other pool does not
 
-Threads are shared out by pool: the loop calls one role after the other, so pools take turns. It follows that a role
-computes with the same number of threads whether it shares its pool with others or has one of its own, and sums of
-floating-point numbers, whose order goes with the threads, come out the same bits on every placement.
-
-Threads that find no work spin for a while, which is quick on a core of their own and ruinous on a shared one: two torch
+Threads are shared out by pool, for pools take turns: the loop calls one role after the other. So a role computes with
+the same number of threads whether it shares its pool or has its own, and sums of floating-point numbers, whose order
+goes with the threads, come out the same bits on every placement. Threads that find no work spin for a while: two torch
 processes that spin on two cores are 5 to 10 times slower than with sleeping threads. So where several processes share a
 node, waiting threads sleep.
 """
@@ -61,14 +59,9 @@ def address_order(address: str) -> tuple[int, int, str]:
 def choose_nodes(
     pools: Mapping[str, Sequence[int]], each: Mapping[str, float], nodes: Sequence[NodeResources]
 ) -> dict[str, list[NodeResources]]:
-    """A node of the cluster for each node of each pool.
-
-    Nodes of one pool are different nodes of the cluster while it has enough of them; after that several share one.
-    Returns the nodes of each pool, in the order of its numbers. Raises NoRoomError: the cluster has not enough; says
-    what each node has and what is missing.
-
-    `pools`: numbers of processes on each node, by name of the pool.
-    `each`: resources of one process."""
+    """A node of the cluster for each node of each pool, given as processes on each node by name of the pool; `each` is
+    what one process needs. Nodes of one pool are different nodes of the cluster while it has enough of them; after that
+    several share one. Raises NoRoomError: the cluster has not enough; says what each node has and what is missing."""
     free = {node.node_id: dict(node.free) for node in nodes}
     chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}
     # The largest parts first: they fit in the fewest places.

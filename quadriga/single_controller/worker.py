@@ -83,10 +83,8 @@ class Worker:
         return worker
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which chunk of the data this rank works on, and whether its output is the one to collect.
-
-        Each data-parallel rank needs exactly one worker that is collected.
-        """
+        """Say which chunk of the data this rank works on, and whether its output is the one to collect: each
+        data-parallel rank needs exactly one worker that is collected."""
         self._meshes[mesh_name] = (dp_rank, is_collect)
 
     def start_profile(self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool) -> None:

@@ -7,9 +7,8 @@
       3. resolve    the backend waits for the outputs, or a DataProtoFuture will    protocol/operations.py
       4. collect    the mode makes one result of the outputs
 
-A backend is a subclass with two methods, `start_all` and `resolve`: `LocalWorkerGroup` below has its workers in this
-process, `ray/group.py` in processes of their own. `group.as_worker()` is the group typed as its worker class, so that
-an editor finds the methods.
+A backend is a subclass: `LocalWorkerGroup` below has its workers in this process, `ray/group.py` in processes of their
+own. `group.as_worker()` is the group typed as its worker class, so that an editor finds the methods.
 """
 
 import inspect
@@ -63,23 +62,15 @@ class GroupMethod(partial):
 
 
 class WorkerGroup(GroupLayout, ABC, Generic[W]):
-    """Base class of the backends.
+    """Base class of the backends. The worker class's registered methods become the group's; `name`, its role, is for
+    errors."""
 
-    Args:
-        worker_class: its registered methods become the group's (`methods`: how each is called).
-        name: the role, for error messages; "": the name of the class.
-
-    Attributes:
-        ranks: of the workers that are called; all, unless `use_ranks` leaves some out.
-        shares_processes: whether other roles are in the workers' processes.
-    """
-
-    shares_processes: bool = False
+    shares_processes: bool = False  # whether other roles are in the workers' processes
 
     def __init__(self, worker_class: type[W], world_size: int, name: str = "") -> None:
         super().__init__(world_size)
         self.worker_class = worker_class
-        self.ranks = list(range(world_size))
+        self.ranks = list(range(world_size))  # those that are called
         self.name = name or worker_class.__name__
         found = {
             each: getattr(getattr(worker_class, each, None), dispatch.REGISTRATION, None) for each in dir(worker_class)
@@ -87,8 +78,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
-            where = worker_class.__name__
-            raise WorkerError(where, got=f"registered methods {clashes}", expected="names that no worker group has")
+            raise WorkerError(worker_class.__name__, f"registered methods {clashes}", "names that no worker group has")
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
@@ -97,16 +87,14 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     @staticmethod
     @abstractmethod
     def resolve(handles: Sequence[Any], borrow: bool = False) -> list[Any]:
-        """Wait for handles and return their outputs; the first failing rank's error is raised.
-
-        With `borrow` the caller copies the rows of the outputs: they may lie in memory that is only lent.
-        """
+        """Wait for handles and return their outputs; the first failing rank's error is raised. With `borrow` the caller
+        copies the rows of the outputs: they may lie in memory that is only lent."""
 
     @staticmethod
     @abstractmethod
     def first_outcomes(handles: Sequence[Any]) -> dict[Any, Any]:
-        """Wait for one of several handles. Returns what has come: outputs, which the caller copies as with `borrow`,
-        and of those that failed the errors."""
+        """Wait for one of several handles. Returns what has come: outputs, to be copied as with `borrow`, and
+        errors."""
 
     @abstractmethod
     def restart(self, rank: int) -> None:
@@ -164,7 +152,6 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return f"{type(self).__name__}({self.name}, {self.world_size} workers)"
 
     def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a registered method: split the arguments, start all ranks, join the outputs, now or in a future."""
         if registration.is_rank_zero_only:
             handles = self.start_all(method_name, [(args, kwargs)])
             future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
@@ -183,12 +170,10 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         collect = partial(
             dispatch.collect_outputs, collect_fn=mode.collect_fn, layout=layout, padding=padding, where=where
         )
-        if mode.mesh is None or padding[0]:
-            future = DataProtoFuture(collect, handles, resolve=self.resolve)
-        else:
-            # Rows that are all joined are copied by that, so the outputs may be lent.
-            rows_of = layout.mesh(mode.mesh).collected
-            future = DataProtoFuture(collect, handles, resolve=partial(self.resolve, borrow=True), rows_of=rows_of)
+        # Rows that are all joined are copied by that, so the outputs may be lent.
+        rows_of = None if mode.mesh is None or padding[0] else layout.mesh(mode.mesh).collected
+        resolve = self.resolve if rows_of is None else partial(self.resolve, borrow=True)
+        future = DataProtoFuture(collect, handles, resolve=resolve, rows_of=rows_of)
         return future.get() if registration.blocking else future
 
 
@@ -206,15 +191,12 @@ def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    """Worker objects in this process, so that a debugger stops in them.
+    """Worker objects in this process, so that a debugger stops in them: one for each process of the pool.
 
-    Dispatch and collect are the real ones. A call runs on one rank after the other and is over when it returns; with
-    `blocking=False` the outcome, an error too, waits in the future. More than one worker is for methods that need no
-    collective: the ranks take turns, so they cannot meet. Raises WorkerError: a worker could not be built, or, from a
-    call, failed; the original error is the cause. Errors of Quadriga's own come through as they are.
-
-    `resource_pool`: one worker for each of its processes; None: a single worker.
-    `name`: the role, for error messages; "": the name of the class."""
+    A call runs on one rank after the other and is over when it returns; with `blocking=False` the outcome, an error
+    too, waits in the future. Ranks take turns, so they cannot meet in a collective. Raises WorkerError: a worker could
+    not be built, or, from a call, failed; the original error is the cause. Errors of Quadriga's own stay as they are.
+    """
 
     def __init__(
         self, cls_with_init: ClassWithInitArgs[W], resource_pool: ResourcePool | None = None, name: str = ""
@@ -266,21 +248,12 @@ class LocalWorkerGroup(WorkerGroup[W]):
 class WorkerGroups:
     """The worker groups of a run, one per role: all in this process, each with one worker.
 
-    A backend with processes of its own is a subclass, which ends what it has started.
-
-    Args:
-        classes: what to build, by role.
-        roles: pool of each role.
-        pools: processes on each node of each pool.
-        settings: of the run; `device` and the limits of time are read where workers are other processes.
-        runtime_env: of Ray, for the workers' processes.
-
-    Attributes:
-        is_remote: the workers are other processes than the driver, so that a call need not hold it up.
+    A backend with processes of its own is a subclass, which ends what it has started. It reads the other arguments: the
+    pool of each role, the processes on each node of each pool, device and limits of time, and Ray's environment.
     """
 
-    groups: Mapping[str, WorkerGroup[Any]]
-    is_remote = False
+    groups: dict[str, WorkerGroup[Any]]
+    is_remote = False  # whether the workers are other processes than the driver, so that a call need not hold it up
 
     def __init__(
         self,

@@ -89,6 +89,25 @@ def test_what_a_test_starts_ends_when_pytest_is_killed(tmp_path: Path, killed: s
     wait_for(lambda: not folder.exists())
 
 
+def test_shared_memory_goes_with_the_processes_that_have_it() -> None:
+    """A process is killed with multiprocessing's tracker, as Ray kills a worker; the guardian's process goes on."""
+    makes = (
+        "import os, time; from multiprocessing.shared_memory import SharedMemory; memory = SharedMemory(create=True, "
+        "size=1 << 20); print(memory._name, flush=True); os.fork(); time.sleep(600)"
+    )
+    program = [sys.executable, "-c", makes]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            memory = Path(f"/dev/shm{process.stdout.readline().strip()}")
+            time.sleep(2.5)  # the guardian looks every second
+            process.kill()
+            time.sleep(2.5)
+            assert memory.exists(), "its fork has it"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    wait_for(lambda: not memory.exists())
+
+
 def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """The last thing that a user's code does is to start something; the command ends, and it does too."""
     (tmp_path / "leaves.py").write_text(STARTS)

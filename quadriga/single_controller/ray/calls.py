@@ -60,8 +60,9 @@ class Call:
     address: ProcessAddress | None  # of the process (`actor`); None: not known yet
     worker: WorkerName
     method: str
-    # Describes them, for an error message. It may hold on to them; a pickled call has the text instead.
-    arguments: Callable[[], str]
+    arguments: Callable[
+        [], str
+    ]  # describes them, for an error; it may hold on to them, but a pickled call has the text
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = partial(str, self.arguments())
@@ -80,6 +81,40 @@ class _Loss:
 
     def __str__(self) -> str:
         return f"{self.call.worker}.{self.call.method} has no answer either"
+
+    def as_error(self) -> WorkerError:
+        """Why the process is gone, as far as Ray and its node know, and the end of its log."""
+        call, error, address = self.call, self.error, self.call.address
+        is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
+        if is_unreadable or isinstance(error, RayTaskError):
+            # The process lives: Ray could not bring the arguments there or the output back.
+            told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
+            where, got = f"{call.worker} failed in {call.method}", f"{told} (called with {call.arguments()})"
+            failed = WorkerError(where, got, "arguments and a result that can be pickled here and unpickled there")
+            failed.worker = str(call.worker)
+            failed.add_note(f"\nRay says:\n{error}")
+            return failed
+        if isinstance(error, ActorUnavailableError):
+            error = _asked_again(call) or error
+        log = CrashLog()
+        # Nothing can be read on a node that is gone.
+        if address is not None and not isinstance(error, NodeDiedError):
+            try:
+                log = cluster.run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
+            except RayError as failure:
+                log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
+        oom_kills = address.oom_kills if address else log.oom_kills
+        got, fix = _KILLED.get(address) or cause_of_death(error, log, oom_kills, call.worker.pid)
+        given = f" (called with {call.arguments()})" if call.arguments() else ""
+        died = WorkerLostError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
+        died.worker = str(call.worker)
+        if log.last_lines:
+            died.add_note(f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:")
+            died.add_note("\n".join(f"  {line}" for line in log.last_lines))
+        return died
+
+
+_FAILED = Failure, _Loss
 
 
 def resolve(
@@ -110,17 +145,13 @@ def resolve(
 
 
 def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
-    """Wait for one of several calls. Returns the outputs of those that have come, lent as with `borrow` of `resolve`,
-    and the error of each that failed."""
+    """Wait for one of several calls. Returns what has come: outputs, lent as with `borrow` of `resolve`, and errors."""
     wait = _Wait(handles)
     wait.go_on(REPORT_EVERY_S, for_one=True)
     outcomes: dict[Call, Any] = {}
     for ref, output in wait.outputs.items():
-        if isinstance(output, _Loss):
-            output = _error_of_loss(output)
-        else:
-            output = output.as_error() if isinstance(output, Failure) else transport.unpack_result(output, borrow=True)
-        outcomes[wait.calls[ref]] = output
+        has_failed = isinstance(output, _FAILED)
+        outcomes[wait.calls[ref]] = output.as_error() if has_failed else transport.unpack_result(output, borrow=True)
     return outcomes
 
 
@@ -140,7 +171,7 @@ class _Wait:
         return [ref for ref in self.calls if ref not in self.outputs]
 
     def failed(self) -> list[Failure | _Loss]:
-        return [output for output in self.outputs.values() if isinstance(output, (Failure, _Loss))]
+        return [output for output in self.outputs.values() if isinstance(output, _FAILED)]
 
     def is_over(self, limit_s: float) -> bool:
         """Wait for so many seconds. Returns whether all have come, or one has failed."""
@@ -189,7 +220,7 @@ class _Wait:
             ray.wait(pending, timeout=POLL_S)
             self.is_over(0)
         first, *others = sorted(self.failed(), key=_cause_first)
-        error = _error_of_loss(first) if isinstance(first, _Loss) else first.as_error()
+        error = first.as_error()
         for other in others:
             error.add_note(f"And: {other}")
         return error
@@ -253,38 +284,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
-def _error_of_loss(loss: _Loss) -> WorkerError:
-    """The error for a process that is gone: why, as far as Ray and its node know, and the end of its log."""
-    call, error, address = loss.call, loss.error, loss.call.address
-    is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
-    if is_unreadable or isinstance(error, RayTaskError):
-        # The process lives: Ray could not bring the arguments there or the output back.
-        told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
-        where, got = f"{call.worker} failed in {call.method}", f"{told} (called with {call.arguments()})"
-        failed = WorkerError(where, got, "arguments and a result that can be pickled here and unpickled there")
-        failed.worker = str(call.worker)
-        failed.add_note(f"\nRay says:\n{error}")
-        return failed
-    if isinstance(error, ActorUnavailableError):
-        error = _asked_again(call) or error
-    log = CrashLog()
-    # Nothing can be read on a node that is gone.
-    if address is not None and not isinstance(error, NodeDiedError):
-        try:
-            log = cluster.run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
-        except RayError as failure:
-            log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
-    got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
-    got, fix = _KILLED.get(address, (got, fix))
-    given = f" (called with {call.arguments()})" if call.arguments() else ""
-    died = WorkerLostError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
-    died.worker = str(call.worker)
-    if log.last_lines:
-        died.add_note(f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:")
-        died.add_note("\n".join(f"  {line}" for line in log.last_lines))
-    return died
-
-
 def _asked_again(call: Call) -> RayError | None:
     """What Ray says of a process at a second call: right after a death it may only know of a lost connection."""
     if call.address and cluster.is_lost(call.address.node, call.address.raylet_port):
@@ -306,12 +305,9 @@ _KILLED: dict[ProcessAddress | None, tuple[str, str]] = {}
 
 
 def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
-    """Kill worker processes, and wait until they are gone; one that has ended already does no harm.
-
-    `address_refs` are outputs of their `address` methods; those that have started are waited for.
-
-    Raises WorkerError: processes are still there after `END_LIMIT_S`.
-    """
+    """Kill worker processes, and wait until they are gone; one that has ended already does no harm. `address_refs` are
+    outputs of their `address` methods; those that have started are waited for.
+    Raises WorkerError: processes are still there after `END_LIMIT_S`."""
     if not ray.is_initialized():
         # The connection is over, and with it what this process started; `ray.kill` would begin a new one.
         return
@@ -341,17 +337,14 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:
-    """Kill a process wherever it is; who waits for it is told what was wrong with it.
-    Raises ray.exceptions.RayError: its node did not do it."""
+    """Kill a process wherever it is, and note why for who waits for it. RayError: its node did not do it."""
     _KILLED[address] = got, fix
     cluster.run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
 
 
 def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:
-    """Wait until processes (pid and start of each) of this node are gone, after `patience_s` with a SIGKILL.
-
-    Returns the pids that are left.
-    """
+    """Wait until processes (pid, start) of this node are gone, after `patience_s` with a SIGKILL. Returns pids that are
+    left."""
     start = time.monotonic()
     is_killed = False
     while alive := [pid for pid, started in processes if start_of(pid) == started]:

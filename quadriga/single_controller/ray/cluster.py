@@ -6,11 +6,10 @@
     neither                       start one
 
 The driver is the process that calls `cluster`: the command's own. A cluster that was joined stays up; what the run had
-in it ends with the driver. One that was started has at least as many logical CPUs as the pools have processes,
-whatever the number of cores: a process of a pool without GPUs takes one, and how many threads it computes with is
-decided by the cores (`resource_pool.py`). It ends with the process that started it, by whatever signal, and its folder
-goes with it (`sweep.py`), unless the run failed: Ray's logs may say why. Where its head or its raylet ends before, it
-is started again when workers are (`renew_own_cluster`).
+in it ends with the driver. One that was started has at least as many logical CPUs as the pools have processes: one for
+each without a GPU, which computes with threads by the number of cores (`resource_pool.py`). It ends with the process
+that started it, by whatever signal, and its folder goes with it, unless the run failed: Ray's logs may say why. Where
+its head or its raylet ends before, it is started again when workers are (`renew_own_cluster`).
 
 Whether a node is there is seen at its ports, without Ray: Ray gives a node that stopped responding 15 s and a head
 60 s, and then ends the driver without a message of ours.
@@ -18,8 +17,6 @@ Whether a node is there is seen at its ports, without Ray: Ray gives a node that
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +26,9 @@ import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from quadriga.descendants import beside, end_session
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.observe.probe import release_numbers
-from quadriga.single_controller.ray import sweep
 
 LEAST_RAY = "2.60"
 ADDRESS_KEY = "ray_kwargs.ray_init.address"
@@ -61,9 +58,8 @@ SECOND_LOOK_S = 1.0  # nothing is given up on one look: a second one, this much 
 def cluster(
     arguments: Mapping[str, Any], num_processes: int, timeline_file: str | None = None, num_nodes: int = 1
 ) -> Iterator[str]:
-    """Join or start a cluster, and leave or end it with the block. Gives the address of its head.
-
-    A process that is connected to a cluster already stays connected to it, and runs there.
+    """Join or start a cluster, and leave or end it with the block. Gives the address of its head. A process that is
+    connected to a cluster already stays connected to it, and runs there.
 
     Args:
         arguments: of `ray.init`: `ray_kwargs.ray_init`.
@@ -71,13 +67,11 @@ def cluster(
         timeline_file: where Ray's timeline is written after the block.
         num_nodes: that the largest pool spans; a cluster that is started has one.
 
-    Raises:
-        ConfigError: several nodes are asked for, and no cluster to be joined.
-        WorkerError: there is no cluster at the address, or one of another version of Ray or Python.
+    Raises ConfigError: several nodes are asked for, and no cluster to be joined. WorkerError: there is no cluster at
+    the address, or one of another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        fix = "pip install -U -e '.[ray]'"
-        raise WorkerError("ray", got=ray.__version__, expected=f"{LEAST_RAY} or later", fix=fix)
+        raise WorkerError("ray", ray.__version__, f"{LEAST_RAY} or later", "pip install -U -e '.[ray]'")
     given = dict(arguments)
     address = str(given.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
@@ -123,9 +117,7 @@ class _OwnCluster:
         self.sessions = [*former, str(_connect("local", arguments, where).address_info["session_dir"])]
         started = ray._private.worker._global_node.all_processes
         self._parts = [started[name][0].process for name in ("gcs_server", "raylet")]
-        program = [sys.executable, "-I", "-S", sweep.__file__, str(os.getpid()), *self.sessions]
-        # In a session of its own: it outlives a Ctrl-C, and what is sent to the driver's group.
-        self._sweeper = subprocess.Popen(program, start_new_session=True, stdin=subprocess.DEVNULL)
+        self._sweeper = beside("_end_sessions_behind", os.getpid(), self.sessions)
 
     def is_broken(self) -> bool:
         return any(part.poll() is not None for part in self._parts)
@@ -137,7 +129,7 @@ class _OwnCluster:
         self._sweeper.wait()
         if not is_failed:
             for session in self.sessions:
-                sweep.sweep(session)
+                end_session(session)
 
 
 _OWN: list[_OwnCluster] = []  # at most one
@@ -156,7 +148,6 @@ def renew_own_cluster() -> None:
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:
-    """Take lines out of a batch that Ray is about to print here."""
     batch["lines"] = [line for line in batch["lines"] if not any(words in line for words in _RAYS_NOISE)]
 
 
@@ -170,8 +161,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
             values = [line.partition(":")[2].strip() for line in str(error).splitlines() if line.startswith("    ")]
             theirs, ours = (f"Ray {of_ray} on Python {of_python}" for of_ray, of_python in (values[:2], values[2:4]))
             fix = "Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`."
-            expected = f"{ours}, as this process has"
-            raise WorkerError(f"Ray cluster at {address}", got=theirs, expected=expected, fix=fix) from error
+            raise WorkerError(f"Ray cluster at {address}", theirs, f"{ours}, as this process has", fix) from error
         reason = " ".join(str(error.__cause__ or error).split()).partition(" Traceback (most")[0].rstrip(".:")
         if address == "local":
             fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."
@@ -197,7 +187,6 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Environment of a job on a cluster that is up: the directory and the variables of this process."""
     is_address = ":" in address and "://" not in address and address.rpartition(":")[2].isdecimal()
     if address != "auto" and not is_address:
         raise WorkerError(
@@ -208,9 +197,8 @@ def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> d
     # Ray itself has two minutes' patience with an address where nothing is, and ten with another program's.
     if address != "auto" and not is_head(*_host_and_port(address)):
         found = "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
-        got = f"'{address}', where {found}"
         fix = "`ray start --head --port=PORT` starts one; without an address one is started for the run."
-        raise WorkerError(where, got=got, expected="the address of a Ray cluster that is up", fix=fix)
+        raise WorkerError(where, f"'{address}', where {found}", "the address of a Ray cluster that is up", fix)
     theirs = dict(given or {})
     variables = forwarded_variables() | theirs.pop("env_vars", {})
     directory = os.getcwd()

@@ -56,8 +56,7 @@ class WorkerName:
 class Failure:
     """What a worker returns instead of an output if its method raised."""
 
-    # What was called.
-    worker: WorkerName
+    worker: WorkerName  # what was called
     method: str
     arguments: str  # with what, data by shape
     summary: str  # type and message of the exception
@@ -137,8 +136,7 @@ def is_of_interest(filename: str) -> bool:
 
 
 def location_of(frames: Iterator[FrameType]) -> str:
-    """File, line and function of the first frame that is no library's, and the library function that it waits in.
-    `frames`: innermost first."""
+    """File, line and function of the first of `frames` (innermost first) that is no library's, and what it waits in."""
     innermost = next(frames, None)
     frame = innermost
     while frame is not None and not is_of_interest(frame.f_code.co_filename):

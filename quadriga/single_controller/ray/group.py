@@ -66,11 +66,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
 
 
 class WorkerDict(Worker):
-    """Several roles in one process per device; made by `create_colocated_worker_cls`.
-
-    The registered methods of all roles are the group's, as `<role>_<method>`; `RayWorkerGroup.spawn` gives each role a
-    group of its own in the same processes.
-    """
+    """Several roles in one process per device; made by `create_colocated_worker_cls`. The registered methods of all
+    roles are the group's, as `<role>_<method>`; `RayWorkerGroup.spawn` gives each a group in the same processes."""
 
     roles: Mapping[str, RayClassWithInitArgs[Any]] = {}
 
@@ -149,10 +146,8 @@ class WorkerProcesses:
         return [self._start_of(rank) for rank in range(len(self.actors))]
 
     def restart(self, rank: int) -> None:
-        """End the process of a rank, start another on its bundle, and have its workers built there.
-
-        Waits until the process has started: as long as the cluster lacks the resources.
-        """
+        """End the process of a rank, start another on its bundle, and have its workers built there. Waits until the
+        process has started: as long as the cluster lacks the resources."""
         calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
         if self.is_ended:
             raise WorkerError(f"{self.name}[rank {rank}]", got="a restart", expected="a group that is not shut down")
@@ -261,10 +256,8 @@ class RayWorkerGroup(WorkerGroup[W]):
 
 
 class RayWorkerGroups(WorkerGroups):
-    """All worker groups of a run on Ray: roles on one pool share its processes; the first call waits for them.
-
-    With the device `auto`, each process takes a GPU where the cluster has any.
-    """
+    """All worker groups of a run on Ray: roles on one pool share its processes; the first call waits for them. With the
+    device `auto`, each process takes a GPU where the cluster has any."""
 
     is_remote = True
 

@@ -94,7 +94,6 @@ class Heartbeat:
                 self._watched.append(_Watched(start.actor, worker, address, start.actor.status.remote()))
 
     def _look(self, process: _Watched) -> None:
-        """One look at a process; RayError if it has died."""
         ready, _ = ray.wait([process.question], timeout=0)
         if ready:
             status: Status = ray.get(process.question)

@@ -75,12 +75,7 @@ class RayResourcePool(ResourcePool):
         use_gpu: a process takes a GPU and a CPU, else a CPU. CPUs are Ray's logical ones.
         name_prefix: of the placement groups' names; it stands in error messages too.
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
-
-    Attributes:
-        neighbours: processes of all pools that take turns with this one, its own included, by the id of their node.
     """
-
-    neighbours: Mapping[str, int]
 
     def __init__(
         self,
@@ -91,12 +86,12 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes)
         if max_colocate_count < 1:
-            where = "RayResourcePool.max_colocate_count"
-            raise WorkerError(where, got=str(max_colocate_count), expected="at least 1 group")
+            raise WorkerError("RayResourcePool.max_colocate_count", str(max_colocate_count), "at least 1 group")
         self.process_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
         self.use_gpu, self.name, self.max_colocate_count = use_gpu, name_prefix or "pool", max_colocate_count
         self._prefix = name_prefix
-        self.neighbours = {}
+        # Processes of all pools that take turns with this one, its own included, by the id of their node.
+        self.neighbours: Mapping[str, int] = {}
         self._bundles: list[Bundle] = []
 
     def bundles(self) -> list[Bundle]:

@@ -54,9 +54,8 @@ class ProcessAddress:
     port: int  # a port that was free on it, for the ranks to meet if this is rank 0
     node_id: str  # Ray's id of the node
     raylet_port: int  # where the node's raylet responds
-    # The process on the node, and its start in the kernel's clock ticks: pids are used again.
-    pid: int
-    started: bytes
+    pid: int  # the process on the node
+    started: bytes  # its start in the kernel's clock ticks: pids are used again
     log: str  # the file on the node that takes its standard error
     oom_kills: int  # the kernel's count of processes killed for lack of memory when this one started
 
@@ -65,8 +64,7 @@ class ProcessAddress:
 class Status:
     """What a process is doing."""
 
-    # What runs; "": nothing.
-    role: str = ""
+    role: str = ""  # what runs; "": nothing
     method: str = ""
     running_s: float = 0.0  # for how many seconds
     phase: str = ""  # file, line and function where the working thread stands
@@ -204,7 +202,6 @@ class WorkerProcess:
 
     @contextmanager
     def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_Running]:
-        """Shows what runs; if that raises, the outcome is a Failure."""
         running = _Running(role, method)
         if is_shown:
             self._running = running

@@ -10,19 +10,18 @@ Arguments are pickled by protocol 5, and the memory of tensors and of large arra
 batch are views of its columns, so what is put into the store is a column's whole storage, once for all ranks; a rank's
 message says which bytes are its own. Of each storage:
 
-- Nothing is put if its bytes are in the store: it stays there as long as the tensor lives, so the next role that gets
-  the batch finds it. "The same bytes" is what torch counts in `Tensor._version`. A tensor whose memory may change
-  without a trace there (`stamp_of`: numpy knows the memory, or other processes do) is put on every call.
-  Left are writes through `Tensor.data` and through DLPack: after one of them, call `Outbox.forget`.
-- If the ranks together use less than half of it, copies of what they use are put instead, for this call.
-- If the whole call needs no more than 64 KiB, the bytes travel inside the messages, without the store.
+- Nothing is put if its bytes are in the store already, where it stays as long as the tensor lives: so the next role
+that gets the batch finds it. A tensor whose memory may change without a trace (`stamp_of`) is put on every call; after
+a write through `Tensor.data` or DLPack, call `Outbox.forget`. - If the ranks together use less than half of it, copies
+of what they use are put instead, for this call. - If the whole call needs no more than 64 KiB, the bytes travel inside
+the messages, without the store.
 
 Objects in the store are lists of byte arrays. A large array is alone in its object, so that its memory is free as soon
 as its column is gone; small ones share an object, for a put costs a millisecond whatever its size. Only what the same
 ranks read shares one, so that no node fetches what its ranks do not use.
 
-Tensors arrive on the CPU, contiguous, without their autograd graphs. References to Ray's objects (a DataProtoFuture
-holds some) are counted by Ray's own serialization: arguments with such references are Ray's to pickle.
+Tensors arrive on the CPU, contiguous, without their autograd graphs. Arguments with references to Ray's objects (a
+DataProtoFuture holds some), which Ray's own serialization counts, are Ray's to pickle.
 Everything here but `Outbox.put`, `Outbox.session` and `release_pages` works without a cluster.
 """
 
@@ -115,7 +114,6 @@ class _Pickler(cloudpickle.Pickler):
 def _take(
     parts: list[_Part], of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]], buffer: pickle.PickleBuffer
 ) -> bool:
-    """Whether a buffer goes into the stream after all."""
     memory = buffer.raw()
     if id(buffer) in of_tensors:
         parts.append(of_tensors[id(buffer)][1])
@@ -179,12 +177,9 @@ class _Item:
 
 
 def stamp_of(root: torch.Tensor) -> Any:
-    """Equal as long as the bytes of a tensor's storage are; None where they may change without a trace.
-
-    So it is with memory that numpy has lent or was lent (torch may not resize it), with memory that other processes
-    share, and with inference tensors, which count no versions. What cannot be seen are writes through `Tensor.data`
-    and through DLPack.
-    """
+    """Equal as long as the bytes of a tensor's storage are; None where they may change without a trace: in memory that
+    numpy has lent or was lent (torch may not resize it) or that other processes share, and in inference tensors, which
+    count no versions. What cannot be seen are writes through `Tensor.data` and through DLPack."""
     storage = root.untyped_storage()
     is_shared = root.device.type == "cpu" and root.is_shared()
     if root.is_inference() or is_shared or not storage.resizable():
@@ -329,11 +324,8 @@ def pack_result(value: Any) -> Any:
 
 
 def unpack_result(value: Any, borrow: bool = False) -> Any:
-    """Inverse of `pack_result`, after `ray.get`.
-
-    With `borrow`, columns may lie in read-only shared memory: they must reach nothing but `DataProto.concat`, which
-    copies them, even those of a single part.
-    """
+    """Inverse of `pack_result`, after `ray.get`. With `borrow`, columns may lie in read-only shared memory: they must
+    reach nothing but `DataProto.concat`, which copies them, even those of a single part."""
     if isinstance(value, bytes):
         stream, memories = pickle.loads(value)
         return pickle.loads(stream, buffers=map(_own, memories))
@@ -357,11 +349,9 @@ def release_pages() -> None:
     """Drop this process's page-table entries of Ray's store; does nothing where there is no /proc.
 
     The store is one shared mapping. Each page that a process has written (`ray.put`) or read stays in its page table
-    and counts as its memory, although the bytes lie in the store: a driver that sends a batch and collects the outputs
-    would seem to hold all of them. The bytes stay in the store, and the next access finds them again.
-
-    The same advice given to private memory would wipe it. So a mapping qualifies only if it is shared and belongs to
-    the store, and before each release it is checked in /proc that the mapping is still there.
+    and counts as its memory: a driver that sends a batch and collects the outputs would seem to hold all of them. The
+    bytes stay in the store. The same advice given to private memory would wipe it: so a mapping qualifies only if it
+    is shared and belongs to the store, and before each release it is checked that the mapping is still there.
     """
     if sys.platform != "linux":
         return
