@@ -46,13 +46,8 @@ class Passes:
 
     @classmethod
     def of(cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool) -> "Passes":
-        """The passes that a role's section asks for.
-
-        Args:
-            rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
-            step: the training step; each has shuffles of its own.
-            share_prompts: whether a prompt is computed once for all rows that have it.
-        """
+        """The passes that a role's section asks for, with `rows_per_prompt` rows for each prompt that
+        `ppo_mini_batch_size` counts. Each training step has shuffles of its own."""
         num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
         return cls(
             mini_batch_size=config.ppo_mini_batch_size * rows_per_prompt,
@@ -65,13 +60,10 @@ class Passes:
 def mini_batches(
     data: DataProto, replicas: ProcessGroup, passes: Passes
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The mini-batches of all passes over a batch, as many on every rank.
+    """The mini-batches of all passes over a batch, as many on every rank: the rows that are here, in order, and their
+    places in the order of the whole batch, [b] int64 each.
     `data`: the rows of this rank. Their numbers in the whole batch are its `row_index` [B], where there is such a
-    column; else they go on from rank to rank.
-
-    Yields:
-        The rows that are here, in order, and their places in the order of the whole batch: [b] int64 each.
-    Raises EngineError: the numbers are not those of a whole batch."""
+    column; else they go on from rank to rank. Raises EngineError: the numbers are not those of a whole batch."""
     counts = replicas.gather(len(data))
     num_all = sum(counts)
     numbers = torch.arange(len(data)) + sum(counts[: replicas.rank])
@@ -106,17 +98,15 @@ class RowLength:
 def micro_batches(
     rows: Sequence[RowLength], how: MicroBatching, *, num_at_least: int = 0, attention_tokens: float = math.inf
 ) -> list[list[int]]:
-    """Indices of the rows of each micro-batch; each of the [b] rows is in exactly one, and none is empty.
+    """Indices of the rows of each micro-batch; each of the [b] rows is in exactly one, and none is empty. By tokens the
+    costliest come first: the k-th ones of several ranks, which wait for each other, are then alike, and memory that is
+    too small shows at once. By number of sequences, in the order of the rows.
 
     Args:
         num_at_least: micro-batches, or as many as there are rows if these are fewer. Ranks that must make equally
             many passes cut once, agree on the largest number, and cut again.
         attention_tokens: length of a sequence at which attention costs as much as all else; infinite: a token costs the
             same in a sequence of any length. Matters for evenness only.
-
-    Returns:
-        By tokens, the costliest first: the k-th ones of several ranks, which wait for each other, are then alike,
-        and memory that is too small shows at once. By number of sequences, in the order of the rows.
     """
     num_at_least = min(num_at_least, len(rows))
     if how.num_sequences is not None:

@@ -17,7 +17,7 @@ distributed checkpoint, and in memory that outlives the process.
 
 Threads call no collective, so they cannot get in the way of those of training. What is equal on several ranks is
 written by one of them. Without the list of chunks, written last, a folder is no checkpoint. A copy in memory is waited
-for by the engine's next optimizer step; its `step` is 0 until the last byte is there: a rank that dies on the way
+for by the engine's next optimizer step; its `step` is 0 until the last byte is there, so a rank that dies on the way
 leaves the slot of the step before as it was.
 
 Legend: [...] is the shape of a parameter, or of a rank's part of it.
@@ -234,8 +234,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
     unlike = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
     if unlike:
         got = f"shape {tuple(sizes[unlike[0]])}" + (f", and {len(unlike) - 1} more" if len(unlike) > 1 else "")
-        expected = f"{tuple(shapes[unlike[0]])}"
-        raise CheckpointError(f"{folder}: {unlike[0]}", got=got, expected=expected, fix=_OTHER_MODEL)
+        raise CheckpointError(f"{folder}: {unlike[0]}", got, f"{tuple(shapes[unlike[0]])}", _OTHER_MODEL)
 
 
 @dataclass(frozen=True)
@@ -248,12 +247,8 @@ class CopyPlan:
 
 
 class StateCopier:
-    """Copies the state of an engine, again and again. All ranks of the engine make one together.
-    `state`: tensors [...] that the engine changes in place and never replaces.
-
-    Attributes:
-        plan: the same on all ranks.
-    """
+    """Copies the state of an engine, again and again, by a `plan` that is the same on all ranks; all make one together.
+    `state`: tensors [...] that the engine changes in place and never replaces."""
 
     def __init__(self, state: State, world: ProcessGroup) -> None:
         planner = DefaultSavePlanner(**_UNSHARDED)

@@ -50,22 +50,17 @@ class Objective(ABC):
         """This micro-batch's share of the loss, from outputs [b, T], and its metrics."""
 
 
-TEACHER_LOG_PROB, TEACHER_TOP_LOG_PROBS, TEACHER_TOP_IDS = (
-    "teacher_log_prob",
-    "teacher_top_log_probs",
-    "teacher_top_ids",
-)
+TEACHER_LOG_PROB, TEACHER_TOP_LOG_PROBS = "teacher_log_prob", "teacher_top_log_probs"
+TEACHER_TOP_IDS = "teacher_top_ids"
 BYPASS = "bypass_mode"
 SCORE_SLOPE = "score_slope"
 """Column [B]: by how much the loss of a batch rises when the score of a row does, to first order."""
 
 
 def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
-    """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T].
-
-    `correction`: its bypass form brings a loss of its own.
-    Raises ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form.
-    """
+    """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T]. The
+    bypass form of `correction` brings a loss of its own.
+    Raises ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form."""
     name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
     if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
         got, expected = f"{name!r}, with algorithm.rollout_correction.bypass_mode=True", "vanilla, or the key left out"
@@ -150,10 +145,8 @@ class PolicyObjective(Objective):
         raise EngineError(f"policy loss {self.policy_loss.name}", got=got, expected=expected, fix=fix)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only.
-
-        With `calculate_entropy` all rows are computed: metrics are then of all of them.
-        """
+        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only. With
+        `calculate_entropy` all rows are computed: metrics are then of all of them."""
         mask, config = data.batch["response_mask"].bool(), self.config
         moves_all = config.use_kl_loss or config.entropy_coeff or not self.policy_loss.needs_advantage or self.teacher
         if moves_all or config.calculate_entropy or config.router_aux_loss_coef or config.router_z_loss_coef:
@@ -268,12 +261,9 @@ class LikelihoodObjective(Objective):
 
 
 class ScoreObjective(Objective):
-    """Moves the score of each row against its slope.
-
-    The slope of a row is the derivative of the loss by its score, taken at the scores before the step. The gradient of
-    slope x score is then the gradient of the loss itself, and the responses that a loss compares need not be in one
-    micro-batch, nor on one rank.
-    """
+    """Moves the score of each row against its slope: the derivative of the loss by its score, taken at the scores
+    before the step. The gradient of slope x score is then that of the loss itself, and the responses that a loss
+    compares need not be in one micro-batch, nor on one rank."""
 
     name = "train"
     columns = ("response_mask", SCORE_SLOPE)

@@ -52,11 +52,8 @@ class RowTokens(RowLength):
 
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
     """The rows of a batch without their padding; `num_response_tokens` are those that something is predicted from.
-
     `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs
-    and routed_experts [b, P + T, L, k].
-    Raises EngineError: a prompt is empty, or a row does not fit its images.
-    """
+    and routed_experts [b, P + T, L, k]. Raises EngineError: a prompt is empty, or a row does not fit its images."""
     input_ids, attention, positions, trained = (
         data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
     )
@@ -118,11 +115,7 @@ def _row_images(
 
 def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:
     """Pack b rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
-
-    Args:
-        num_columns: T.
-        share_prompts: compute a prompt once for all rows that have it.
-    """
+    `num_columns`: T. `share_prompts`: compute a prompt once for all rows that have it."""
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         if len(row.trained):

@@ -42,13 +42,8 @@ class Place(Protocol):
 
 
 class ProcessGroup:
-    """The ranks that hold the same model, seen from one of them.
-
-    Args:
-        rank, size: number of this rank, and how many there are.
-        device: where tensors must lie to be sent.
-        group: torch's group of them; None: its default one.
-    """
+    """The ranks that hold the same model, seen from the one with this number; tensors are sent from `device`, by
+    torch's `group` of them (None: its default one)."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, device: torch.device | None = None, group: dist.ProcessGroup | None = None
@@ -80,10 +75,8 @@ class ProcessGroup:
         return values
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor [...] by its sum over all ranks, in place; all float32, the same shapes everywhere.
-
-        All ranks receive the same bits: each element is added up in one place and sent from there.
-        """
+        """Replace each tensor [...] by its sum over all ranks, in place; all float32, the same shapes everywhere. Each
+        element is added up in one place and sent from there: all ranks receive the same bits."""
         if self.size == 1:
             return
         with taking_part(self._where("the sum of gradients")):
@@ -118,35 +111,26 @@ ALONE = ProcessGroup()
 
 
 class Membership:
-    """The default group of torch in this process.
+    """The default group of torch in this process."""
 
-    Attributes:
-        num_roles: roles of this process that are in it.
-        num_meetings: how often this process has met others: groups made in an earlier meeting are gone.
-    """
-
-    num_roles = 0
-    num_meetings = 0
+    num_roles = 0  # of this process, in it
+    num_meetings = 0  # how often this process has met others: groups made in an earlier meeting are gone
 
 
 def join(place: Place, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
     """Meet the other processes at rank 0's address; the first role of a process does, the others find the group there.
-
-    Args:
-        device: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
-        also_alone: whether a process without others is in a group too; else it pays for none.
-
+    `device`, of its models, chooses the backend (`nccl` for CUDA, `gloo` for all else); `also_alone`: a process without
+    others is in a group too, else it pays for none.
     Raises EngineError: not all of them came, or this process is in a group of another shape."""
     if place.world_size == 1 and not also_alone:
         return ProcessGroup(device=device)
+    is_cuda = device.type == "cuda"
     if place.world_size == 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
+        dist.init_process_group("nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         Membership.num_meetings += 1
     if not dist.is_initialized():
         host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
-        address, is_cuda = f"{host}:{place.master_port}", device.type == "cuda"
+        address = f"{host}:{place.master_port}"
         where = f"rank {place.rank} of {place.world_size} at {address}"
         if is_cuda:
             torch.cuda.set_device(device)

@@ -36,11 +36,11 @@ _MOST_DIFFERING = 0.5
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
-    """Learning rate of one training step: warm-up, then constant, linear or cosine.
+    """Learning rate of one training step: warm-up, then constant, linear or cosine; all its optimizer steps have it.
 
     Args:
         step: counted from 1; the first step of a warm-up of w steps has 1/w of the rate, or with `zero_indexed_step`
-            none of it. All optimizer steps of a training step have the same.
+            none of it.
         total_steps: training steps of the run, where cosine and linear end without `optim.total_training_steps`.
     """
     total_steps = config.total_training_steps or total_steps
@@ -107,19 +107,17 @@ def infer(
 def update(
     engine: FSDPEngine, data: DataProto, objective: Objective, passes: Passes, *, lr: float, temperature: float = 1.0
 ) -> dict[str, Metric]:
-    """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch.
-
-    Every rank of the engine calls it with its own rows, which may be none.
+    """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch. Every rank of the engine
+    calls it with its own rows, which may be none.
     `data`: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
     ranks, one below the other, are not in the order of the whole batch.
-
     Returns metrics, averaged over optimizer steps; those of all ranks are yet to be combined."""
-    steps = []
+    steps, updater = [], _Updater(engine, objective, passes.micro, temperature)
     with engine.awake(*ALL_KINDS):
         for rows, places in mini_batches(data, engine.replicas, passes):
             is_all = torch.equal(rows, torch.arange(len(data)))
             mini = data if is_all else data.select_idxs(rows)
-            steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
+            steps.append(updater.step(mini, places, lr))
     # Shares are averaged over steps and stay sums for the ranks to add up; a rank that computed nothing in some step
     # has a share of nothing there.
     names = dict.fromkeys(name for shares, _ in steps for name in shares)
@@ -151,66 +149,95 @@ class MicroBatchLoss:
         return loss
 
 
-def _optimizer_step(
-    engine: FSDPEngine,
-    mini: DataProto,
-    places: torch.Tensor,
-    objective: Objective,
-    micro: MicroBatching,
-    lr: float,
-    temperature: float,
-) -> tuple[dict[str, Metric], dict[str, Metric]]:
-    """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the whole batch's order.
-    Returns metrics that are shares of sums over the mini-batch, and the others."""
-    here = LossCounts.of(mini.batch["response_mask"])
-    computed = objective.rows_with_gradient(mini)
-    num_tokens, num_sequences, num_computed = engine.replicas.totals(
-        here.batch_num_tokens, here.global_batch_size, int(computed.sum())
-    )
-    counts, routers = LossCounts(num_tokens, num_sequences), engine.scorer.routers
-    rows = mini if bool(computed.all()) else mini.select_idxs(computed)
-    routing = None
-    if routers.count:
-        weight, z_weight = objective.router_aux_loss_coef / routers.count, objective.router_z_loss_coef
-        share = float(engine.loss_scale[0]) / max(num_tokens, 1)
-        weights = {"loss_weight": weight * share, "z_weight": z_weight * share}
-        routing = Routing(**weights, sums=routers.new_sums(engine.device))
-    losses = list(_losses(engine, rows, objective, micro, counts, routing))
-    engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
-    parts = _read([loss.metrics for loss in losses])
-    # Ranks with the same rows share their cost.
-    sharers = engine.world.size / engine.replicas.size
-    flops = math.fsum(engine.cost.update_flops_of(loss.packed) for loss in losses) / sharers
-    if num_computed == 0:
-        parts = _read(_look_at_some(engine, mini, places, objective, micro, counts, temperature, routing))
-    of_routers = {} if routing is None else _router_metrics(engine, routing)
-    # After the look: momentum moves the weights even where no row does.
-    result = engine.optimizer_step(lr)
-    prefix, merged, is_scaled = objective.name, merge_metrics(parts), engine.dtype == torch.float16
-    of_first_rank = {
-        f"{prefix}/grad_norm": Metric(result.grad_norm),
-        f"{prefix}/lr": Metric(lr, "last"),
-        f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
-        **({f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")} if is_scaled else {}),
-        **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
-    }
-    of_this_rank = {
-        f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
-        f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
-        f"perf/flops/{prefix}": Metric(flops, "sum"),
-    }
-    shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
-    others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
-    return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
+@dataclass(frozen=True)
+class _Updater:
+    engine: FSDPEngine
+    objective: Objective
+    micro: MicroBatching
+    temperature: float
+
+    def step(self, mini: DataProto, places: torch.Tensor, lr: float) -> tuple[dict[str, Metric], dict[str, Metric]]:
+        """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the whole batch's
+        order.
+        Returns metrics that are shares of sums over the mini-batch, and the others."""
+        engine, objective = self.engine, self.objective
+        here = LossCounts.of(mini.batch["response_mask"])
+        computed = objective.rows_with_gradient(mini)
+        num_tokens, num_sequences, num_computed = engine.replicas.totals(
+            here.batch_num_tokens, here.global_batch_size, int(computed.sum())
+        )
+        counts, routers = LossCounts(num_tokens, num_sequences), engine.scorer.routers
+        rows = mini if bool(computed.all()) else mini.select_idxs(computed)
+        routing = None
+        if routers.count:
+            weight, z_weight = objective.router_aux_loss_coef / routers.count, objective.router_z_loss_coef
+            share = float(engine.loss_scale[0]) / max(num_tokens, 1)
+            weights = {"loss_weight": weight * share, "z_weight": z_weight * share}
+            routing = Routing(**weights, sums=routers.new_sums(engine.device))
+        losses = list(self._losses(rows, counts, routing))
+        engine.backward([loss.packed for loss in losses], losses, temperature=self.temperature)
+        parts = _read([loss.metrics for loss in losses])
+        # Ranks with the same rows share their cost.
+        sharers = engine.world.size / engine.replicas.size
+        flops = math.fsum(engine.cost.update_flops_of(loss.packed) for loss in losses) / sharers
+        if num_computed == 0:
+            parts = _read(self._look_at_some(mini, places, counts, routing))
+        of_routers = {} if routing is None else _router_metrics(engine, routing)
+        # After the look: momentum moves the weights even where no row does.
+        result = engine.optimizer_step(lr)
+        prefix, merged, is_scaled = objective.name, merge_metrics(parts), engine.dtype == torch.float16
+        of_first_rank = {
+            f"{prefix}/grad_norm": Metric(result.grad_norm),
+            f"{prefix}/lr": Metric(lr, "last"),
+            f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
+            **({f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")} if is_scaled else {}),
+            **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
+        }
+        of_this_rank = {
+            f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
+            f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
+            f"perf/flops/{prefix}": Metric(flops, "sum"),
+        }
+        shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
+        others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
+        return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
+
+    def _look_at_some(
+        self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None
+    ) -> list[dict[str, Metric]]:
+        """The metrics of the rows that would be the first micro-batch of one rank alone, without gradients: where no
+        row has one, entropy and mismatch are still reported, and are the same however the rows are spread."""
+        rows = [
+            (place, RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens))
+            for place, row in zip(places.tolist(), row_tokens(mini, self.engine.image_tokens), strict=True)
+            if len(row.trained)
+        ]
+        everywhere = sorted(chain.from_iterable(self.engine.replicas.gather(rows)), key=itemgetter(0))
+        first, *_ = micro_batches([length for _, length in everywhere], self.micro) or [[]]
+        row_at = {place: row for row, place in enumerate(places.tolist())}
+        looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
+        losses = list(self._losses(mini.select_idxs(looked_at), counts, routing))
+        outputs = self.engine.forward([loss.packed for loss in losses], Question(self.temperature, with_entropy=True))
+        for loss, scores in zip(losses, outputs, strict=False):
+            loss(scores)
+        return [loss.metrics for loss in losses]
+
+    def _losses(self, rows: DataProto, counts: LossCounts, routing: Routing | None) -> Iterator[MicroBatchLoss]:
+        objective = self.objective
+        fields = objective.fields(rows)
+        for indices, packed in _packed(self.engine, rows, self.micro, routing):
+            own = rows.select_idxs(indices).select(fields).to(self.engine.device)
+            if objective.other_targets:
+                others = own.batch[objective.other_targets][packed.rows, packed.columns].long()
+                packed = replace(packed, targets=torch.cat([packed.targets[:, None], others], 1))
+            yield MicroBatchLoss(objective, own, packed, counts)
 
 
 def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     """What the routers chose for the predicted tokens of a mini-batch, by all ranks: the largest and the smallest load
     of an expert in any layer, as a multiple of the mean one; the entropy of a router in nats. Experts have no capacity
     that a token could exceed: none is dropped.
-
-    Raises EngineError: in the first mini-batch that is replayed, routes that have little to do with this model.
-    """
+    Raises EngineError: in the first mini-batch that is replayed, routes that have little to do with this model."""
     engine.world.add_up([routing.sums])
     sums, routers = routing.sums.cpu(), engine.scorer.routers
     loads, facts = sums.split((routers.num_experts, sums.shape[1] - routers.num_experts), 1)
@@ -245,52 +272,6 @@ def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
     read = iter(torch.stack(waiting).tolist())
     plain = iter([next(read) if isinstance(number, torch.Tensor) else number for number in numbers])
     return [{name: Metric(next(plain), one.reduction, next(plain)) for name, one in part.items()} for part in parts]
-
-
-def _look_at_some(
-    engine: FSDPEngine,
-    mini: DataProto,
-    places: torch.Tensor,
-    objective: Objective,
-    micro: MicroBatching,
-    counts: LossCounts,
-    temperature: float,
-    routing: Routing | None,
-) -> list[dict[str, Metric]]:
-    """The metrics of the rows that would be the first micro-batch of one rank alone, without gradients: where no
-    row has one, entropy and mismatch are still reported, and are the same however the rows are spread."""
-    rows = [
-        (place, RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens))
-        for place, row in zip(places.tolist(), row_tokens(mini, engine.image_tokens), strict=True)
-        if len(row.trained)
-    ]
-    everywhere = sorted(chain.from_iterable(engine.replicas.gather(rows)), key=itemgetter(0))
-    first, *_ = micro_batches([length for _, length in everywhere], micro) or [[]]
-    row_at = {place: row for row, place in enumerate(places.tolist())}
-    looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
-    losses = list(_losses(engine, mini.select_idxs(looked_at), objective, micro, counts, routing))
-    outputs = engine.forward([loss.packed for loss in losses], Question(temperature, with_entropy=True))
-    for loss, scores in zip(losses, outputs, strict=False):
-        loss(scores)
-    return [loss.metrics for loss in losses]
-
-
-def _losses(
-    engine: FSDPEngine,
-    rows: DataProto,
-    objective: Objective,
-    micro: MicroBatching,
-    counts: LossCounts,
-    routing: Routing | None,
-) -> Iterator[MicroBatchLoss]:
-    """The objective on each micro-batch of some rows."""
-    fields = objective.fields(rows)
-    for indices, packed in _packed(engine, rows, micro, routing):
-        own = rows.select_idxs(indices).select(fields).to(engine.device)
-        if objective.other_targets:
-            others = own.batch[objective.other_targets][packed.rows, packed.columns].long()
-            packed = replace(packed, targets=torch.cat([packed.targets[:, None], others], 1))
-        yield MicroBatchLoss(objective, own, packed, counts)
 
 
 def _packed(

@@ -72,6 +72,7 @@ class OptimizerStep:
 
 class FSDPEngine:
     """A model and its optimizer, replicated or sharded over ranks; all ranks call each method collectively.
+    Raises EngineError: another rank has a model with other weights.
 
     Args:
         scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
@@ -80,21 +81,15 @@ class FSDPEngine:
 
     Attributes:
         replicas: the ranks that hold the model with other rows; those with the same rows are one of them.
-        world: all ranks that hold the model.
-        cost: operations for each token.
-        model: as this rank has it; its configuration is that of the whole.
-        has_replicated_weights: whether `model` has all weights on this rank, so that other roles of the process
-            can compute with it.
-        adapter: the adapter of the whole model in words; empty: there is none.
+        has_replicated_weights: whether `model` has all weights on this rank, so that other roles compute with it, too.
         packs_up_to: rows of at most so many tokens are computed together, longer ones alone.
-        image_tokens: how images stand in prompts; None: a text model.
         loss_scale: [2] float64: what losses are multiplied with, and gradients divided by, a power of two
             (arXiv:1710.03740); and finite gradients since it was set. 1 but in float16, where 6e-8 is the least number.
         copying: work that reads the tensors of `state`; an optimizer step waits for it.
-        resting: what leaves the device between phases, by kind: `weights`, `masters`, `optimizer`; and of what is kept
-            there the kinds that are `asleep`.
+        resting: what leaves the device between phases, by kind; those that have left it are `asleep`.
+    """
 
-    Raises EngineError: another rank has a model with other weights."""
+    virtual: int | None = None  # chunks of layers in each stage of a pipeline, where there are several
 
     def __init__(
         self,
@@ -154,7 +149,6 @@ class FSDPEngine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def _arranged(self, read: ReadWeight | None) -> "ReplicatedWeights | PartialWeights":
-        """The parameters as this rank has them."""
         if not self.has_replicated_weights:
             weights = shard(self.scorer, read, self.dtype, self.processes, self.memory)
             self.stage = weights.root if isinstance(weights.root, Stage) else None
@@ -204,7 +198,8 @@ class FSDPEngine:
         """Micro-batches as all ranks need them: as many everywhere, tokens in multiples, fillers at the end."""
         number, layout = max(self.replicas.gather(len(work))), self.processes.layout
         if number and self.stage is not None:
-            number = self._number(number)
+            # Interleaved schedules take multiples of the stages.
+            number = max(number, layout.pp) if self.virtual is None else -(-number // layout.pp) * layout.pp
         multiple = layout.sp * layout.tp
         fillers = [(PackedBatch.filler(self.device), _nothing)] * (number - len(work))
         all_work = [
@@ -217,10 +212,6 @@ class FSDPEngine:
             (batch if batch.images else replace(batch, images=unseen_image(self.model, self.device)), loss)
             for batch, loss in all_work
         ]
-
-    def _number(self, number: int) -> int:
-        """How many micro-batches a pipeline takes in place of this many."""
-        return max(number, self.processes.layout.pp)
 
     @property
     def moment_bytes(self) -> int:
@@ -289,10 +280,8 @@ class FSDPEngine:
                 tensor.copy_(tensor.bfloat16())
 
     def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors ([out, in], [V, D] ...) under the model's own names, in the compute dtype.
-
-        `is_merged`: an adapter is merged into the weights beside it, as if it had been trained in them; else parameters
-        come as the engine holds them.
+        """Full tensors ([out, in], [V, D] ...) under the model's own names, in the compute dtype; an adapter is merged
+        into the weights beside it, unless all are wanted as the engine holds them.
         """
         self._require_awake("weights")
         adapter = adapter_of(self.scorer.model)
@@ -300,8 +289,8 @@ class FSDPEngine:
         return merged(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """An adapter's full matrices A [r, in] and B [out, r], in the compute dtype; `with_frozen` the weights below
-        too, under the names that they have without an adapter."""
+        """An adapter's matrices A [r, in] and B [out, r], in the compute dtype; with the weights below too, under their
+        own names."""
         self._require_awake("weights")
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
@@ -361,10 +350,8 @@ class FSDPEngine:
             folder: for memory-mapped files, where the device is a CPU.
             frees_gradients: whether the sums of gradients are freed at rest, too.
 
-        Returns:
-            What rests, how much and where, to be printed behind other things; empty: nothing does.
-
-        Raises ConfigError: there is no room."""
+        Returns what rests, how much and where, to be printed behind other things. Raises ConfigError: there is no room.
+        """
         tensors = self.parameters.resting()
         if self.training is not None and "optimizer" in kinds:
             tensors["optimizer"] = [self._moments(one)[kind] for one in self._masters for kind in _MOMENTS]

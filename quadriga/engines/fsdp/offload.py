@@ -30,10 +30,8 @@ _ALIGNMENT = 64  # bytes: of vector registers
 
 
 class MappedFile:
-    """Copies of some tensors in a file below `folder` that has no name, so that nothing is left of it afterwards.
-
-    Attributes:
-        windows: the copies [...], in the order of the tensors, for use in their place.
+    """Copies of some tensors in a file below `folder` that has no name, so that nothing is left of it afterwards;
+    `windows` [...] are these copies, in the order of the tensors, for use in their place.
 
     Raises ConfigError: it cannot be written there, or there is no room.
     """
@@ -77,10 +75,8 @@ class MappedFile:
 
 
 class PinnedCopy:
-    """A place in pinned host memory for some tensors on a CUDA device; they stay the same objects.
-
-    Raises ConfigError: the machine has not so much memory.
-    """
+    """A place in pinned host memory for tensors on a CUDA device, which stay the same. ConfigError: there is not so
+    much."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str) -> None:
         # Several tensors may be parts of one storage.
@@ -127,9 +123,8 @@ class PinnedCopy:
 
 
 class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which what a forward pass keeps for its backward pass goes to the memory of the host, from a GPU to
-    pinned memory; weights, which the pass needs too, stay where they are.
-    `root`: the module that computes. Of sharded layers the weights are known once they have been gathered.
+    """Context in which what a forward pass of `root` keeps for its backward pass goes to the memory of the host, from a
+    GPU to pinned memory; weights, which the pass needs too, stay where they are: sharded ones are known once gathered.
     """
 
     def __init__(self, root: nn.Module) -> None:

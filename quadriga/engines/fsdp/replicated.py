@@ -18,19 +18,13 @@ from quadriga.models.weight_names import weight_buffers
 
 
 class ReplicatedWeights:
-    """Masters and gradient sums of a module's trained parameters.
+    """Masters [...] and gradient sums of a module's trained parameters, by name.
 
     Args:
         module: a part of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
             are trained become the masters.
         replicas: ranks with the same weights and other rows.
         steps_on_host: whether the masters are kept on the host, so that the optimizer steps there.
-
-    Attributes:
-        parameters, masters: [...] by name.
-        names: of the parameters in the whole model: their own.
-        buffers: those that belong to the weights, [...] by name.
-        sums: gradients [...] in float32, of the parameters that are not masters themselves.
     """
 
     def __init__(
@@ -48,9 +42,8 @@ class ReplicatedWeights:
         self.names = {name: name for name in self.parameters}
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.masters: dict[str, torch.Tensor] = {}
-        self.sums: dict[str, torch.Tensor] = {}
-        self._apart: dict[str, nn.Parameter] = {}
-        """Those whose masters are other tensors."""
+        self.sums: dict[str, torch.Tensor] = {}  # gradients in float32, of those that are no masters themselves
+        self._apart: dict[str, nn.Parameter] = {}  # those whose masters are other tensors
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)

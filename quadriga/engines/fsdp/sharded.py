@@ -7,8 +7,8 @@
     ep, edp    of experts [E, ...], with expert parallelism, in the places of tp and fsdp
 
 `fully_shard` gathers a layer's parts in the compute dtype before it computes, and adds their gradients up in float32
-afterwards, each rank receiving the sum of its part. The masters here are these parts as plain tensors, so the
-optimizer is the same as for replicated weights; what they are parts of is said once, for checkpoints and rollouts.
+afterwards, each rank receiving the sum of its part. The masters are these parts as plain tensors, so the optimizer is
+that of replicated weights; what they are parts of is said once, for checkpoints and rollouts.
 
 Legend: [V, D] an embedding, as one parameter for all; tp, fsdp the ranks that share it.
 
@@ -84,23 +84,15 @@ class Part:
 
 
 class PartialWeights:
-    """The parameters of the whole model that this rank has parts of, whatever computes with them.
+    """The parameters of the whole model that this rank has parts of, by this rank's names, whatever computes with them.
 
     Args:
-        parts: by this rank's names.
+        parts: what each is a part of.
         whole: all parameters of the whole model, in its order.
-
-    Attributes:
-        names: of the parts, in the whole model.
-        parameters: what computes, under names of a subclass's own.
-        masters: float32 [V/tp/fsdp, D] by this rank's names.
-        trained: the names of those with gradients.
-        sums: gradients in float32 that are added up beside a narrower parameter.
-        buffers: those that belong to the weights, [...] by name.
     """
 
-    parameters: Mapping[Any, nn.Parameter]
-    masters: dict[str, torch.Tensor]
+    parameters: Mapping[Any, nn.Parameter]  # what computes, under names of a subclass's own
+    masters: dict[str, torch.Tensor]  # float32 [V/tp/fsdp, D]
     trained: list[str]
 
     def __init__(
@@ -109,7 +101,7 @@ class PartialWeights:
         assert processes.storage is not None, "one rank has replicated weights"
         self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
         self.names = {name: part.name for name, part in parts.items()}
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, torch.Tensor] = {}  # gradients in float32, beside a narrower parameter
         self.buffers: dict[str, torch.Tensor] = {}
         # By whether it is of experts: the ranks that cut a parameter, those that cut its parts, and both with all
         # copies. A mesh takes long to give its axes.
@@ -217,8 +209,7 @@ class PartialWeights:
             del tensor  # before the next one is there
 
     def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory;
-        and its buffers."""
+        """Where each of this rank's parts starts in the whole [V, D], and its memory; and its buffers."""
         for name, part in self.parts.items():
             if not part.is_copy:
                 yield part.name, self._box(name)[0], self.part(name)
@@ -410,7 +401,6 @@ def shard(
 
 
 def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, WholeParameter]:
-    """The parameters of the whole model and the buffers that belong to its weights, and the stage of each."""
     num_stages = processes.layout.pp
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight

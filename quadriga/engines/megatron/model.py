@@ -34,7 +34,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import get_te_version
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, silu
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -51,7 +51,7 @@ class Packed(PackedSeqParams):
     """A packed batch as it travels through Megatron's layers, in the place of the lengths that its kernels read."""
 
     qkv_format: str = "sbhd"
-    positions: torch.Tensor | None = None  # [n]
+    positions: Tensor | None = None  # [n]
     plan: AttentionPlan | None = None
     routed: RoutedTokens | None = None
 
@@ -67,16 +67,16 @@ class Norm(nn.RMSNorm):
 class Rotary(nn.Module):
     """Angles [n, 1, 1, d] of the positions of a packed batch."""
 
-    def __init__(self, frequencies: torch.Tensor) -> None:
+    def __init__(self, frequencies: Tensor) -> None:
         super().__init__()
         self.frequencies = frequencies.float()
 
-    def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Packed) -> torch.Tensor:
+    def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Packed) -> Tensor:
         """What Megatron hands to `forward`: the positions [n]."""
         assert packed.positions is not None
         return packed.positions
 
-    def forward(self, positions: torch.Tensor, *, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+    def forward(self, positions: Tensor, *, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """[n] -> [n, 1, 1, d]."""
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.cat([angles, angles], -1)[:, None, None]
@@ -89,9 +89,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.scale = layer_number - 1, options.get("softmax_scale") or config.kv_channels**-0.5
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-    ) -> torch.Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
         """[n, 1, H/tp, d], [n, 1, K/tp, d] twice -> [n, 1, H/tp * d]."""
         packed: Packed = options["packed_seq_params"]
         assert packed.plan is not None
@@ -109,7 +107,7 @@ class Router(TopKRouter):
         """Hook of the layer, also when it is computed again for the backward pass."""
         self.tokens = options["packed_seq_params"].routed
 
-    def routing(self, logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """[n, 1, E] -> the weights [n, E] of the chosen experts, and which these are, [n, E]."""
         if self.tokens is None:
             return super().routing(logits, **options)
@@ -126,7 +124,7 @@ class Router(TopKRouter):
         replay.clear_indices()
         return self.tokens.see(number, logits[:, 0], weights, chosen, own), is_chosen
 
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
+    def gating(self, input: Tensor) -> Tensor:
         """[n, 1, D] -> [n, 1, E]."""
         kind = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         return linear(input.to(kind), self.weight.to(kind))
@@ -143,7 +141,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(number, size, width, **options))
         self.are_grouped = not why_in_a_loop(config, self.down_proj.device)
 
-    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Tokens [m, D] sorted by expert, `counts` [E/ep] of each, with their weights [m] -> [m, D]."""
         if self.are_grouped:
             ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
@@ -168,8 +166,8 @@ def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """What cuts its rows over tensor-parallel ranks and what its columns, in the layers; and which these are, with the
-    reason, for people to read."""
+    """What cuts its rows over tensor-parallel ranks and what its columns, in the layers; and why these, for people to
+    read."""
     own, name = (ColumnParallelLinear, RowParallelLinear), "Megatron's own linear modules"
     if device.type != "cuda":
         return *own, f"{name} (Transformer Engine is for CUDA)"
@@ -198,7 +196,7 @@ def _layers(config: TransformerConfig, number: int, device: torch.device) -> Tra
     return TransformerBlockSubmodules([layer] * number, Norm)
 
 
-def _keep_padding(padding: int, table: Any, args: tuple[torch.Tensor], found: torch.Tensor) -> torch.Tensor:
+def _keep_padding(padding: int, table: Any, args: tuple[Tensor], found: Tensor) -> Tensor:
     """Hook of the embedding: the entry that architectures give no gradient gets none. [1, n, D], or with sequence
     parallelism this rank's tokens [n/tp, 1, D]."""
     (ids,) = args
@@ -278,8 +276,7 @@ def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.d
     rotary = base.rotary_emb
     if rotary.attention_scaling != 1.0 or "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
         got = f"positions of type {rotary.rope_type!r}"
-        fix = "Set strategy=fsdp."
-        raise EngineError("strategy=megatron", got=got, expected="frequencies that do not change", fix=fix)
+        raise EngineError("strategy=megatron", got, "frequencies that do not change", "Set strategy=fsdp.")
     vocabulary, has_head = base.embed_tokens.num_embeddings, isinstance(model.get_output_embeddings(), nn.Linear)
     tp, num_chunks = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
     pp, chunks = parallel_state.get_pipeline_model_parallel_rank(), []

@@ -130,9 +130,8 @@ def require_known(config: Any, layout: Layout, own: MegatronConfig, where: str =
     Raises ConfigError: at `where`, the section of the role; names what is missing."""
     kind, problem = config.model_type, ""
     if kind not in FAMILIES:
-        expected = f"one of {', '.join(FAMILIES)}"
         fix = f"Set strategy=fsdp, or add {kind!r} to FAMILIES in quadriga/engines/megatron/names.py."
-        raise ConfigError(f"{where}: strategy=megatron", got=f"model_type {kind!r}", expected=expected, fix=fix)
+        raise ConfigError(f"{where}: strategy=megatron", f"model_type {kind!r}", f"one of {', '.join(FAMILIES)}", fix)
     if kind == "llama" and (config.attention_bias or config.mlp_bias):
         problem = "biases (attention_bias, mlp_bias)"
     elif getattr(config, "use_sliding_window", False):
@@ -150,9 +149,7 @@ def require_known(config: Any, layout: Layout, own: MegatronConfig, where: str =
         problem = f"{config.num_hidden_layers} layers, for {stages} pipeline stages, virtual ones counted"
     if problem:
         expected, fix = "what Megatron's layers compute here, in even stages", "Change the sizes, or set strategy=fsdp."
-        raise ConfigError(
-            f"{where}: strategy=megatron", got=f"a {kind} model with {problem}", expected=expected, fix=fix
-        )
+        raise ConfigError(f"{where}: strategy=megatron", f"a {kind} model with {problem}", expected, fix)
 
 
 def _is_even(num_layers: int, pp: int, own: MegatronConfig) -> bool:

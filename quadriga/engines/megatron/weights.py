@@ -32,13 +32,9 @@ from quadriga.partition import part_of
 
 
 class MegatronWeights(PartialWeights):
-    """The parameters of this rank's chunks of a model.
-
-    Args:
-        scorer: the whole model on "meta", with its head; a head of single numbers gets its memory here.
-        chunks: Megatron's modules, without values.
-        steps_on_host: whether the masters are kept on the host, so that the optimizer steps there.
-    """
+    """The parameters of this rank's chunks of a model: Megatron's modules, without values. A head of single numbers, of
+    the whole model on "meta", gets its memory here. `steps_on_host`: the masters are kept there, where the optimizer
+    steps."""
 
     def __init__(
         self,
@@ -89,7 +85,6 @@ class MegatronWeights(PartialWeights):
     def _parts(
         self, model: PreTrainedModel, here: Mapping[tuple[int | None, str], nn.Parameter], processes: Processes
     ) -> dict[str, Part]:
-        """Which parameters of the whole model this rank has parts of, and notes where they are."""
         parts, is_cut = {}, processes.layout.tp > 1
         names = {name: name for name, _ in model.named_parameters()}
         if is_tied_policy(model) and processes.layout.pp > 1 and processes.is_last_stage:
@@ -189,7 +184,6 @@ class MegatronWeights(PartialWeights):
 
 
 def _along(mesh: DeviceMesh | None, axis: str) -> ProcessGroup:
-    """The ranks along one direction of a mesh."""
     assert mesh is not None, "one rank has no meshes"
     return ProcessGroup(
         mesh.get_local_rank(axis), mesh[axis].size(), torch.device(mesh.device_type), mesh.get_group(axis)

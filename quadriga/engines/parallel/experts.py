@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from quadriga.engines.parallel.tensor import cut
 from quadriga.models.experts import is_mixture
 
 
 def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
-    """Cut the experts [E, ...] of a model to this rank's, and let tokens travel; the names of what was cut. Parameters
-    may be on "meta"."""
+    """Cut the experts [E, ...] of a model (or "meta") to this rank's, and let tokens travel; the names of what was
+    cut."""
     names = set()
     for place, module in list(model.named_modules()):
         if not is_mixture(module):
@@ -41,13 +41,13 @@ def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
 
 
 def _computed_elsewhere(
-    compute: Callable[..., torch.Tensor],
+    compute: Callable[..., Tensor],
     num_own: int,
     group: dist.ProcessGroup,
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    scores: torch.Tensor,
-) -> torch.Tensor:
+    hidden: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+) -> Tensor:
     """Forward of experts: [n, D], [n, k] and [n, k] -> [n, D]."""
     size = dist.get_world_size(group)
     by_expert = chosen.flatten().argsort(stable=True)
@@ -71,19 +71,17 @@ class _Travel(torch.autograd.Function):
     """Rows [sum(there), D], the first `there[0]` for rank 0 and so on -> [sum(here), D], which came from each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.ways = there, here, group
         return _sent(rows, there, here, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         there, here, group = ctx.ways
         return _sent(gradient, here, there, group), None, None, None
 
 
-def _sent(rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _sent(rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
     came = rows.new_empty(sum(here), rows.shape[1])
     dist.all_to_all_single(came, rows.contiguous(), here, there, group=group)
     return came

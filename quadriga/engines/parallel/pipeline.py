@@ -5,10 +5,8 @@
     stage 1                   layers 4-7, norm, head: outputs and loss; gradients of hidden states  <---
 
 The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for inference. They
-want tensors of one shape, so the micro-batches of a step are extended to the longest of them.
-
-A stage keeps the model whole in name: layers of other stages pass on what they get, so that the architecture's own
-forward runs, and a parameter has one name wherever it lives.
+want tensors of one shape, so the micro-batches of a step are extended to the longest of them. A stage keeps the model
+whole in name: layers of other stages pass on what they get, so that the architecture's own forward runs.
 
 Legend: n packed tokens of a micro-batch in this rank, D hidden size.
 """
@@ -52,12 +50,8 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
-    """Take out of a model what other stages have.
-
-    Returns:
-        names here -> names in the whole model, of parameters that the first and the last stage both have: the head's
-        weight where it is the embedding's.
-
+    """Take out of a model what other stages have. Returns names here -> names in the whole model, of parameters that
+    the first and the last stage both have: the head's weight where it is the embedding's.
     Raises EngineError: the architecture has not the parts that are to be taken out."""
     base = backbone(model)
     for part in ("layers", "norm"):
@@ -113,11 +107,8 @@ class Stage(nn.Module):
     def run(
         self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question, *, is_training: bool = False
     ) -> list[Outputs]:
-        """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages.
-
-        `work`: micro-batches, each with its loss in training.
-        Returns the outputs [M] of each micro-batch; none but in the last stage.
-        """
+        """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages, each
+        with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
         longest = max(batch.num_tokens for batch, _ in work)
         self.work = [(batch.extended(longest), loss) for batch, loss in work]
         self.question, self.outputs = question, []

@@ -40,10 +40,8 @@ class Processes:
 
     @classmethod
     def arrange(cls, world: ProcessGroup, layout: Layout) -> "Processes":
-        """Form the groups of a layout; every rank of the world calls it, in the same order of layouts.
-
-        Meshes are [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and [pp, dp_replicate, ep, edp].
-        """
+        """Form the groups of a layout, meshes [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and
+        [pp, dp_replicate, ep, edp]; every rank of the world calls it, in the same order of layouts."""
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)

@@ -100,15 +100,11 @@ class SharedTokens(Sharing):
 
 
 class UlyssesAttention:
-    """Ulysses sequence parallelism, arXiv:2309.14509: an attention plan for the tokens of all ranks, called with those
-    of one. A rank has some tokens of all heads, but for attention, where it has all tokens of some heads.
+    """Ulysses sequence parallelism, arXiv:2309.14509: an attention plan for the N tokens of all S ranks, called with
+    those of one. A rank has some tokens of all heads, but for attention, where it has all tokens of some heads.
 
         all but attention   [N/S tokens, H heads]
         attention           [N tokens, H/S heads]      one all-to-all before, for the inputs of attention; one after
-
-    Args:
-        plan: of all N tokens.
-        group: the S ranks.
     """
 
     def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
@@ -137,11 +133,8 @@ class UlyssesAttention:
 
 
 class Collective(torch.autograd.Function):
-    """One collective for values [...], and the reverse one for their gradients.
-
-    The gradient of what was received goes back to its sender. What all ranks have gathered has parts of a sum as its
-    gradients: they are added up, and each rank gets that of its piece.
-    """
+    """One collective for values [...], and the reverse one for their gradients: that of what was received goes back to
+    its sender; those of what all ranks have gathered are added up, and each rank gets that of its piece."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, there: _Move) -> Tensor:
@@ -180,10 +173,8 @@ _REVERSE: dict[_Move, _Move] = {all_to_all: all_to_all, all_gather: reduce_scatt
 
 
 class _Fill(torch.autograd.Function):
-    """One tensor [size, ...] out of the ranks' values, each at its own places; the same on all of them.
-
-    All ranks compute the same of the result, so the gradient of this one's entries is what it has of them.
-    """
+    """One tensor [size, ...] out of the ranks' values, each at its own places; the same on all of them. All compute the
+    same of it, so the gradient of this one's entries is what it has of them."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:

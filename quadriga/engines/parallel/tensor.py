@@ -7,11 +7,10 @@
     rowwise   columns of it       each has a part of every token's sum
     scatter   n tokens            added up, and parted again
 
-Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of
-a rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step
-(`ShardedWeights.attach_gradients`). Which projection is shared how is what transformers declares for the architecture.
-An adapter is cut where its projection is: B of a colwise one, and A of a rowwise one, whose r numbers of a token are
-added up and parted before B.
+Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of a
+rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step. Which
+projection is shared how is what transformers declares for the architecture. An adapter is cut where its projection is:
+B of a colwise one, and A of a rowwise one, whose r numbers of a token are added up and parted before B.
 
 Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank, r rank of an
 adapter.
@@ -40,13 +39,9 @@ _WHOLE_FACTOR = {"colwise": "A", "rowwise": "B"}
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
-    """Cut a model's projections, embedding and head, and join their modules by collectives.
-
-    A column-wise projection [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D].
-    Parameters may be on "meta".
-
-    Returns by name, the dimension in which a parameter is cut; every rank has the others whole.
-    """
+    """Cut a model's projections, embedding and head, and join their modules by collectives. A column-wise projection
+    [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D]. Parameters may be on
+    "meta". Returns by name the dimension in which a parameter is cut; every rank has the others whole."""
     found: dict[str, int] = {}
     base = backbone(model)
     prefix = "".join(f"{name}." for name, module in model.named_modules() if module is base and name)
@@ -81,8 +76,7 @@ def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, found: d
     table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
     if type(table).forward is not nn.Embedding.forward and not hasattr(table, "embed_scale"):
         where, got = f"tensor parallelism of {type(model).__name__}", f"an embedding of its own, {type(table).__name__}"
-        fix = "Set tensor_model_parallel_size=1."
-        raise EngineError(where, got=got, expected="rows of a table, which may be scaled", fix=fix)
+        raise EngineError(where, got, "rows of a table, which may be scaled", "Set tensor_model_parallel_size=1.")
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
     names = {id(module): name for name, module in model.named_modules()}
