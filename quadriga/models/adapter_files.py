@@ -52,10 +52,8 @@ def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, 
 
 
 def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's parameters, with the adapter merged: one weight [out, in] of W [out, in], A [r, in] and B [out, r].
-
-    One weight and its adapter are held at a time: a model has them side by side.
-    """
+    """A model's parameters, with the adapter merged: one weight [out, in] of W [out, in], A [r, in] and B [out, r]. One
+    weight and its adapter are held at a time: a model has them side by side."""
     held: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         factor = _FACTOR.fullmatch(name)
@@ -101,20 +99,16 @@ class MergedFiles:
 
 def open_model(folder: str | Path) -> WeightFiles:
     """The weights of a folder as `open_weights` finds them; of one with an adapter, those of its base model, merged.
-
-    Raises:
-        CheckpointError: there are none, or the base model is not where the adapter says.
-        ConfigError: an adapter of another kind.
-    """
+    Raises CheckpointError: there are none, or the base model is not where the adapter says. ConfigError: an adapter of
+    another kind."""
     if not is_adapter(folder):
         return open_weights(folder)
     folder = Path(folder)
     shape = read_adapter(folder)
     if not Path(shape.base).is_dir():
         got = f"the base model {shape.base!r}, which is no folder here"
-        expected = "the folder of the model it was trained on"
         fix = "Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model."
-        raise CheckpointError(str(folder / ADAPTER_CONFIG), got=got, expected=expected, fix=fix)
+        raise CheckpointError(str(folder / ADAPTER_CONFIG), got, "the folder of the model it was trained on", fix)
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 

@@ -6,9 +6,8 @@
                      or compute attention in their own way (ALiBi, chunks)
     refused          transformers itself cannot compute it here, or its logits are not those of its head
 
-The trial is a small float32 model of the same configuration with each kind of layer and random weights; what it is
-compared with are the same rows alone, by transformers' own forward (eager). Windows and caps are narrowed in it, so
-that they act on its short rows.
+The trial is a small float32 model of the same configuration with each kind of layer and random weights, beside the same
+rows alone by transformers' own forward (eager). Windows and caps are narrowed, so that they act on its short rows.
 
 Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 """
@@ -52,18 +51,11 @@ _UNIMPORTANT = ("dtype", "architectures", "transformers_version", "pad_token_id"
 
 @dataclass(frozen=True)
 class Way:
-    """How an architecture is computed.
+    """How an architecture is computed."""
 
-    Attributes:
-        attention: `ATTENTION_NAME` where rows are packed, else the implementation of transformers that computes them
-            one at a time.
-        generating: the implementation of transformers that `generate` may use.
-        reason: why rows are not packed; empty if they are.
-    """
-
-    attention: str
-    generating: str
-    reason: str = ""
+    attention: str  # `ATTENTION_NAME` where rows are packed, else that of transformers which computes one at a time
+    generating: str  # the implementation of transformers that `generate` may use
+    reason: str = ""  # why rows are not packed; empty if they are
 
 
 # What models raise that do not know this attention, or an argument of it: they are computed in another way.
@@ -83,8 +75,7 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
     if (head := model.get_output_embeddings()) is None:
-        where, got = f"model {type(model).__name__}", "no projection to the vocabulary"
-        raise EngineError(where, got=got, expected="a causal language model")
+        raise EngineError(f"model {type(model).__name__}", "no projection to the vocabulary", "a causal language model")
     return head
 
 
@@ -218,10 +209,9 @@ class _Trial:
             fix = "Install what it names, or take another actor_rollout_ref.model.path; docs/models.md lists them."
             raise EngineError(f"model {self.name}", got=first_line(error), expected=wanted, fix=fix) from error
         if (off := _difference(products, exact)) > BOUND:
-            fix = "Take a model of an architecture in docs/models.md."
             got = f"logits that are not the products of its head with its states: log-probs differ by {off:.2g} nats"
             expected = "products with one matrix, which may be scaled and capped"
-            raise EngineError(f"model {self.name}", got=got, expected=expected, fix=fix)
+            raise EngineError(f"model {self.name}", got, expected, "Take a model of an architecture in docs/models.md.")
         found = {name: self.off(name, exact) for name in (ATTENTION_NAME, "sdpa")}
         generating = "eager" if found["sdpa"] else "sdpa"
         if not (reason := found[ATTENTION_NAME]):

@@ -5,12 +5,11 @@ A model whose attention implementation is `ATTENTION_NAME` passes query, key and
 the `AttentionPlan` that travels with the call: `model(..., attention_plan=plan)`. Training passes a plan over
 packed sequences, decoding one over a KV cache; the model code in between is Hugging Face's, untouched.
 
-Packed tokens are cut into *segments*. A segment is causal in itself and may continue a prefix, another segment
-that it sees in full: the samples of one prompt are segments with the prompt as their prefix, so the prompt is
-computed once. Segments of similar length are padded into one call of flash attention.
-
-What layers add to plain causal attention comes as `AttentionOptions`: a sliding window hides the keys that are too far
-back, soft-capping bends the scores, a sink takes a share of the attention and gives nothing for it.
+Packed tokens are cut into *segments*. A segment is causal in itself and may continue a prefix, another segment that it
+sees in full: the samples of one prompt are segments with the prompt as their prefix, so it is computed once. Segments
+of similar length are padded into one call of flash attention. What layers add to plain causal attention comes as
+`AttentionOptions`: a sliding window hides the keys that are too far back, soft-capping bends the scores, a sink takes a
+share of the attention and gives nothing for it.
 
 Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens, T response
 positions, b rows of a block, L the longest of them, S keys that they see.
@@ -42,17 +41,11 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer adds to plain causal attention.
+    """What a layer adds to plain causal attention."""
 
-    Attributes:
-        window: a token sees this many keys, its own included; None: all before it.
-        softcap: c of c * tanh(score / c); None: scores are not capped.
-        sinks: [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453); None: there is none.
-    """
-
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    window: int | None = None  # a token sees this many keys, its own included; None: all before it
+    softcap: float | None = None  # c of c * tanh(score / c); None: scores are not capped
+    sinks: Tensor | None = None  # [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453)
 
 
 PLAIN = AttentionOptions()
@@ -117,35 +110,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of a batch as one run of tokens: what a scorer reads, and the way back to rows.
+    """Rows of a batch as one run of tokens: what a scorer reads, and the way back to rows."""
 
-    Attributes:
-        input_ids: [1, N]
-        position_ids: [1, N], or [3, 1, N] along time, height and width.
-        segments: which packed token sees which.
-        predictors, host_predictors: [M] packed index of the token whose state predicts each target.
-        targets: [M] token ids; or [M, K], of which the first is the row's own.
-        rows, columns: [M] where each target stands in the padded [b, T] responses.
-        shape: (b, T)
-        sum_of_squared_lengths: the cost of causal attention over the packed tokens.
-        images: of the prompts.
-        places: the packed tokens of each row with targets: its prompt, and what follows up to the last predictor.
-        routing: how its tokens go through the routers of a mixture of experts; None: as these choose, uncounted.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    segments: tuple[Segment, ...]
-    predictors: Tensor
-    host_predictors: np.ndarray
-    targets: Tensor
-    rows: Tensor
+    input_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N], or [3, 1, N] along time, height and width
+    segments: tuple[Segment, ...]  # which packed token sees which
+    predictors: Tensor  # [M] packed index of the token whose state predicts each target
+    host_predictors: np.ndarray  # the same on the host
+    targets: Tensor  # [M] token ids; or [M, K], of which the first is the row's own
+    rows: Tensor  # [M] where each target stands in the padded [b, T] responses
     columns: Tensor
-    shape: tuple[int, int]
-    sum_of_squared_lengths: int
-    images: PackedImages | None = None
+    shape: tuple[int, int]  # (b, T)
+    sum_of_squared_lengths: int  # the cost of causal attention over the packed tokens
+    images: PackedImages | None = None  # of the prompts
+    # Packed tokens of each row with targets: its prompt, and what follows up to the last predictor.
     places: Mapping[int, Any] = field(default_factory=dict)
-    routing: Routing | None = None
+    routing: Routing | None = None  # through a mixture of experts; None: as its routers choose, uncounted
 
     @classmethod
     def filler(cls, device: torch.device) -> "PackedBatch":
@@ -190,11 +170,9 @@ class PackedAttention:
     in full; the log-sum-exps merge these results, and the backward pass of each takes the merged one. Masks there are
     only at the edge of a sliding window; beside arguments, results and gradients there is the memory of a block.
 
-    Args:
-        segments: in order of `start`; each packed token belongs to exactly one. A prefix has none itself.
-        device: of the packed tokens.
-        max_padding: how many padded tokens a block may hold for each real one.
-        block_tokens: the most tokens of a block, padding included; longer segments are cut. None: what fits the device.
+    `segments`: in order of `start`; each packed token belongs to exactly one. A prefix has none itself.
+    `max_padding`: how many padded tokens a block may hold for each real one.
+    `block_tokens`: the most tokens of a block, padding included; longer segments are cut. None: what fits the device.
     """
 
     def __init__(
@@ -340,8 +318,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries [b, L] that are computed together. The first part are their own keys; `runs` are those of them that other
-    blocks may see."""
+    """Queries [b, L] that are computed together, their own keys first; `runs` are those of them that other blocks may
+    see."""
 
     queries: Rows
     parts: Sequence[_Part]
@@ -380,14 +358,9 @@ class _Block:
         grads: Sequence[Tensor],
         sums: Sums,
     ) -> None:
-        """Writes the gradients of its queries, and of its own key and value; adds those of other keys.
-
-        Args:
-            inputs: query [N, H, D], key and value [N, K, D].
-            sinks: [H] or None.
-            results: gradient and value of the result [N, H, D], and its log-sum-exps [N, H].
-            grads: of the inputs.
-        """
+        """Writes the gradients of its queries, and of its own key and value; adds those of other keys: `grads` of the
+        inputs query [N, H, D], key and value [N, K, D]; sinks are [H] or None. `results`: gradient and value of the
+        result [N, H, D], and its log-sum-exps [N, H]."""
         queries, grad = self.queries.take(inputs[0]), self.queries.take(results[0])
         if queries.dtype == results[1].dtype:
             out, total = (self.queries.take(one) for one in results[1:])

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quadriga.errors import EngineError
@@ -43,10 +43,9 @@ def router_of(mixture: Any) -> Any:
     return mixture.gate if hasattr(mixture, "gate") else mixture.router
 
 
-def _told_mixtures(model: nn.Module) -> list[tuple[str, Any]]:
-    """Those with a router as most families have it, and their names."""
-    found = [(name, module) for name, module in model.named_modules() if is_mixture(module)]
-    return [(name, one) for name, one in found if {"num_experts", "top_k"} <= vars(router_of(one)).keys()]
+def _told_mixtures(model: nn.Module) -> dict[str, Any]:
+    found = {name: one for name, one in model.named_modules() if is_mixture(one)}
+    return {name: one for name, one in found.items() if {"num_experts", "top_k"} <= vars(router_of(one)).keys()}
 
 
 def dtype_of_routes(num_experts: int) -> torch.dtype:
@@ -59,15 +58,15 @@ class RouteRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.is_on = False
-        self._chosen: list[torch.Tensor] = []
-        for _, mixture in _told_mixtures(model):
+        self._chosen: list[Tensor] = []
+        for mixture in _told_mixtures(model).values():
             router_of(mixture).register_forward_hook(self._hear)
 
-    def _hear(self, router: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+    def _hear(self, router: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         if self.is_on:
             self._chosen.append(output[2].detach().to(dtype_of_routes(router.num_experts)))
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """[n, L, k] of the tokens of the last call, on the CPU."""
         chosen, self._chosen = self._chosen, []
         return torch.stack(chosen, 1).cpu()
@@ -75,49 +74,32 @@ class RouteRecorder:
 
 @dataclass(eq=False)
 class Routing:
-    """How the tokens of a packed batch go through the routers.
+    """How the tokens of a packed batch go through the routers."""
 
-    Attributes:
-        told: [N, L, k] experts to go through, -1 for the router's own choice; None: all are its own.
-        loss_weight: what the load-balancing loss of a predicted token counts in the loss; 0: there is none.
-        z_weight: what the z-loss of a predicted token in a layer counts in the loss.
-        keeps: whether `chosen` is kept.
-        chosen: [N, L, k], what the last call went through.
-        sums: [L, E + 6] float64 that predicted tokens add to: tokens of each expert; tokens, entropies, load-balancing
-            losses, z-losses, tokens that were told, and those of them where the router's own choice is another.
-    """
-
-    told: torch.Tensor | None = None
-    loss_weight: float = 0.0
-    z_weight: float = 0.0
-    keeps: bool = False
-    chosen: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
+    told: Tensor | None = None  # [N, L, k] experts to go through, -1 (or None for all): the router's own choice
+    loss_weight: float = 0.0  # what the load-balancing loss of a predicted token counts in the loss
+    z_weight: float = 0.0  # what the z-loss of a predicted token in a layer counts in the loss
+    keeps: bool = False  # whether `chosen` is kept
+    chosen: Tensor | None = None  # [N, L, k], what the last call went through
+    # [L, E + 6] float64 that predicted tokens add to: tokens of each expert; tokens, entropies, load-balancing losses,
+    # z-losses, tokens that were told, and those of them where the router's own choice is another.
+    sums: Tensor | None = None
 
 
 @dataclass(eq=False)
 class RoutedTokens:
-    """The tokens [n] of this rank in one call of the model, as the hooks of `Routers` see them.
-
-    Attributes:
-        start: the packed index of the first.
-        places, rows: [m] those that something is predicted from, and of which row.
-        lengths: [b] tokens that are predicted of each row, by all ranks.
-        add_up: adds a tensor up over the ranks that have other tokens of the same rows.
-        chosen: [n, k] by the number of the mixture.
-        is_told: [n] of the mixture that computes.
-    """
+    """The tokens [n] of this rank in one call of the model, as the hooks of `Routers` see them."""
 
     routing: Routing
-    start: int
-    places: torch.Tensor
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    add_up: Callable[[torch.Tensor], None]
-    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_told: torch.Tensor | None = None
+    start: int  # the packed index of the first
+    places: Tensor  # [m] those that something is predicted from
+    rows: Tensor  # [m] of which row
+    lengths: Tensor  # [b] tokens that are predicted of each row, by all ranks
+    add_up: Callable[[Tensor], None]  # over the ranks that have other tokens of the same rows
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # [n, k] by the number of the mixture
+    is_told: Tensor | None = None  # [n] of the mixture that computes
 
-    def told(self, mixture: int, num_tokens: int) -> torch.Tensor | None:
+    def told(self, mixture: int, num_tokens: int) -> Tensor | None:
         """[n, k] for a mixture; tokens that fill a batch up choose themselves."""
         if self.routing.told is None:
             return None
@@ -126,9 +108,7 @@ class RoutedTokens:
         self.is_told = own[:, 0] >= 0
         return own
 
-    def see(
-        self, mixture: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor | None
-    ) -> torch.Tensor:
+    def see(self, mixture: int, logits: Tensor, scores: Tensor, chosen: Tensor, own: Tensor | None) -> Tensor:
         """Count what a router chose, [n, E] and [n, k] three times. Returns the scores, which carry the gradients of
         the load-balancing loss and the z-loss. `own`: what it would have chosen, where it was told."""
         routing, is_first = self.routing, mixture not in self.chosen
@@ -148,14 +128,7 @@ class RoutedTokens:
                 self._count(routing.sums[mixture], log_probs, picked, own, losses)
         return scores
 
-    def _count(
-        self,
-        sums: torch.Tensor,
-        log_probs: torch.Tensor,
-        picked: torch.Tensor,
-        own: torch.Tensor | None,
-        losses: list[torch.Tensor],
-    ) -> None:
+    def _count(self, sums: Tensor, log_probs: Tensor, picked: Tensor, own: Tensor | None, losses: list[Tensor]) -> None:
         """Add the predicted tokens [m, E] and [m, k] to the sums [E + 6] of a mixture."""
         num_experts, zero = log_probs.shape[1], sums.new_zeros(())
         told = differing = zero
@@ -168,7 +141,7 @@ class RoutedTokens:
         sums[:num_experts].index_add_(0, picked.flatten(), sums.new_ones(picked.numel()))
         sums[num_experts:] += torch.stack([fact.double() for fact in facts])
 
-    def _balance(self, probs: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    def _balance(self, probs: Tensor, picked: Tensor) -> Tensor:
         """Sum [] over tokens of E * sum_e f_e p_e, f_e being the share of its row's choices that expert e got."""
         num_experts = probs.shape[1]
         counts = probs.new_zeros(len(self.lengths), num_experts)
@@ -180,20 +153,14 @@ class RoutedTokens:
 
 
 class Routers:
-    """The routers of a model that is trained: they go where they are told, and what they choose is counted.
-
-    A model without experts has none. They are numbered in the order of the whole model's layers, so that a pipeline's
-    stage, which keeps some of them, knows which ones it has.
-
-    Attributes:
-        num_experts, top_k, count: E, k, L.
-        is_checked: whether routes from elsewhere have been compared with what these would choose.
-    """
+    """The routers of a model that is trained: they go where they are told, and what they choose is counted. They are
+    numbered in the order of the whole model's layers, so that a pipeline's stage, which keeps some of them, knows which
+    ones it has. Without experts E, k and L are 0."""
 
     def __init__(self, model: nn.Module) -> None:
         self.num_experts = self.top_k = self.count = 0
-        self.is_checked = False
-        for name, mixture in _told_mixtures(model):
+        self.is_checked = False  # whether routes from elsewhere have been compared with what these would choose
+        for name, mixture in _told_mixtures(model).items():
             router, layer = router_of(mixture), model.get_submodule(name.rpartition(".")[0])
             route = _Route(router, self.count)
             layer.register_forward_pre_hook(route.begin, with_kwargs=True)
@@ -201,18 +168,17 @@ class Routers:
             router.forward = partial(route, router.forward)
             self.num_experts, self.top_k, self.count = router.num_experts, router.top_k, self.count + 1
 
-    def new_sums(self, device: torch.device) -> torch.Tensor:
+    def new_sums(self, device: torch.device) -> Tensor:
         """Zeros [L, E + 6] for `Routing.sums`."""
         return torch.zeros(self.count, self.num_experts + _NUM_SUMS, dtype=torch.float64, device=device)
 
-    def require(self, routes: torch.Tensor) -> None:
+    def require(self, routes: Tensor) -> None:
         """Refuse routes [B, P + T, L, k] of another model. Raises EngineError: says what they are."""
         shape, expected = tuple(routes.shape[2:]), (self.count, self.top_k)
         fix = "The rollout generates with another model, or its engine reports routes in another form."
         if shape != expected:
-            got = f"routes of {' x '.join(map(str, shape))} for each token"
             told = f"{self.count} layers with {self.top_k} experts each"
-            raise EngineError("router_replay", got=got, expected=told, fix=fix)
+            raise EngineError("router_replay", f"routes of {' x '.join(map(str, shape))} for each token", told, fix)
         if routes.numel() and int(routes.max()) >= self.num_experts:
             got, told = f"expert {int(routes.max())} in a route", f"one of {self.num_experts}, counted from 0"
             raise EngineError("router_replay", got=got, expected=told, fix=fix)
@@ -231,7 +197,7 @@ class _Route:
     def end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self.tokens = None
 
-    def __call__(self, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         if (tokens := self.tokens) is None:
             return forward(hidden, *args)
         told = tokens.told(self.number, hidden.numel() // hidden.shape[-1])
@@ -245,25 +211,21 @@ class _Route:
         routing = tokens.routing
         if told is None and not (routing.keeps or routing.loss_weight or routing.z_weight):
             return output
-        got, expected = (
-            f"a router {type(self.router).__name__}",
-            "one that chooses experts by torch.topk, and says which",
-        )
-        fix = "Set router_replay=off, router_aux_loss_coef=0 and router_z_loss_coef=0."
-        raise EngineError("router_replay", got=got, expected=expected, fix=fix)
+        got, fix = type(self.router).__name__, "Set router_replay=off, router_aux_loss_coef=0 and router_z_loss_coef=0."
+        raise EngineError("router_replay", got, "a router that chooses experts by torch.topk, and says which", fix)
 
 
 class _Told(TorchFunctionMode):
     """While it is entered, the best k of [n, E] are those that were told [n, k], -1 aside; `own` would have been."""
 
-    def __init__(self, told: torch.Tensor, num_experts: int) -> None:
+    def __init__(self, told: Tensor, num_experts: int) -> None:
         super().__init__()
         self.told, self.num_experts = told, num_experts
-        self.own: torch.Tensor | None = None
+        self.own: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape != (len(self.told), self.num_experts):
+        if func not in (torch.topk, Tensor.topk) or args[0].shape != (len(self.told), self.num_experts):
             return found
         self.own = found.indices
         chosen = torch.where(self.told >= 0, self.told, self.own)
@@ -274,9 +236,9 @@ class _WithLoss(torch.autograd.Function):
     """Passes values on, and gives a loss [] beside them the gradient 1."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, gradient.new_ones((), dtype=torch.float32)

@@ -24,18 +24,12 @@ _capability = cache(torch.cuda.get_device_capability)
 
 @dataclass(frozen=True)
 class Scores:
-    """How a score is made of the product of query i and key j: times `scale`, capped, plus a bias.
-
-    Attributes:
-        is_causal: whether query i sees the keys up to i, else all; not with a bias.
-        softcap: c of c * tanh(score / c); None: it is not capped.
-        bias: [L, S] float32, very negative where a query does not see a key; None: nothing is added.
-    """
+    """How a score is made of the product of query i and key j: times `scale`, capped, plus a bias."""
 
     scale: float
-    is_causal: bool = False
-    softcap: float | None = None
-    bias: Tensor | None = None
+    is_causal: bool = False  # whether query i sees the keys up to i, else all; not with a bias
+    softcap: float | None = None  # c of c * tanh(score / c); None: it is not capped
+    bias: Tensor | None = None  # [L, S] float32, very negative where a query does not see a key
 
     @property
     def is_plain(self) -> bool:
@@ -60,13 +54,9 @@ def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
 
 
 def flash_backward(results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores) -> Sequence[Tensor]:
-    """Gradients of the inputs: the share of these keys in those of all that the queries see.
-
-    Args:
-        results: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
-            has no gradient.
-        inputs: as for `flash_forward`.
-    """
+    """Gradients of the inputs of `flash_forward`: the share of these keys in those of all that the queries see.
+    `results`: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
+    has no gradient."""
     (grad, out, log_sums), (query, key, _) = results, inputs
     if _has_cuda_kernel(query) and how.is_plain:
         rng = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # without dropout unread
@@ -117,16 +107,13 @@ def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
 
 
 def _has_cuda_kernel(query: Tensor) -> bool:
-    """Whether torch's flash kernels for CUDA take such queries."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
 
 
 class Rows:
-    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L].
-
-    The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
-    """
+    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L]. The padding repeats a
+    row's first token: no real query sees it, and its gradient is dropped."""
 
     def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
         width = max(length for _, length in runs)
@@ -164,12 +151,9 @@ class Rows:
 
 
 class Sums(dict[Rows, Sequence[Tensor]]):
-    """Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower.
+    """Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower."""
 
-    `memory`: that of all gradients [N, H + 2K, D], in which the sums of some tokens lie where their gradients will, or
-    None.
-    """
-
+    # That of all gradients [N, H + 2K, D], in which the sums of some tokens lie where their gradients will.
     memory: Tensor | None = None
 
     @classmethod

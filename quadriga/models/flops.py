@@ -22,21 +22,16 @@ from quadriga.models.vision import VisionEncoderCost
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a decoder computes for a token.
+    """What a decoder computes for a token."""
 
-    Attributes:
-        num_block_parameters, num_head_parameters: that multiply a token, in the layers and in the vocabulary head.
-        attention_width: of all layers and heads together.
-        num_frozen_block_parameters, num_frozen_head_parameters: those of them that have no gradient.
-        vision_encoder: the cost of the vision encoder of a vision-language model; not part of the other numbers.
-    """
-
+    # That multiply a token, in the layers and in the vocabulary head.
     num_block_parameters: int
     num_head_parameters: int
-    attention_width: int
+    attention_width: int  # of all layers and heads together
+    # Those of them that have no gradient.
     num_frozen_block_parameters: int = 0
     num_frozen_head_parameters: int = 0
-    vision_encoder: VisionEncoderCost | None = None
+    vision_encoder: VisionEncoderCost | None = None  # not part of the other numbers
 
     @cached_property
     def attention_tokens(self) -> float:

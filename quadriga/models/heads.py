@@ -5,11 +5,10 @@ Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off
 the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward, into one
 workspace; the last chunk's logits are in it when the backward pass begins, which therefore starts with that chunk.
 
-A part of the vocabulary has four numbers for a token: the logarithm of its sum of exponentials, the entropy
-within the part, the target's logit, and the sum of squared probabilities within the part. Parts are put together by the
-chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels. Parts are the blocks of a
-GPU kernel (heads_triton.py) and the rows of the weight that other ranks hold (`VocabularyShard`). Where a token has
-several targets, the logits of all but the first stand behind the four numbers.
+A part of the vocabulary (a block of a GPU kernel, heads_triton.py, or the rows that another rank holds,
+`VocabularyShard`) has four numbers for a token: the logarithm of its sum of exponentials, the entropy within the part,
+the target's logit, and the sum of squared probabilities within the part; then the logits of further targets. Parts are
+put together by the chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels.
 
 Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this rank, C tokens in a chunk,
 P parts, k likeliest tokens, K targets of a token.
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
@@ -47,10 +47,8 @@ _VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank holds the rows [start, start + V') of the weight, the others of `group` hold the rest.
-
-    V' may differ between ranks, and be 0. All ranks of the group call with the same tokens.
-    """
+    """This rank holds the rows [start, start + V') of the weight, the others of `group`, who call with the same tokens,
+    hold the rest. V' may differ between ranks, and be 0."""
 
     group: dist.ProcessGroup
     start: int
@@ -76,7 +74,7 @@ class LogitRule:
         caps = [getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
         return cls(math.prod(scales) / divisor, next((cap for cap in caps if cap), None))
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """[..., V] float32, changed in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
@@ -90,28 +88,20 @@ _UNUSED_SCALE = ("mpt",)
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of given tokens under the policy.
+    """Scores of given tokens under the policy; None for what was not wanted, gradients for the first two."""
 
-    Attributes:
-        log_probs: [M] float32, or [M, K].
-        entropy: [M] float32 in nats, or None where it was not wanted.
-        top_log_probs: [M, k] float32, the largest log-probabilities in descending order, without gradient, or None.
-        top_ids: [M, k] int64, their tokens, or None.
-        sum_pi_squared: [M] float32, the probability of drawing the same token twice, without gradient, or None.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None
-    top_log_probs: torch.Tensor | None = None
-    top_ids: torch.Tensor | None = None
-    sum_pi_squared: torch.Tensor | None = None
+    log_probs: Tensor  # [M] float32, or [M, K]
+    entropy: Tensor | None  # [M] float32 in nats
+    top_log_probs: Tensor | None = None  # [M, k] float32, the largest ones in descending order
+    top_ids: Tensor | None = None  # [M, k] int64, their tokens
+    sum_pi_squared: Tensor | None = None  # [M] float32, the probability of drawing the same token twice
 
 
 def token_scores(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
@@ -181,17 +171,10 @@ class _Call:
     use_triton: bool
 
 
-def head_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, workspace: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Float32 logits [C, V].
-
-    Args:
-        hidden: [C, D]
-        weight: [V, D], in the dtype of `hidden` or already widened to float32.
-        bias: [V] or None.
-        workspace: [C, V] float32 that the logits may be written to: a CPU would map memory of this size anew each time.
-    """
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None) -> Tensor:
+    """Float32 logits [C, V] of hidden [C, D], weight [V, D], in the dtype of `hidden` or already widened to float32,
+    and bias [V]. They may be written to the workspace [C, V] float32: a CPU would map memory of this size anew each
+    time."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=workspace)
     elif weight.dtype == torch.float32:
@@ -219,9 +202,9 @@ def _exact_in_bfloat16() -> Iterator[None]:
 
 
 # Gradients of log-probs ([M] or [M, K]) and of entropies (or None), normalisers, entropies: [M] each.
-_Outer = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+_Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
 # The likeliest tokens' numbers and their ids: [M, k] each, or None twice.
-_Top = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+_Top = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class _TokenScores(torch.autograd.Function):
@@ -290,13 +273,11 @@ class _TokenScores(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _combine(parts: torch.Tensor) -> torch.Tensor:
+def _combine(parts: Tensor) -> Tensor:
     """Normaliser, entropy, target's logit and sum of squared probabilities, and logits of other targets: parts
-    [P, 3 + K, M] -> the whole [3 + K, M].
-
-    With w the share of a part: H = sum of w H_part - w log w, and the squares are the sum of w^2 squares_part. The
-    normaliser of an empty part, and the logit where the part does not have the target, are -inf.
-    """
+    [P, 3 + K, M] -> the whole [3 + K, M]. With w the share of a part: H = sum of w H_part - w log w, and the squares
+    are the sum of w^2 squares_part. The normaliser of an empty part, and the logit of a target that a part lacks, are
+    -inf."""
     normalizers, entropies, chosen, squares, *others = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     shares = (normalizers - normalizer).exp()
@@ -305,22 +286,22 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
     return torch.stack([normalizer, entropy, chosen.amax(0), squares, *(one.amax(0) for one in others)])
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[...] of every rank -> [ranks, ...]: everyone then does the same arithmetic, so results are equal."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _cut(size: int, first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _cut(size: int, first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Tensors cut into so many tokens each; None stays None."""
     for start in range(0, len(first), size):
         yield tuple(None if one is None else one[start : start + size] for one in (first, *others))
 
 
 def _statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor, call: _Call, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, call: _Call, keep: bool
+) -> tuple[Tensor, Tensor | None, _Top]:
     """The numbers of this rank's vocabulary [1, 3 + K, M]; the workspace with the last chunk's logits where it is to
     be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
@@ -356,9 +337,7 @@ def _statistics(
     return result[None], workspace if keep else None, top
 
 
-def _block_statistics(
-    logits: torch.Tensor, normalizer: torch.Tensor, entropy: torch.Tensor | None, squares: torch.Tensor | None
-) -> None:
+def _block_statistics(logits: Tensor, normalizer: Tensor, entropy: Tensor | None, squares: Tensor | None) -> None:
     """Write normalisers [C], entropies [C] and sums of squared probabilities [C] of logits [C, V']."""
     if not logits.shape[1]:
         normalizer.fill_(-torch.inf)
@@ -376,14 +355,8 @@ def _block_statistics(
 
 
 def _gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-    outer: _Outer,
-    call: _Call,
-    kept: torch.Tensor | None,
-) -> Iterator[tuple[slice, torch.Tensor]]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, outer: _Outer, call: _Call, kept: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first:
     `kept`, if not None, is the workspace with its logits over the temperature."""
     size, step = call.chunk_tokens, _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
@@ -422,12 +395,12 @@ def _gradients(
 
 def _block_gradients(
     temperature: float,
-    logits: torch.Tensor,
-    places: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    normalizer: torch.Tensor,
-    entropy: torch.Tensor,
+    logits: Tensor,
+    places: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    normalizer: Tensor,
+    entropy: Tensor,
 ) -> None:
     """Replace logits z [C, V'] by (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the gradients of
     log-prob and entropy; of several targets the first g stands for each in its place, the second for their sum."""

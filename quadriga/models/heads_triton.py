@@ -120,19 +120,10 @@ def statistics(
     with_entropy: bool,
     with_squares: bool,
 ) -> torch.Tensor:
-    """Four numbers of each token in each part of the vocabulary.
-
-    Args:
-        hidden: [M, D]
-        weight, bias: [V', D] in the dtype of `hidden`; [V'] or None.
-        places: [M] rows of the targets; -1: not here.
-        temperature: divides the logits.
-        with_entropy, with_squares: what is wanted; the numbers are zero otherwise.
-
-    Returns:
-        [P, 4, M] float32: normaliser, entropy within the part, the target's logit (-inf where the part lacks it), and
-        the sum of squared probabilities within the part.
-    """
+    """Four numbers of each token in each part of the vocabulary, [P, 4, M] float32: normaliser, entropy within the
+    part, the target's logit (-inf where the part lacks it), and the sum of squared probabilities within the part; zero
+    where they are not wanted. `hidden` is [M, D], weight [V', D] of the same dtype, bias [V'] or None, `places` [M] are
+    the rows of the targets (-1: not here); the temperature divides the logits."""
     num_tokens, num_rows = len(hidden), len(weight)
     hidden, weight = _dense(hidden), _dense(weight)
     parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))

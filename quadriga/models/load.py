@@ -45,8 +45,8 @@ def load_causal_lm(
     needs_head: bool = True,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, whose attention is an `AttentionPlan` where its rows can be packed.
-
     From tokens [B, N] its backbone makes hidden states [B, N, D], and its head logits [B, N, V].
+    Raises EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
 
     Args:
         path: a folder with config.json and safetensors, or a name that transformers can resolve.
@@ -55,8 +55,6 @@ def load_causal_lm(
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
         needs_head: whether the projection to the vocabulary must be there; False: another head takes its place.
-
-    Raises EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
@@ -68,9 +66,8 @@ def load_causal_lm(
     head = set() if needs_head else {id(one) for one in head_of(model).parameters()}
     if missing := sorted(name for name in info["missing_keys"] if id(model.get_parameter(name)) not in head):
         got = f"no weights for {len(missing)} parameters, first {missing[0]}"
-        expected = "all weights of the model; the missing ones would be random"
         fix = "Get the whole model, or take away what does not belong to it from its config.json."
-        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
+        raise EngineError(f"model {path}", got, "all weights of the model; the missing ones would be random", fix)
     if not way.reason:
         fuse(model)
     return model.to(device).eval()
@@ -113,8 +110,7 @@ def from_pretrained(
 def load_config(
     path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """The configuration of a model, with some entries replaced.
-    Raises EngineError: there is none."""
+    """The configuration of a model, with some entries replaced. EngineError: there is none."""
     with _explained(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
 
@@ -127,9 +123,7 @@ def skeleton_causal_lm(
     auto_class: Any = None,
 ) -> PreTrainedModel:
     """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values.
-
-    `auto_class`: of transformers, which makes it, for packed rows; None: by the model's configuration.
-    """
+    `auto_class`: of transformers, which makes it, for packed rows; None: by the model's configuration."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
     with _explained(path):

@@ -38,13 +38,9 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         model: changed in place. Its parameters may be on "meta"; the adapter's are then, too.
         seed: of a new adapter, whose values depend on this and on the parameter's name alone.
 
-    Returns:
-        The adapter's values by the parameter's name, A [r, in] and B [out, r] in float32.
-
-    Raises:
-        EngineError: it reaches no module, or one that cannot have it.
-        ConfigError: PEFT is missing, or the adapter to start from is of another kind.
-    """
+    Returns the adapter's values by the parameter's name, A [r, in] and B [out, r] in float32.
+    Raises EngineError: it reaches no module, or one that cannot have it. ConfigError: PEFT is missing, or the adapter
+    to start from is of another kind."""
     device = next(model.parameters()).device
     _inject(model, adapter_shape(section))
     factors = {name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)}
@@ -164,7 +160,6 @@ def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> 
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """The modules with an adapter."""
     kind = import_module("peft.tuners.lora").LoraLayer
     return [module for module in model.modules() if isinstance(module, kind)]
 

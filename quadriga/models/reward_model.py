@@ -31,11 +31,8 @@ def load_reward_model(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A sequence classifier in evaluation mode: its head `score` is [1, D], its attention an `AttentionPlan`.
-
-    Args:
-        path: a folder with config.json and weights, or a name that transformers can resolve.
-        trust_remote_code: whether code that ships with the model may run.
-
+    `path`: a folder with config.json and weights, or a name that transformers can resolve.
+    `trust_remote_code`: whether code that ships with the model may run.
     Raises EngineError: it cannot be loaded, has no classification head, several labels, or attention in both
     directions."""
     disable_progress_bar()
@@ -54,8 +51,7 @@ def load_reward_model(
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         expected = "a folder or hub name that transformers can load as a sequence classifier"
-        got = str(error).strip().splitlines()[0]
-        raise EngineError(f"reward model {path}", got=got, expected=expected, fix=_FIX) from error
+        raise EngineError(f"reward model {path}", str(error).strip().splitlines()[0], expected, _FIX) from error
     require_judge(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
     if is_packed(model):
@@ -105,16 +101,9 @@ def fresh_reward_model(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one label in float32, as `load_reward_model` gives it.
-
-    The head [1, D] of a causal model's classifier is new and zero: scores are 0 at first, so the first loss is ln 2.
-
-    Args:
-        path: a causal model or a sequence classifier with one label: a folder, or a name that transformers can resolve.
-        pad_token_id: written into the configuration, from which transformers finds the last token of a padded row.
-        trust_remote_code: whether code that ships with the model may run.
-        override_config: entries of the model's configuration to replace.
-
+    """A sequence classifier with one label in float32, as `load_reward_model` gives it; made of a causal model, or of a
+    classifier with one label, at `path`. A new head [1, D] is zero: scores are 0 at first, so the first loss is ln 2.
+    `pad_token_id` goes into the configuration, from which transformers finds the last token of a padded row.
     Raises EngineError: it cannot be loaded, or transformers has no classifier of its architecture."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):

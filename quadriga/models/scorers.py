@@ -23,8 +23,7 @@ from quadriga.models.vision import decoder_inputs
 
 @dataclass(frozen=True)
 class Question:
-    """The outputs wanted of each predicted token, at a temperature: `sum_pi_squared` and the `top_k` likeliest tokens
-    have no gradient."""
+    """The outputs wanted of each predicted token, at a temperature; the last two have no gradient."""
 
     temperature: float = 1.0
     with_entropy: bool = False
@@ -67,12 +66,7 @@ class Sharing:
 
 
 class Scorer(nn.Module, ABC):
-    """A model and its outputs for each predicted token: a subclass for each kind of head.
-
-    Attributes:
-        sharing: how the ranks with the same rows share the work.
-        routers: those of a mixture of experts.
-    """
+    """A model and its outputs for each predicted token: a subclass for each kind of head."""
 
     model: PreTrainedModel
 
@@ -154,15 +148,10 @@ class PolicyScorer(Scorer):
 
 
 class NumberScorer(Scorer):
-    """One number for each predicted token, which a linear head [1, D] reads at the token before it.
+    """One number for each predicted token, which a linear head [1, D] reads at the token before it."""
 
-    Attributes:
-        output: the name of the numbers.
-        head: the path of the head in the model.
-    """
-
-    output: str
-    head: str
+    output: str  # the name of the numbers
+    head: str  # the path of the head in the model
 
     def output_names(self, question: Question) -> tuple[str, ...]:
         return (self.output,)
@@ -176,11 +165,8 @@ class NumberScorer(Scorer):
 
 
 class ValueScorer(NumberScorer):
-    """`values`: the return expected before each response token is drawn.
-
-    The vocabulary head is replaced by a value head [1, D], so a checkpoint of the model holds it too. It starts at
-    zero, so the first values are zero.
-    """
+    """`values`: the return expected before each response token is drawn. A value head [1, D] takes the place of the
+    vocabulary head, so a checkpoint of the model holds it too. It starts at zero, so the first values are zero."""
 
     output, head = "values", "value_head.linear"
 

@@ -7,9 +7,8 @@
       folder/.metadata                      torch's distributed checkpoint
       folder/model/.metadata                the same, in a role's part of a checkpoint
 
-A distributed checkpoint is read by its own list of chunks, so it does not matter how many ranks wrote it, nor how
-the tensors were cut. Nothing that a file could name is called while it is read: the list of chunks is a pickle, and
-only the classes that it is made of are let through.
+A distributed checkpoint is read by its own list of chunks, so it does not matter how many ranks wrote it, nor how the
+tensors were cut. That list is a pickle, of which only the classes that it is made of are let through.
 
 Legend: [...] is the shape of a parameter.
 """
@@ -39,13 +38,9 @@ _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class WeightFiles(Protocol):
-    """Tensors by name; each is read when it is needed.
+    """Tensors by name; each is read when it is needed."""
 
-    Attributes:
-        shapes: the whole shape of each tensor, [...] however it was cut, in the order of the files.
-    """
-
-    shapes: dict[str, torch.Size]
+    shapes: dict[str, torch.Size]  # the whole shape [...] of each, however it was cut, in the order of the files
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor [...], in the dtype in which it was written.
@@ -70,8 +65,7 @@ def open_weights(folder: str | Path) -> WeightFiles:
             if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
                 raise _leads_outside(index, file)
         if missing := [file for file in files if not file.is_file()]:
-            expected = f"the file that {INDEX} names"
-            raise CheckpointError(str(missing[0]), got="no such file", expected=expected, fix=_ANOTHER)
+            raise CheckpointError(str(missing[0]), "no such file", f"the file that {INDEX} names", _ANOTHER)
     if not files:
         got = "neither *.safetensors nor a distributed checkpoint"
         fix = "A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents."
@@ -86,8 +80,7 @@ def distributed_folder(folder: str | Path) -> Path | None:
 
 
 class SafetensorFiles:
-    """Weights of Hugging Face, in safetensors files.
-    Raises CheckpointError: one is missing, cut or damaged."""
+    """Weights of Hugging Face, in safetensors files. CheckpointError: one is missing, cut or damaged."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.shapes: dict[str, torch.Size] = {}
@@ -116,9 +109,8 @@ class SafetensorFiles:
 
 
 class DistributedFiles:
-    """A distributed checkpoint; each tensor is put together from the chunks of all ranks that wrote it.
-    `prefix`: of the names that are weights; left out of the names here.
-    """
+    """A distributed checkpoint, whoever wrote its chunks. `prefix`: of the names that are weights; left out of those
+    here."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._reader, self._prefix = ChunkReader(folder), prefix
@@ -146,10 +138,6 @@ class RenamedFiles:
 
 class ChunkReader(FileSystemReader):
     """Reads a distributed checkpoint of torch without any other process, and without trusting its pickle.
-
-    Attributes:
-        tensors: size, dtype and chunks of each tensor, by name.
-
     Raises CheckpointError: the list of chunks is missing or damaged, or a file that it names is missing or cut."""
 
     def __init__(self, folder: Path) -> None:
@@ -162,8 +150,7 @@ class ChunkReader(FileSystemReader):
         except Exception as error:
             raise _unreadable(path, error) from error
         if not isinstance(listed, Metadata) or listed.storage_data is None:
-            got = type(listed).__name__
-            raise DamagedCheckpointError(str(path), got=got, expected="a list of chunks", fix=_ANOTHER)
+            raise DamagedCheckpointError(str(path), type(listed).__name__, "a list of chunks", _ANOTHER)
         ends: dict[str, int] = {}
         for chunk in listed.storage_data.values():
             ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
@@ -173,16 +160,15 @@ class ChunkReader(FileSystemReader):
             size = (folder / name).stat().st_size if (folder / name).is_file() else None
             if size is None or size < end:
                 got = "no such file" if size is None else f"{size} bytes"
-                expected = f"at least {end} bytes"
-                raise DamagedCheckpointError(str(folder / name), got=got, expected=expected, fix=_ANOTHER)
+                raise DamagedCheckpointError(str(folder / name), got, f"at least {end} bytes", _ANOTHER)
         self.listed: Metadata = listed
         entries = listed.state_dict_metadata.items()
         self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self.set_up_storage_reader(listed, is_coordinator=True)
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:
-        """Fill tensors [...] in place, of DTensors the part that this rank holds.
-        Raises CheckpointError: a file is missing, cut or damaged."""
+        """Fill tensors [...] in place, of DTensors this rank's part. CheckpointError: a file is missing, cut or
+        damaged."""
         planner = DefaultLoadPlanner(**_UNSHARDED)
         planner.set_up_planner(state, self.listed, is_coordinator=True)
         try:
@@ -199,8 +185,8 @@ def share_with_readers(folder: Path) -> None:
 
 
 def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
-    """Write tensors [...] in this dtype to `model-00001-of-0000N.safetensors` and their index, below a folder that
-    exists; at most one shard is in memory."""
+    """Write tensors [...] to `model-00001-of-0000N.safetensors` and their index in a folder, at most a shard in
+    memory."""
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     where: dict[str, str] = {}

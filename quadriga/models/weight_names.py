@@ -32,13 +32,8 @@ from quadriga.models.weight_files import WeightFiles
 
 
 class ConvertedFiles:
-    """The weights of other files with the names and shapes that a model's module has; or the other way round.
-
-    Args:
-        files: those of a folder; with `to_files` those of the module, [...] as it has them.
-        model: says what it has; may be on "meta".
-        to_files: from the module's names to those that `save_pretrained` of transformers writes.
-    """
+    """The weights of other files with the names and shapes that a model's module has; the model may be on "meta". With
+    `to_files` from the module's names to those that `save_pretrained` of transformers writes."""
 
     def __init__(self, files: WeightFiles, model: PreTrainedModel, *, to_files: bool = False) -> None:
         self._files, self._model = files, model
