@@ -153,6 +153,5 @@ def taking_part(where: str, expected: str = "all ranks to take part") -> Iterato
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        got = str(error).strip().partition("\n")[0]
         fix = "Look for the error of another rank: this one was only left alone by it."
-        raise PeerLostError(where, got=got, expected=expected, fix=fix) from error
+        raise PeerLostError(where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix) from error

@@ -17,10 +17,8 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number, how it combines with others of its name, and how much it weighs in a mean.
-
-    The weight is the count behind the number (tokens, sequences, optimizer steps); only "mean" uses it.
-    """
+    """One number, how it combines with others of its name, and the count (of tokens, sequences, steps) it weighs in a
+    mean."""
 
     value: float
     reduction: Reduction = "mean"
@@ -43,10 +41,7 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several workers, micro-batches or mini-batches into one metric per name.
-
-    The result can be merged again: merging in stages gives the same as merging at once.
-    """
+    """One metric per name of several workers, micro-batches or mini-batches. Merging in stages is merging at once."""
     collected: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
@@ -55,10 +50,8 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
-    """The plain numbers to log: one float per name, lists (from concatenated results) and parts combined first.
-
-    A name whose lists are empty was measured nowhere and is left out.
-    """
+    """The plain numbers to log: one float per name, lists (from concatenated results) and parts combined first. A name
+    whose lists are empty was measured nowhere and is left out."""
     found: Mapping[str, Metric | Sequence[Metric]] = parts[0]
     if len(parts) > 1:
         found = lists = defaultdict[str, list[Metric]](list)

@@ -25,10 +25,7 @@ NOT_TRIED = "installed, not tried"
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An optional package: its distribution, the module it is imported as, the least version, what it is for.
-
-    `is_quick` says whether it loads in less than a second.
-    """
+    """An optional package: distribution, module, least version, purpose, and whether it loads in less than a second."""
 
     package: str
     module: str
@@ -40,10 +37,8 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What the probe found out about one package.
-
-    `version` is empty when it is not installed; `reason` is "imports", `NOT_TRIED`, or why it is not usable.
-    """
+    """What the probe found about a package (no version: not installed); a reason is "imports", `NOT_TRIED`, or what is
+    wrong."""
 
     package: str
     version: str

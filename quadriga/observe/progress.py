@@ -42,10 +42,8 @@ Points = Sequence[tuple[float, float]]
 
 
 class Headline(NamedTuple):
-    """A metric that is shown: its label, the metrics it may come from (the first that was measured), how it is written.
-
-    `form` is a format for numbers, or two of them and the size below which the first one holds.
-    """
+    """A metric that is shown: its label, the metrics it may come from (the first that was measured), how it is written:
+    a format for numbers, or two of them and the size below which the first one holds."""
 
     label: str
     sources: tuple[str, ...]
@@ -68,10 +66,7 @@ HEADLINES = (
 
 
 def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The fields of a step for `Progress.update`: label -> text, in a fixed order.
-
-    A metric that was not measured in this step has no field.
-    """
+    """The fields of a step for `Progress.update`: label -> text, in a fixed order, for what was measured in it."""
     fields: dict[str, str] = {}
     for label, sources, form in HEADLINES:
         value = next((metrics[name] for name in sources if name in metrics), None)
@@ -108,10 +103,8 @@ class ValidationResult(NamedTuple):
 
 
 def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
-    """The main validation metrics among `metrics`, in their order.
-
-    The statistic begins at the last part with an "@" ("mean@8", "best@8/mean"), so a data source may contain slashes.
-    """
+    """The main validation metrics among `metrics`, in their order. The statistic begins at the last part with an "@"
+    ("mean@8", "best@8/mean"), so a data source may contain slashes."""
     results = []
     for name, value in metrics.items():
         parts = name.removeprefix(VALIDATION_PREFIX).split("/")
@@ -125,8 +118,7 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 class Progress(AbstractContextManager["Progress"]):
     """A bar on a terminal, a bar and a curve in a notebook, or a line per step in a log.
 
-    `total`, the number of steps, may change between updates.
-
+    `total`: the number of steps, which may change between updates.
     `initial`: steps done before this process (a resumed run); they do not enter the pace.
     `console`: where to print; standard output by default. It decides between bar and lines.
     `activity`: says, while the bar is shown, what is being done at the moment, such as `timer.current`."""
@@ -176,7 +168,6 @@ class Progress(AbstractContextManager["Progress"]):
         return max(0.0, (self.total - last_step) * per_step_s)
 
     def __rich__(self) -> Text:
-        """What stands behind the bar: the time left, and what is being done at the moment."""
         step, marked_s = self._marks[-1]
         if step >= self.total:
             return Text("done", style="green")

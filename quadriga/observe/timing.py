@@ -21,11 +21,9 @@ class PhaseTimer:
 
     A phase that is entered again adds to its sum. A phase open inside itself is counted once. One timer belongs to
     one thread; `current` may be read from another (a watchdog, a progress bar).
-
-    Attributes:
-        mark: makes a block visible in a profile of this process, while there is one.
     """
 
+    # Makes a block visible in a profile of this process, while there is one.
     mark: ClassVar[Callable[[str], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -52,7 +52,6 @@ class NamedReward:
                 raise ConfigError(f"reward {self.name}", got=f"the argument {name!r}", expected=expected)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
-        """What the function returns for each sample."""
         if self.is_positional:
             return [_awaited(self.function(one["solution_str"])) for one in samples]
         if not self.is_batch:

@@ -210,7 +210,6 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             self._idle.append(process)
 
     def _has_calls(self) -> bool:
-        """Whether there is something to grade; calls of rounds that have ended are dropped."""
         with self._lock:
             while self._queue and self._queue[0].round.done.done():
                 self._queue.popleft()
@@ -298,7 +297,6 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._processes.discard(process)
 
     def _fail(self, error: Exception) -> None:
-        """End the rounds in the queue with an error."""
         with self._lock:
             rounds = {call.round for call in self._queue}
             self._queue.clear()

@@ -13,11 +13,10 @@ threads and memory, nor runs the user's script again, and it never loads torch u
       | -- [...] ---------------------> |  the next samples, once all are graded
 
 Of a coroutine function (READY comes with true) many samples are awaited at a time, each with a time limit of its own:
-their outcomes come in any order, and more samples may come at any time.
-
-It ends when the driver does: between samples it sees the end of the pipe; in the middle of a sample its supervisor
-ends it (`quadriga.descendants`), with everything that score functions have started. What score functions print is
-passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute; the rest is counted.
+outcomes come in any order, and more samples may come at any time. It ends when the driver does: between samples it sees
+the end of the pipe; in the middle of one its supervisor ends it (`quadriga.descendants`), with everything that score
+functions have started. What score functions print is passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute;
+the rest is counted.
 """
 
 import asyncio
@@ -137,12 +136,10 @@ class GradingProcess:
             self._connection.send(message)
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
-        """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function).
-
-        An outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed. None: one that
+        """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function). An
+        outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed. None: one that
         awaits many samples has none yet. Loading has a limit of its own, `LOADING_LIMIT_S`; a QuadrigaError says that
-        the score function or a grader's library cannot be loaded.
-        """
+        the score function or a grader's library cannot be loaded."""
         if self.is_async:
             self._until = time.monotonic() + _LOOK_S
         else:
@@ -287,7 +284,6 @@ def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_scor
 
 
 def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
-    """The outcome of one sample, or of each of a list of samples when the function grades batches."""
     return read_outcomes(returned, len(arguments["solution_strs"])) if function.is_batch else read_outcome(returned)
 
 

@@ -33,27 +33,20 @@ _classes: dict[str, type] = {}
 
 @dataclass
 class RewardOutput:
-    """The rewards of a batch of `B` responses of up to `T` tokens.
+    """The rewards of a batch of `B` responses of up to `T` tokens."""
 
-    Attributes:
-        scores: [B, T] float32, zero but for the last valid token of each response, where its score stands.
-        extra: further facts about each sample, object arrays [B]: "reward_error" (why there is no score, else ""), and
-            what the score function returned in addition to the score, None where a sample has no such entry.
-        metrics: "reward/errors", "reward/timeouts", "reward/error_rate", and "reward/extra/NAME", the mean of each
-            numeric entry.
-    """
-
-    scores: "torch.Tensor"
+    scores: "torch.Tensor"  # [B, T] float32, zero but for the last valid token of each response, where its score stands
+    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score function returned in
+    # addition to the score, None where a sample has no such entry.
     extra: "dict[str, np.ndarray]" = field(default_factory=dict)
+    # "reward/errors", "reward/timeouts", "reward/error_rate", and "reward/extra/NAME", the mean of each numeric entry.
     metrics: "dict[str, Metric]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Grading:
-    """Rewards that are being computed while their caller does something else.
-
-    `result` waits for them and raises a grader's error; when `cancel` returns, no process of the manager grades them.
-    """
+    """Rewards that are being computed while their caller does something else: `result` waits for them and raises a
+    grader's error; when `cancel` returns, no process of the manager grades them."""
 
     result: Callable[[], RewardOutput]
     cancel: Callable[[], object]
@@ -82,10 +75,8 @@ class RewardManager:
         return Grading(partial(self, data), lambda: None)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """Grade one response, given as `data_source`, `solution_str`, `ground_truth` and `extra_info`.
-
-        What is wrong with it or its grader is part of the outcome; RewardError: none of this data source can be graded.
-        """
+        """Grade one response, given as `data_source`, `solution_str`, `ground_truth` and `extra_info`. What is wrong
+        with it or its grader is part of the outcome; RewardError: none of this data source can be graded."""
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
@@ -147,12 +138,10 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """A manager to grade single responses in the rollout's process; the caller closes it.
-
-    The `num_processes` that generate share `reward_model.num_workers`, at least one each. None where all responses are
-    graded together afterwards: with `rollout.mode=sync`, with a manager that grades batches only or is registered on
-    the driver alone, and where a reward model alone grades.
-    """
+    """A manager to grade single responses in the rollout's process; the caller closes it. The `num_processes` that
+    generate share `reward_model.num_workers`, at least one each. None where all responses are graded together
+    afterwards: with `rollout.mode=sync`, with a manager that grades batches only or is registered on the driver alone,
+    and where a reward model alone grades."""
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
     is_known = is_reference(settings.reward_manager) or settings.reward_manager in {*_classes, *BUILT_IN}

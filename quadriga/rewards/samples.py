@@ -36,8 +36,8 @@ ERROR_COLUMN = "reward_error"
 
 
 class Samples(NamedTuple):
-    """The responses of a batch, decoded: a dict of arguments each, `lengths` [B] int64 in tokens, and T; `places` are
-    those of the rows in the data files, for errors."""
+    """Decoded responses, a dict of arguments each; `lengths` [B] int64 in tokens; T; and the rows' `places` in the data
+    files."""
 
     rows: list[dict[str, Any]]
     lengths: torch.Tensor
@@ -81,8 +81,7 @@ class SampleManager(RewardManager):
         for place, source, reward_model in rows if self.needs_truths else ():
             if ground_truth(reward_model, place) is None and not self.grades_without_truth(source):
                 expected, fix = "one that the data source's grader can compare with", "Correct the data file."
-                where = f"{place}, column 'reward_model'"
-                raise RewardError(where, got="the ground truth None", expected=expected, fix=fix)
+                raise RewardError(f"{place}, column 'reward_model'", "the ground truth None", expected, fix)
 
     def grades_without_truth(self, data_source: Any) -> bool:
         """Whether None may be meant as the ground truth of rows of a data source."""
@@ -117,10 +116,9 @@ class SampleManager(RewardManager):
 
 
 def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True) -> Samples:
-    """Decode the valid tokens of each response, special tokens left out, and gather its columns.
-
-    `data` is as for `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the
-    ground truth is None in all rows. Raises RewardError: a column or a ground truth is missing."""
+    """Decode the valid tokens of each response, special tokens left out, and gather its columns. `data` is as for
+    `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the ground truth is None
+    in all rows. Raises RewardError: a column or a ground truth is missing."""
     columns = data.non_tensor_batch
     there = sorted(map(str, [*columns, *(() if data.batch is None else data.batch.keys())]))
     origins = dict.fromkeys(("responses", "attention_mask"), "generate_sequences writes it")
@@ -160,8 +158,7 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
         if "ground_truth" in reward_model and not is_missing:
             return truth
         got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model))}"
-    expected, fix = "a dict with 'ground_truth'", "Correct the data file."
-    raise RewardError(f"{place}, column {column!r}", got=got, expected=expected, fix=fix)
+    raise RewardError(f"{place}, column {column!r}", got, "a dict with 'ground_truth'", "Correct the data file.")
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:
@@ -201,7 +198,6 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
-    """A warning where samples could not be graded, an error where too many could not."""
     failed = [row for row, outcome in enumerate(outcomes) if outcome.error and outcome.kind != "skipped"]
     if not failed:
         return
@@ -211,6 +207,5 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
     cause = f"The first, {source}: {outcomes[first].error}"
     if len(failed) > allowed_failures(len(outcomes), max_error_rate):
         got = f"{found} (grading stopped there)" if any(outcome.kind == "skipped" for outcome in outcomes) else found
-        expected = f"at most {max_error_rate:.0%} (reward_model.max_error_rate)"
-        raise RewardError("reward", got=got, expected=expected, fix=cause)
+        raise RewardError("reward", got, f"at most {max_error_rate:.0%} (reward_model.max_error_rate)", cause)
     logger.warning("%s and count as 0. %s", found, cause)

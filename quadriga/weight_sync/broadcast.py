@@ -10,11 +10,9 @@
      or {failed}                    ────────────>       WeightSyncError
 
 What was sent, what arrived and what the engine holds must agree, or the receiver raises and its engine generates
-nothing. A receiver that fails still reads the rest of the stream, so that it does not block the others.
-
-Headers go over gloo; buckets over gloo on a CPU, over nccl on GPUs. The process group is separate from torch's default
-group and has its own store: rank 0 is the trainer's first process, which has the store, the others are the rollout's.
-"""
+nothing. A receiver that fails still reads the rest of the stream, so that it does not block the others. Headers go over
+gloo; buckets over gloo on a CPU, over nccl on GPUs. The process group is apart from torch's default one, with a store
+in the trainer's first process, rank 0; the others are the rollout's."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -45,8 +43,8 @@ and for tensors that gloo still holds. A tensor larger than a part is sent witho
 
 @dataclass(frozen=True)
 class Address:
-    """Where receivers find the senders: host and port of a store in the first of them; the ranks of all receivers in
-    the rollout, and how many senders there are."""
+    """Host and port of a store in the first sender; ranks of all receivers in the rollout; and how many senders there
+    are."""
 
     host: str
     port: int
@@ -77,10 +75,7 @@ def meet(
 
 
 class Channel:
-    """Broadcasts from rank 0 to the receivers. The group is made at first use, where all of them meet.
-
-    Its store is in the sender's process.
-    """
+    """Broadcasts from rank 0, whose process has the store, to the receivers. The group is made at first use."""
 
     def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:
         self._address, self._rank, self._device, self._store = address, rank, device, store
@@ -151,10 +146,8 @@ class Channel:
 
 
 class WeightSender:
-    """The trainer's side, in its first process. Its other ranks only take part in gathering each tensor.
-
-    Receivers must be able to resolve `host`. For `bucket_bytes` see `SHARES`.
-    """
+    """The trainer's side, in its first process; its other ranks only take part in gathering each tensor. Receivers must
+    be able to resolve `host`. For `bucket_bytes` see `SHARES`."""
 
     def __init__(self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes // SHARES

@@ -27,11 +27,9 @@ def pack(
     bucket_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[tuple[list[list[Any]], torch.Tensor]]:
-    """Buckets of a stream: entries, and [bytes] uint8 that is overwritten once the next bucket is requested.
-
-    Each tensor is copied before the next one is requested. A tensor larger than `bucket_bytes` gets a larger bucket
-    from `allocate`. Without `allocate` buckets are on the tensors' device, and a larger tensor is not copied.
-    """
+    """Buckets of a stream: entries, and [bytes] uint8 that is overwritten once the next bucket is requested; each
+    tensor is copied before the next one is requested. A tensor larger than `bucket_bytes` gets a larger bucket from
+    `allocate`. Without `allocate` buckets are on the tensors' device, and a larger tensor is not copied."""
     size = max(bucket_bytes // _ALIGNMENT, 1) * _ALIGNMENT
     memory: torch.Tensor | None = None
     content = torch.empty(0)

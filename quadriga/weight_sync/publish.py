@@ -41,11 +41,9 @@ class WeightTarget(Protocol):
 
 
 class SharedWeights:
-    """Trainer and rollout hold the same parameters: only the version travels.
-
-    What was published is known by the address of each tensor and by torch's count of writes to it: an update of the
-    trainer changes the rollout's weights at once, so the rollout must not go on under the old version.
-    """
+    """Trainer and rollout hold the same parameters: only the version travels. What was published is known by the
+    address of each tensor and by torch's count of writes to it: an update of the trainer changes the rollout's weights
+    at once, so the rollout must not go on under the old version."""
 
     def __init__(self) -> None:
         self._published: dict[str, tuple[object, ...]] = {}
@@ -60,9 +58,8 @@ class SharedWeights:
         apart += [name for name, tensor in held.items() if name not in offered and _address(tensor) not in addresses]
         if apart:
             got = f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}"
-            expected = "one set of parameters for both"
             fix = "Give the rollout the trainer's module, or publish by CopiedWeights."
-            raise WeightSyncError(f"shared weights, version {version}", got=got, expected=expected, fix=fix)
+            raise WeightSyncError(f"shared weights, version {version}", got, "one set of parameters for both", fix)
         target.load_weights(offered.items(), version)
         self._published = _states(target)
 
@@ -87,10 +84,9 @@ class CopiedWeights:
     def publish(
         self, weights: NamedWeights, target: WeightTarget, version: int, known: Mapping[str, str] | None = None
     ) -> None:
-        """Copy the weights, one tensor at a time, and compare what the target holds with what was sent.
-
-        `weights` is a complete set, or what is new of one that the target has (see `WeightTarget.load_weights`).
-        `known` has fingerprints of tensors by name where they are known, and may be filled while the stream runs.
+        """Copy the weights, a complete set or what is new of one (see `WeightTarget.load_weights`), one tensor at a
+        time, and compare what the target holds with what was sent. `known` has fingerprints of tensors by name where
+        they are known, and may be filled while the stream runs.
         Raises WeightSyncError: the target refused the weights, or holds others afterwards. Its version is then -1, and
         it generates nothing until a complete set has come."""
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
@@ -122,18 +118,15 @@ class CopiedWeights:
             raise
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """A WeightSyncError if the version is another, or the fingerprint of a tensor that was published.
-
-        Names that only the target has are not compared: a tied weight is sent under one of its names.
-        """
+        """A WeightSyncError if the version is another, or the fingerprint of a tensor that was published. Names that
+        only the target has are not compared: a tied weight is sent under one of its names."""
         require_version(target, version)
         held = target.fingerprint().tensors
         differing = [name for name, mark in self._published.items() if held.get(name) != mark]
         if differing:
             got = f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}"
-            expected = "in the rollout what the trainer sent"
             fix = "The rollout's engine did not take them over as they are; it generates nothing until it does."
-            raise WeightSyncError(f"weights of version {version}", got=got, expected=expected, fix=fix)
+            raise WeightSyncError(f"weights of version {version}", got, "in the rollout what the trainer sent", fix)
 
 
 def require_version(target: WeightTarget, version: int) -> None:

@@ -76,10 +76,6 @@ class ReshardedWeights:
         bucket_bytes: memory in which a rank sends and receives.
         meet: makes torch's groups of them, of which the second sends what is on the device; None: it is torch's default
             group.
-
-    Attributes:
-        num_shared: shards that are the trainer's own memory.
-        num_sliced: weights that are cut, for no bucket holds them.
     """
 
     def __init__(
@@ -96,16 +92,14 @@ class ReshardedWeights:
         self._dtypes: dict[str, torch.dtype] = {}
         self._shards: dict[str, torch.Tensor] = {}
         self._published = Fingerprint({})
+        # Shards that are the trainer's own memory, and weights that are cut, for no bucket holds them.
         self.num_shared = self.num_sliced = 0
 
     def publish(self, held: Held, target: Any, version: int) -> None:
         """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one: a
         rollout engine, which computes with a shard of each, or None. Its version is -1 where that fails.
-
-        Raises:
-            WeightSyncError: nobody has a weight, a piece changed on its way, or a rank is at another version.
-            PeerLostError: a rank is gone.
-        """
+        Raises WeightSyncError: nobody has a weight, a piece changed on its way, or a rank is at another version.
+        PeerLostError: a rank is gone."""
         wanted = {} if target is None else target.wanted_shards()
         if target is not None:
             target.weight_version = -1
@@ -141,7 +135,6 @@ class ReshardedWeights:
         return f"{way}, {self.num_shared} shards shared with the trainer, {self.num_sliced} weights in slices"
 
     def _connect(self, held: Mapping[str, Piece], wanted: Wanted) -> None:
-        """Learn what the others have and want, and plan."""
         with taking_part(self._where("the meeting")):
             self._group = dist.group.WORLD if self._meet is None else self._meet()[1]
         own = [held, {name: (box, str(dtype).removeprefix("torch.")) for name, (box, dtype) in wanted.items()}]
@@ -189,7 +182,6 @@ class ReshardedWeights:
         self._compare(sent, came)
 
     def _sizes(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
-        """Bytes by the rank that is on this side of a move."""
         total = Counter[int]()
         for move in moves:
             total[getattr(move, side)] += move.num_bytes
@@ -277,13 +269,10 @@ def plan(
     itemsizes: Mapping[str, int],
     bucket_bytes: int,
 ) -> tuple[list[Bucket], int]:
-    """What goes from which rank to which, in buckets; and how many weights are cut, for no bucket holds them.
-
-    `having` and `wanting` are by rank. In a bucket no rank sends and receives more than `bucket_bytes` together. Of
-    several ranks with the same piece one that wants it takes its own; others are served by them in turn.
-
-    Raises WeightSyncError: a piece that is wanted is not there, or one that is there is not wanted.
-    """
+    """What goes from which rank to which, in buckets; and how many weights are cut, for no bucket holds them. `having`
+    and `wanting` are by rank. In a bucket no rank sends and receives more than `bucket_bytes` together. Of several
+    ranks with the same piece one that wants it takes its own; others are served by them in turn.
+    Raises WeightSyncError: a piece that is wanted is not there, or one that is there is not wanted."""
     names = dict.fromkeys(name for known in having for name in known)
     if differing := sorted(names.keys() ^ {name for asked in wanting for name in asked}):
         got = f"{len(differing)} weights that only one of trainer and rollout has: {name_some(differing)}"
@@ -349,7 +338,6 @@ def _num_bytes(box: Piece, itemsize: int) -> int:
 
 
 def _rank_bytes(moves: Iterable[Move]) -> Counter[int]:
-    """What each rank sends and receives."""
     total = Counter[int]()
     for one in moves:
         total[one.sender] += one.num_bytes

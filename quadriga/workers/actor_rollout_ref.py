@@ -61,12 +61,8 @@ PARTS = {
 
 
 class ActorRolloutRefWorker(Learner):
-    """The actor, the rollout and the reference policy, or some of them.
-
-    Args:
-        role: which parts are here: a key of `PARTS`.
-        is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
-    """
+    """The actor, the rollout and the reference policy, or the parts of them that `role` has. A policy that is not
+    trained, that only generates, needs neither masters nor an optimizer."""
 
     def __init__(
         self,
@@ -201,15 +197,14 @@ class ActorRolloutRefWorker(Learner):
     def _infer(
         self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, **wanted: bool
     ) -> dict[str, torch.Tensor]:
-        """Outputs [B, T] of a policy by name, in micro-batches as `config` says."""
         num_sequences = None if config.log_prob_use_dynamic_bsz else config.log_prob_micro_batch_size_per_gpu
         micro = MicroBatching(num_sequences, config.log_prob_max_token_len_per_gpu, self.share_prompts)
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **wanted)
 
     @register(dispatch_mode=BY_REPLICA)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Learn from a batch with advantages [B, T]. Returns metrics. The rollout gets the new weights by
-        `publish_weights`."""
+        """Learn from a batch with advantages [B, T]. Returns metrics. `publish_weights` brings the new weights to the
+        rollout."""
         return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
@@ -227,7 +222,7 @@ class ActorRolloutRefWorker(Learner):
             an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
             on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
 
-        `has_frozen` says whether the rollout still has frozen weights that were sent to it.
+        `has_frozen`: whether the rollout still has frozen weights that were sent to it.
         """
         with self.engine.awake("weights"):
             if not self.sends_adapter_alone:
@@ -280,8 +275,8 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
-        """Prepare weight sync with these ranks of a rollout in other processes, and no others any more. Returns, from
-        rank 0, the address of the weights."""
+        """Prepare weight sync with these ranks of a rollout in other processes alone. Returns, from rank 0, the
+        address."""
         bucket_bytes, device = self.rollout_config.update_weights_bucket_megabytes << 20, self.processes.world.device
         if sends_parts(self.config):
             first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None
@@ -299,10 +294,8 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
-        """Send the actor's weights to the rollout in other processes, which receives them meanwhile.
-
-        `has_frozen` says whether the rollout loaded what was sent last, frozen weights included.
-        """
+        """Send the actor's weights to the rollout in other processes, which receives them meanwhile. `has_frozen`: it
+        loaded what was sent last, frozen weights included."""
         if isinstance(self.sender, ReshardedWeights):
             with self.engine.awake("weights"):
                 self.sender.publish(self.pieces(), None, version)

@@ -108,12 +108,7 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
 
 
 class EngineWorker(Worker):
-    """A worker whose model is in a training engine.
-
-    Attributes:
-        engine: holds the model, after `init_model`.
-        device, dtype: where it computes and in what, after `join`; the dtype with its reason.
-    """
+    """A worker whose model is in a training engine, which `init_model` makes."""
 
     engine: FSDPEngine
 
@@ -124,10 +119,8 @@ class EngineWorker(Worker):
         self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
 
     def join(self, sizes: ParallelConfig, fsdp: FSDPConfig, where: str) -> None:
-        """Choose the device and the dtype, and join the process group of the role.
-
-        `sizes` are those of tensor, sequence and pipeline parallelism; `where` is the section, for errors.
-        """
+        """Choose the device and the dtype, and join the process group of the role. `sizes` are those of tensor,
+        sequence and pipeline parallelism; `where` is the section, for errors."""
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
         own = self.config.actor_rollout_ref.actor.megatron_if_chosen
@@ -187,15 +180,9 @@ class EngineWorker(Worker):
 
 
 class Learner(EngineWorker):
-    """A worker whose model learns.
+    """A worker whose model learns. `init_model` makes its loss, and its part of a checkpoint."""
 
-    Attributes:
-        part: the name of its folder in a checkpoint.
-        section: its configuration.
-        objective, checkpoint: its loss, and its part of a checkpoint, after `init_model`.
-    """
-
-    part = "actor"
+    part = "actor"  # the name of its folder in a checkpoint
     objective: Objective
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -331,8 +318,8 @@ class UpdateInputs:
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
-        """Columns for `update_actor` or `update_critic`; those that the policy loss computes from the whole batch are
-        added to it."""
+        """Columns for `update_actor` or `update_critic`; what the policy loss computes from the whole batch is added to
+        it."""
         if role == "actor":
             self._policy.add_batch_columns(batch)
         fields = (self._policy if role == "actor" else self._value).fields(batch)

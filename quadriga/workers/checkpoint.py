@@ -45,9 +45,7 @@ class RoleCheckpoint:
     def start(self, folder: Path, contents: frozenset[str]) -> None:
         """Copy `contents` (of `model`, `optimizer` and `hf_model`) out of the engine, and begin to write it into the
         role's folder; `writer` knows when it is on disk.
-
-        Raises CheckpointError: something cannot be written, now or in the last call.
-        """
+        Raises CheckpointError: something cannot be written, now or in the last call."""
         adapter, config = adapter_of(self.model), self.model.config
         whole = {MODEL, FROZEN} if adapter else {MODEL}
         parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
@@ -95,7 +93,6 @@ class RoleCheckpoint:
 
 
 def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel) -> None:
-    """Write what is put together from the files that all ranks have written."""
     if adapter and MODEL in contents:
         with explained(folder):
             files = open_weights(folder / MODEL)

@@ -25,15 +25,11 @@ class Generation:
     """Responses to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
 
     Args:
-        device, dtype: where the engine computes and in what.
         is_beside_training: whether models train on the same device: the engine sleeps meanwhile
             (`rollout.free_cache_engine`).
         num_processes: how many generate; they share the graders.
         actor: the actor's own module, where this process has all of its weights.
         group: the ranks that generate together; its leader has agent loops and graders, and returns the responses.
-
-    Attributes:
-        choices: the engine, and MCP servers where there are some, to be printed.
     """
 
     def __init__(
@@ -77,12 +73,9 @@ class Generation:
 
     def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
         """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`, from an engine
-        whose weights must have the version `weight_version`.
-
-        A member of a rollout group generates with its leader, and returns no rows.
-
-        Raises EngineError: a prompt has a token that the model does not know.
-        """
+        whose weights must have this version; a member of a rollout group generates with its leader, and returns no
+        rows.
+        Raises EngineError: a prompt has a token that the model does not know."""
         input_ids, seed = prompts.batch["input_ids"], self.config.trainer.seed
         if input_ids.numel() and int(input_ids.max()) >= self.vocabulary_size:
             expected = f"ids below {self.vocabulary_size}, the size of the model's vocabulary"

@@ -51,13 +51,9 @@ class LoadedModel:
 
 
 def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False) -> LoadedModel:
-    """The model of `actor_rollout_ref.model` as a policy; a vision encoder that the configuration freezes is frozen.
-
-    Args:
-        dtype: of replicated weights; sharded ones are read when they are cut.
-        processes: the ranks that will hold it.
-        has_adapter: whether it gets the adapter of the configuration, in float32.
-    """
+    """The model of `actor_rollout_ref.model` as a policy, for the ranks that will hold it; a vision encoder that the
+    configuration freezes is frozen, and the adapter of the configuration is in float32. `dtype`: of replicated weights;
+    sharded ones are read when they are cut."""
     section = config.actor_rollout_ref.model
     loaded = load_model(config, section.path, PolicyScorer, dtype, processes)
     if config.actor_rollout_ref.actor.freeze_vision_tower:
@@ -82,9 +78,7 @@ def load_model(
     """The model at `path` with a head, and the options of `actor_rollout_ref.model`, of which a teacher has none that
     change the model; a value head is that of the files, zero where they have none. `dtype` is that of replicated
     weights; sharded ones are read when they are cut.
-
-    Raises EngineError: the files lack a weight, or their head gives a token several numbers.
-    """
+    Raises EngineError: the files lack a weight, or their head gives a token several numbers."""
     model = config.actor_rollout_ref.model
     overrides = {} if is_teacher else {"override_config": model.override_config}
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, **overrides}
@@ -110,10 +104,7 @@ def load_model(
 
 
 def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool) -> LoadedModel:
-    """The reward model at `path`. `dtype` is that of replicated weights; sharded ones are read when they are cut.
-
-    Raises EngineError: as `load_reward_model`.
-    """
+    """The reward model at `path`; sharded weights are read when they are cut. EngineError: as `load_reward_model`."""
     folder = None if processes.layout.is_whole else model_folder(path)
     if folder is None:
         how = {"device": processes.world.device, "trust_remote_code": trust_remote_code}
@@ -156,24 +147,21 @@ def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
 
 
 def check_models(config: Config, *, has_critic: bool) -> None:
-    """Refuse models whose heads or layers cannot be divided over the ranks, and policies with too few positions.
-    Raises ConfigError: says what does not fit."""
+    """ConfigError: heads or layers that cannot be divided over the ranks, or policies with too few positions."""
     policy = _model_config(config, ACTOR)
     names, own = policy.architectures or [], getattr(policy, "auto_map", {})
     generates = not names or "AutoModelForCausalLM" in own or any(name.endswith(_GENERATING) for name in names)
     if not generates and config.task != "reward_model":
         got = f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}"
-        expected = "a causal language model, which generates text"
         fix = "Name a model whose architecture ends in ForCausalLM."
-        raise ConfigError("actor_rollout_ref.model.path", got=got, expected=expected, fix=fix)
+        raise ConfigError("actor_rollout_ref.model.path", got, "a causal language model, which generates text", fix)
     _check_vision(config, policy, has_critic=has_critic)
     positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
     needed = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and needed > positions:
-        got = f"{needed} tokens"
         expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
         fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
-        raise ConfigError("data.max_prompt_length + data.max_response_length", got=got, expected=expected, fix=fix)
+        raise ConfigError("data.max_prompt_length + data.max_response_length", f"{needed} tokens", expected, fix)
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
     text, size = policy.get_text_config(), rollout_group_size(config)
@@ -200,7 +188,6 @@ def check_models(config: Config, *, has_critic: bool) -> None:
 
 
 def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
-    """Refuse architectures that cannot be computed, before their weights are read, and what needs packed rows."""
     rollout = ENGINES[config.actor_rollout_ref.rollout.name]
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
@@ -210,9 +197,7 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
         alone = f"for an architecture whose rows are computed one at a time ({way.reason})"
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             fix = "Shard the weights with fsdp_config.fsdp_size."
-            raise ConfigError(
-                where, got=f"{layout.describe()}, {alone}", expected="no other sizes than fsdp_size", fix=fix
-            )
+            raise ConfigError(where, f"{layout.describe()}, {alone}", "no other sizes than fsdp_size", fix)
         if where == ACTOR and rollout.needs_packed_rows:
             expected, fix = "an engine that knows its layers", "Set it to hf, or to vllm where it loads the model."
             raise ConfigError(f"{ROLLOUT}.name", got=f"{rollout.name}, {alone}", expected=expected, fix=fix)
@@ -263,9 +248,8 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     except (OSError, ValueError, AttributeError, TypeError):
         return
     if theirs != (ours := _num_experts(_model_config(config, ACTOR).get_text_config())):
-        got, expected = f"a model of {theirs} experts in a layer", f"{ours}, as actor_rollout_ref.model.path has"
-        fix = "Resume with the model that the checkpoint was made of."
-        raise CheckpointError(f"{checkpoint / 'actor'}", got=got, expected=expected, fix=fix)
+        got, fix = f"a model of {theirs} experts in a layer", "Resume with the model that the checkpoint was made of."
+        raise CheckpointError(f"{checkpoint / 'actor'}", got, f"{ours}, as actor_rollout_ref.model.path has", fix)
 
 
 def _num_experts(text: Any) -> int:
@@ -274,7 +258,6 @@ def _num_experts(text: Any) -> int:
 
 
 def _check_routers(config: Config, policy: Any) -> None:
-    """What the update of a mixture of experts is asked for, and cannot do."""
     actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
     losses = {f"{ACTOR}.{one}": getattr(actor, one) for one in ("router_aux_loss_coef", "router_z_loss_coef")}
     experts = config.actor_rollout_ref.rollout.expert_parallel_size
@@ -295,7 +278,6 @@ def _check_routers(config: Config, policy: Any) -> None:
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
-    """What is not supported for vision-language models, or only for them."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not is_vision(policy):
         if actor.freeze_vision_tower:
@@ -304,12 +286,9 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out.")
         return
     if model.has_adapter and actor.freeze_vision_tower:
-        got, expected = (
-            "True, with an adapter, which learns in the vision encoder, too",
-            "False: all weights are frozen",
-        )
+        got = "True, with an adapter, which learns in the vision encoder, too"
         fix = "Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the adapter out of it."
-        raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix=fix)
+        raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected="False: all weights are frozen", fix=fix)
     if model.has_adapter and adapter_route(config).is_alone:
         got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
@@ -319,10 +298,9 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if where == CRITIC and not is_vision(model):
-            got = "a text model, with a vision-language policy"
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
             fix = "Leave the key out: the critic then starts from the policy's model."
-            raise ConfigError("critic.model.path", got=got, expected=expected, fix=fix)
+            raise ConfigError("critic.model.path", "a text model, with a vision-language policy", expected, fix)
         if where == "reward_model" and _shown(model) != _shown(policy):
             got = f"a model of type {model.model_type}, with a vision-language policy of type {policy.model_type}"
             fix = "Train one with `quadriga sft objective=reward_model`, or grade with custom_reward_function.path."
@@ -332,8 +310,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         held = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
         if layout.pp != 1 and added > len(held):
             got = f"{layout.describe()}, with {len(held)} layers in the first stage ({model.model_type})"
-            expected, fix = f"at least {added} there, which images are added to", "Take fewer stages."
-            raise ConfigError(where, got=got, expected=expected, fix=fix)
+            raise ConfigError(where, got, f"at least {added} there, which images are added to", "Take fewer stages.")
 
 
 def _shown(model: Any) -> tuple[Any, ...]:
@@ -356,7 +333,6 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
 
 
 def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Layout, Any]]:
-    """For each model that is loaded, its section, the layout of its ranks, and its config.json."""
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
         if where != DISTILLATION:
@@ -373,7 +349,6 @@ def _model_config(config: Config, where: str) -> Any:
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
-    """Of a role's model, and what of its configuration is replaced."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")

@@ -63,14 +63,9 @@ class RewardModelWorker(EngineWorker):
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("rm")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere.
-
-        Metrics: `reward/rm_cut`, the sequences whose beginning was cut off because they were too long.
-
-        Raises:
-            EngineError, DataError: as `sequences`.
-            RewardError: a score that is not finite.
-        """
+        """`rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere; and the metric
+        `reward/rm_cut`, the sequences whose beginning was cut off because they were too long.
+        Raises EngineError, DataError: as `sequences`. RewardError: a score that is not finite."""
         whole = self.sequences(data)
         rows = whole if self.limit is None else [row.cut(self.limit) for row in whole]
         num_cut = sum(row is not before for row, before in zip(rows, whole, strict=True))
@@ -97,12 +92,8 @@ class RewardModelWorker(EngineWorker):
 
     def sequences(self, data: DataProto) -> list["SequenceTokens"]:
         """The rows as the reward model reads them: the policy's tokens, or chats rendered by its own template.
-
-        Raises:
-            EngineError: a row lacks prompt or response, or has a token that the reward model does not know; or it has
-                images, and is rendered anew.
-            DataError: there are no chats, or the template refuses one.
-        """
+        Raises EngineError: a row lacks prompt or response, or has a token that the reward model does not know; or it
+        has images, and is rendered anew. DataError: there are no chats, or the template refuses one."""
         input_ids, attention = (data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask"))
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
         rows, axes = [], data.batch["position_ids"].cpu() if data.batch["position_ids"].dim() == 3 else None
@@ -140,8 +131,8 @@ class SequenceTokens:
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int) -> "SequenceTokens":
-        """The last `limit` tokens; of them the first counts as prompt if no other is left of it. Raises EngineError:
-        there are images or videos, which are not cut."""
+        """The last `limit` tokens, at least one of them as prompt. EngineError: there are images or videos, which are
+        not cut."""
         if (length := len(self.prompt) + len(self.response)) <= limit:
             return self
         if self.inputs:
@@ -157,13 +148,8 @@ class SequenceTokens:
 def rendered_chats(
     data: DataProto, responses: Sequence[Sequence[int]], policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase
 ) -> list[SequenceTokens]:
-    """Decoded responses as the assistant's turn of their chats. The common prefix of the responses to a prompt counts
-    as prompt.
-
-    Args:
-        responses: tokens of the policy, without padding.
-        judge: renders and encodes; it has a chat template.
-
+    """Decoded responses, tokens of the policy without padding, as the assistant's turn of their chats, which `judge`
+    renders and encodes. The common prefix of the responses to a prompt counts as prompt.
     Raises DataError: there are no chats, or the template refuses one."""
     texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
     for key in CHAT_OBJECTS:
@@ -203,9 +189,7 @@ def choose_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase | None, int | None, str]:
     """The tokenizer by which the reward model reads chats (None: it reads the policy's tokens as they are), how many
     tokens it allows, and the reason, to be printed.
-
-    Raises ConfigError: the tokens must be rendered again and cannot be.
-    """
+    Raises ConfigError: the tokens must be rendered again and cannot be."""
     model = config.reward_model.model
     if model.input_tokenizer is None:
         return None, None, f"the policy's tokens as they are ({_KEY} is null)"
@@ -241,10 +225,9 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        got = f"'{path}' ({str(error).strip().partition(chr(10))[0]})"
         expected = "a folder or hub name with a tokenizer that transformers can load"
         fix = f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own."
-        raise ConfigError(key, got=got, expected=expected, fix=fix) from error
+        raise ConfigError(key, f"'{path}' ({str(error).strip().partition(chr(10))[0]})", expected, fix) from error
 
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:

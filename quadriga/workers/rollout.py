@@ -42,8 +42,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons, for people
-        to read."""
+        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons, for
+        people."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
         if (size := rollout_group_size(self.config)) > 1:
@@ -125,7 +125,6 @@ class RolloutWorker(Worker):
         """The receiving end of the actor's weights. Raises WeightSyncError: there is none."""
         if self._receiver is None:
             got = "no connection to the actor's weights (expect_weights was not called)"
-            expected = "expect_weights, and weights that were published"
             fix = "Publish the weights before the first generation."
-            raise WeightSyncError("rollout", got=got, expected=expected, fix=fix)
+            raise WeightSyncError("rollout", got, "expect_weights, and weights that were published", fix)
         return self._receiver

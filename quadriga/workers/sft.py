@@ -24,10 +24,7 @@ from quadriga.workers.models import LoadedModel, load_policy
 
 
 class SupervisedWorker(Learner):
-    """A model that learns from given responses.
-
-    `predict` returns the model's `output` as `column`.
-    """
+    """A model that learns from given responses; `predict` returns its `output` as `column`."""
 
     output: str
     column: str

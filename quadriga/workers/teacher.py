@@ -59,12 +59,8 @@ class TeacherWorker(EngineWorker):
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """`teacher_log_prob` [B, T] of each row by its teacher, and with `forward_kl_topk` `teacher_top_log_probs` and
         `teacher_top_ids` [B, T, k].
-
-        Raises:
-            ConfigError: a data source has no teacher.
-            EngineError: a teacher's likeliest tokens are none of the student's.
-            RolloutError: a server cannot be asked, or replies with something else.
-        """
+        Raises ConfigError: a data source has no teacher. EngineError: a teacher's likeliest tokens are none of the
+        student's. RolloutError: a server cannot be asked, or replies with something else."""
         section, num_top = self.section, self.section.num_top_tokens
         owners, shape = self._owners(data), data.batch["response_mask"].shape
         columns = {TEACHER_LOG_PROB: torch.zeros(shape)}
@@ -100,7 +96,6 @@ class TeacherWorker(EngineWorker):
         return DataProto.from_dict(tensors=columns)
 
     def _owners(self, data: DataProto) -> list[str]:
-        """The teacher of each row."""
         if not self.section.teachers:
             return self.section.all_teachers * len(data)
         sources = data.non_tensor_batch[self.config.data.reward_fn_key]
@@ -122,8 +117,7 @@ def _served(config: Config, addresses: str) -> ServedScorer:
 
 
 def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse teachers that know other tokens than the student, or too few positions, before a process starts.
-    Raises ConfigError: says what differs."""
+    """ConfigError, before a process starts: teachers that know other tokens than the student, or too few positions."""
     section, longest = config.distillation, config.data.max_prompt_length + config.data.max_response_length
     own = tokenizer.get_vocab()
     for key, path in section.named.items():

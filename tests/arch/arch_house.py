@@ -29,18 +29,18 @@ SIZES: dict[str, Size] = {
     "compat": Size(2135, 10, 203),
     "config": Size(3813, 21, 169),
     "data": Size(3839, 16, 222),
-    "engines": Size(4384, 25, 225),
-    "models": Size(3662, 18, 203),
-    "observe": Size(1704, 14, 108),
+    "engines": Size(4213, 24, 223),
+    "models": Size(3469, 18, 203),
+    "observe": Size(1666, 14, 108),
     "protocol": Size(1475, 9, 96),
-    "rewards": Size(3715, 28, 213),
+    "rewards": Size(3659, 28, 213),
     "rollout": Size(8721, 43, 539),
-    "single_controller": Size(3508, 16, 211),
+    "single_controller": Size(3358, 15, 209),
     "trainer": Size(5628, 28, 337),
     "verl": Size(1810, 6, 127),
-    "weight_sync": Size(900, 6, 63),
-    "workers": Size(2273, 13, 127),
-    "": Size(1724, 12, 106),
+    "weight_sync": Size(872, 6, 63),
+    "workers": Size(2191, 13, 127),
+    "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
     "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed;"
@@ -77,7 +77,7 @@ REASONS: dict[str, str] = {
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
     " weights in profiles; images in later turns, and to servers",
-    "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep;"
+    "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
     " methods that wait beside others",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
@@ -89,8 +89,9 @@ REASONS: dict[str, str] = {
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"
     " experts of a checkpoint; the sizes of models before they are loaded; reward models with images",
-    "": "what users' code starts ends with it (descendants.py), wandb's service last; keys are hidden"
-    " where they are printed (redact.py); `quadriga.train` and its relatives (api.py)",
+    "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
+    " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
+    " (redact.py); `quadriga.train` and its relatives (api.py)",
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.

@@ -24,14 +24,11 @@ BACKENDS: dict[str, Callable[..., TrackingBackend]] = {
 
 
 class Tracking(AbstractContextManager["Tracking"]):
-    """Sends what is logged to every backend in `trainer.logger`.
+    """Sends what is logged to every backend in `trainer.logger`. The directory of the run is created if missing; steps
+    are left to the `progress` of this run, if it has one.
 
     When one backend fails, the others still record the step; then the first error is raised. Raises ConfigError: the
-    directory cannot be made, or the package of a backend is missing.
-
-    `backends`: names from `BACKENDS`.
-    `facts`: of this run. Its directory is created if missing.
-    `progress`: the bar or line printer of this run, if it has one; see `quadriga.observe.progress`."""
+    directory cannot be made, or the package of a backend is missing."""
 
     def __init__(self, backends: Sequence[str], facts: RunFacts, progress: Progress | None = None) -> None:
         try:

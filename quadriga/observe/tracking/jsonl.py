@@ -91,9 +91,8 @@ class _LineFile:
             if self._descriptor is not None and size is not None:
                 # Part of the line may be in the file; the next one must not be glued to it.
                 os.ftruncate(self._descriptor, size)
-            got = str(error.strerror or error)
             fix = "The lines before it are whole; free the disk or the permission and continue the run."
-            raise QuadrigaError(str(self._path), got=got, expected="to append a line", fix=fix) from error
+            raise QuadrigaError(str(self._path), str(error.strerror or error), "to append a line", fix) from error
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -58,10 +58,7 @@ def check_services(names: Sequence[str]) -> None:
 
 
 class TensorboardBackend(TrackingBackend):
-    """Scalars, the configuration as text, and samples as one table under "samples".
-
-    The format has no place for how a run ended.
-    """
+    """Scalars, the configuration as text, and samples as one table "samples". There is no place for how a run ended."""
 
     def __init__(self, facts: RunFacts) -> None:
         module = require("torch.utils.tensorboard", logger="tensorboard", install="tensorboard")
@@ -91,11 +88,8 @@ class TensorboardBackend(TrackingBackend):
 
 
 class WandbBackend(TrackingBackend):
-    """Scalars over the training step, and samples as one table per validation.
-
-    The service numbers what it is sent by itself; so the training step is a metric of its own, which the charts use as
-    their axis.
-    """
+    """Scalars over the training step, and samples as one table per validation. The service numbers what it is sent by
+    itself; so the training step is a metric of its own, which the charts use as their axis."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._wandb = require("wandb", logger="wandb", install="wandb")
@@ -131,10 +125,8 @@ class WandbBackend(TrackingBackend):
 
 
 class MlflowBackend(TrackingBackend):
-    """Metrics, the configuration as parameters and as a file, and samples as files.
-
-    Characters that MLflow refuses in a name are written out: "mean@8" becomes "mean_at_8".
-    """
+    """Metrics, the configuration as parameters and as a file, and samples as files. Characters that MLflow refuses in a
+    name are written out: "mean@8" becomes "mean_at_8"."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._mlflow = require("mlflow", logger="mlflow", install="mlflow-skinny")
@@ -180,10 +172,8 @@ class MlflowBackend(TrackingBackend):
 
 
 class SwanlabBackend(TrackingBackend):
-    """Scalars over the training step, and samples as texts.
-
-    The service knows the identity of a continued run only in its online mode; a run kept on disk begins a new one.
-    """
+    """Scalars over the training step, and samples as texts. The service knows the identity of a continued run only in
+    its online mode; a run kept on disk begins a new one."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._swanlab = require("swanlab", logger="swanlab", install="swanlab")

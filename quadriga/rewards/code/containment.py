@@ -176,10 +176,7 @@ def _limit(limits: Limits) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all of them but one with which an interpreter can be read that lies where only root may.
-
-    It is for the user that root has become; Landlock decides where it counts.
-    """
+    """Drop all but one for the user that root has become: it reads an interpreter that lies where only root may."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()
     make_call("capget", ctypes.byref(header), ctypes.byref(sets))
@@ -199,10 +196,8 @@ def landlock_version() -> int:
 
 
 def confine_files(rules: Sequence[tuple[str, int]]) -> None:
-    """Give up every access to files but that which the rules (path, rights) grant; `no_new_privs` must be set.
-
-    A path that does not exist is left out. OSError: the kernel refuses.
-    """
+    """Give up every access to files but that which the rules (path, rights) grant; `no_new_privs` must be set. A path
+    that does not exist is left out. OSError: the kernel refuses."""
     version = landlock_version()
     # Every right that this kernel can take away is taken away: 13 in version 1, then one in each of 2, 3 and 5.
     handled = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1

@@ -51,21 +51,18 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What became of one test.
-
-    `status` is "ok" where the program ended by itself with exit status 0; else "error" (another status), "crash" (a
-    signal), the limit that ended it ("time", "wall", "output", "folder"), or "network". `refused` has the names of
-    system calls that containment refused it.
-    """
+    """What became of one test."""
 
     index: int
+    # "ok" where the program ended by itself with exit status 0; else "error" (another status), "crash" (a signal), the
+    # limit that ended it ("time", "wall", "output", "folder"), or "network".
     status: str
     code: int
     cpu_s: float
     stdout: str
     stderr: str
     result: str
-    refused: str = ""
+    refused: str = ""  # names of the system calls that containment refused it
 
 
 @cache
@@ -73,9 +70,8 @@ def require_containment() -> None:
     """Check, once a process, that programs can be contained here; RewardError: none runs then."""
     reason = containment.missing()
     if reason:
-        where = "grader code"
         fix = "Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url."
-        raise RewardError(where, got=reason, expected="a system on which a model's program can be contained", fix=fix)
+        raise RewardError("grader code", reason, "a system on which a model's program can be contained", fix)
 
 
 @cache

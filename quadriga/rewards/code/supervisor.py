@@ -288,7 +288,6 @@ class Supervisor:
 
 
 def _status(status: int, over: str, cpu_s: float, limits: Limits) -> str:
-    """One word for how a test ended: ok, error, crash, or the limit that ended it."""
     code = os.waitstatus_to_exitcode(status)
     # The kernel counts CPU time by ticks: its SIGKILL at the limit may come a little before.
     is_out_of_time = code == -signal.SIGKILL and not over and cpu_s >= 0.9 * limits.time_s

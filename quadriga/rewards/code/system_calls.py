@@ -155,7 +155,6 @@ def refuse_call(listener: int) -> str | None:
 
 
 def _filter() -> bytes:
-    """The filter's program, with marks in the place of what only a process knows."""
     names = call_names()
     rules = [(number, _rule(names.get(number, ""))) for number in range(max(names) + 2)]
     # The tree asks for the first number of each stretch with the same rule.
@@ -173,7 +172,6 @@ def _tree(stretches: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 def _rule(name: str) -> list[bytes]:
-    """Steps that decide about one call and end the filter."""
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
         return _tests([(0, _ALL, [_AF_UNIX])], answer, _KILL)

@@ -199,11 +199,8 @@ def read_cases(ground_truth: Any) -> list[Case]:
 
 
 def is_same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs are the same, blanks at the ends of lines and empty lines at the end aside.
-
-    Where the expected word is a number with a decimal point, a number within 1e-6 of it (absolutely or relatively) is
-    the same.
-    """
+    """Whether two outputs are the same, blanks at the ends of lines and empty lines at the end aside. Where the
+    expected word is a number with a decimal point, one within 1e-6 of it (absolutely or relatively) is the same."""
     lines, wanted = (text.rstrip().splitlines() for text in (printed, expected))
     if len(lines) != len(wanted):
         return False

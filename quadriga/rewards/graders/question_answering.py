@@ -31,10 +31,8 @@ def compute_score(
     metric: Literal["em", "sub_match", "f1"] = "em",
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """The score of the response by `metric`; an answer in tags that gets 0 by it gets `format_score`.
-
-    The ground truth is an accepted answer, a list of them, or a dict that holds either as "target".
-    """
+    """The score of the response by `metric`; an answer in tags that gets 0 by it gets `format_score`. The ground truth
+    is an accepted answer, a list of them, or a dict that holds either as "target"."""
     if metric not in ("em", "sub_match", "f1"):
         raise ValueError(f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'")
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth

@@ -6,10 +6,9 @@ The scorer wants the entry that the task generated. A row carries it in `extra_i
 different shapes; {"__tuple__": [...]} in that text stands for a tuple, which some scorers distinguish from a list. The
 answer is what stands in the last `<answer>` tags of the response, or the whole response where there are none.
 
-Some of the library's scorers raise on an answer that they cannot parse: prime_factorization on "foo bar", coin_flip on
-"1e400", game_of_life on "{}", boxnet on "[[1]]". That is a wrong answer. A scorer that cannot judge the entry's own
-answer either, or misses a key of the entry, has found a fault of the row, and its error goes up.
-"""
+Some of the library's scorers raise on an answer that they cannot parse (prime_factorization on "foo bar", coin_flip on
+"1e400"). That is a wrong answer. A scorer that cannot judge the entry's own answer either, or misses a key of the
+entry, has found a fault of the row, and its error goes up."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -15,8 +15,8 @@ With components the score is their weighted sum, and each is logged as reward/ex
                unblocked by its reply or by `timeout_s`, whichever is first
     a sample   whose judge does not reply, or replies without a number, is an error: counted, stored, never a silent 0
 
-One `Judge` holds one account's limits. Several processes have several judges, and must share the limits out among them:
-with `rollout.mode=async` that is each process that generates.
+One `Judge` holds one account's limits. Several processes (with `rollout.mode=async` each that generates) have several
+judges, and must share the limits out among them.
 """
 
 import os
@@ -47,10 +47,8 @@ _PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\
 
 
 class RateLimit:
-    """At most so many requests, and so many tokens (prompts and replies together), in any 60 seconds.
-
-    Threads may share it. `wait` blocks for so many seconds of `clock`, or until `notify` of the condition it is given.
-    """
+    """At most so many requests, and so many tokens (prompts and replies together), in any 60 seconds. Threads may share
+    it. `wait` blocks for so many seconds of `clock`, or until `notify` of the condition it is given."""
 
     def __init__(
         self,
@@ -181,10 +179,8 @@ class Question(NamedTuple):
 
 @register("judge")
 class JudgeRewardManager(SampleManager):
-    """Grades each sample by a model on another server, within that server's limits.
-
-    When a grading is cancelled, questions under way end with their replies or their time limits.
-    """
+    """Grades each sample by a model on another server, within that server's limits. When a grading is cancelled,
+    questions under way end with their replies or their time limits."""
 
     grades_early = True
     options = (*(entry.name for entry in fields(Judge)), "prompt", "pattern", "components")
@@ -254,8 +250,7 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
         try:
             num_groups = re.compile(pattern).groups
         except re.error as error:
-            got = f"{pattern!r}: {error}"
-            raise ConfigError(f"{where}.pattern", got=got, expected="a regular expression") from error
+            raise ConfigError(f"{where}.pattern", f"{pattern!r}: {error}", "a regular expression") from error
         if num_groups < 1:
             raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
         prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)

@@ -31,13 +31,10 @@ _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": Fal
 
 @register("naive")
 class NaiveRewardManager(SampleManager):
-    """Grades each sample on its own.
-
-    A user's score function is loaded at construction, so that a mistake in its file shows before a model is.
-    """
+    """Grades each sample on its own. A user's score function is loaded at once, so that a mistake shows before a model
+    is."""
 
     grades_early = True
-
     is_batch: bool = False  # whether one call of the score function grades all samples
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -78,11 +75,9 @@ class NaiveRewardManager(SampleManager):
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """Grades all samples of a batch in one call of the user's function, in one process of its own.
-
-    The function is called with the lists `data_sources, solution_strs, ground_truths, extra_infos` and returns a list
-    of scores or dicts. Its time limit is `reward_model.timeout_s` for each sample of the batch together.
-    """
+    """Grades all samples of a batch in one call of the user's function, in one process of its own. The function gets
+    the lists `data_sources, solution_strs, ground_truths, extra_infos` and returns a list of scores or dicts. Its time
+    limit is `reward_model.timeout_s` for each sample of the batch together."""
 
     grades_early = False
     is_batch = True
@@ -128,8 +123,7 @@ def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tup
     `max_length`: `max_resp_len`.
     `given`: `overlong_buffer_cfg`."""
     if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
-        expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
-        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)
+        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=f"only {', '.join(_BUFFER_DEFAULTS)}")
     buffer = {**_BUFFER_DEFAULTS, **given}
     if not buffer["enable"]:
         return 0.0, {}
@@ -179,11 +173,8 @@ class DapoRewardManager(NaiveRewardManager):
 
 @register("in_process")
 class InProcessRewardManager(SampleManager):
-    """Grades each sample, or each batch, where the rewards are joined, without a time limit; workers that are other
-    processes go on meanwhile.
-
-    With `reward_model.reward_kwargs={is_batch: true}` one call grades all samples, as with the manager `batch`.
-    """
+    """Grades each sample, or with `reward_model.reward_kwargs={is_batch: true}` all of a batch in one call, where the
+    rewards are joined, without a time limit; workers that are other processes go on meanwhile."""
 
     options = ("is_batch",)
 
@@ -208,7 +199,6 @@ class InProcessRewardManager(SampleManager):
         return round_
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        """The outcomes of one call of the score function."""
         try:
             if not self._is_batch:
                 return [read_outcome(self._compute_score(**rows[0]))]
