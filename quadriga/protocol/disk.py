@@ -17,7 +17,9 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
 
 
 class _Writer:
-    """Takes a DataProto apart into the memory of tensors and what JSON and Arrow can hold."""
+    """Takes a DataProto apart into the memory of tensors and what JSON can hold."""
 
     def __init__(self, where: str) -> None:
         self._where, self._at = where, ""
@@ -134,13 +136,20 @@ class _Writer:
         return [struct.pack("<Q", len(text)), text, *(memory for *_, memory in self._memory)]
 
     def _column(self, array: np.ndarray) -> dict[str, Any]:
-        """Rows that share an object, as repeated ones do, share it again when they are read."""
-        column, distinct, entries = self._at, {id(value): value for value in array}, []
-        for number, value in enumerate(distinct.values()):
+        """Rows that share an object, as repeated ones do, share it again when they are read. Lists of whole numbers,
+        such as token ids, are one array and the length of each."""
+        distinct = {id(value): value for value in array}
+        numbers, values = {key: number for number, key in enumerate(distinct)}, [*distinct.values()]
+        rows = [numbers[id(value)] for value in array]
+        if set(map(type, values)) == {list} and {int}.issuperset(map(type, chain.from_iterable(values))):
+            with suppress(OverflowError):  # one has over 64 bits
+                flat = np.fromiter(chain.from_iterable(values), np.int64)
+                return {"$column": [rows, {"$lists": [self._encode(flat), list(map(len, values))]}]}
+        column, entries = self._at, []
+        for number, value in enumerate(values):
             self._at = f"{column}, distinct entry {number}"
             entries.append(self._encode(value))
-        numbers = {key: number for number, key in enumerate(distinct)}
-        return {"$column": [[numbers[id(value)] for value in array], entries]}
+        return {"$column": [rows, entries]}
 
     def _encode(self, value: Any) -> Any:
         """The value in JSON's types; what has no such form is a dictionary of one key that begins with a $."""
@@ -206,6 +215,7 @@ class _Reader:
             "$scalar": lambda found: np.frombuffer(bytes.fromhex(found[1]), found[0])[0],
             "$tensor": self._tensor,
             "$column": lambda found: object_array(found[1])[np.array(found[0], np.int64)],
+            "$lists": lambda found: [part.tolist() for part in np.split(found[0], np.cumsum(found[1]))[:-1]],
             "$objects": lambda found: object_array(found[1]).reshape(found[0]),
             "$array": lambda found: np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy(),
             "$bytes": self._bytes,

@@ -32,7 +32,7 @@ SIZES: dict[str, Size] = {
     "engines": Size(4213, 24, 223),
     "models": Size(3469, 18, 203),
     "observe": Size(1666, 14, 108),
-    "protocol": Size(1475, 9, 96),
+    "protocol": Size(1485, 9, 96),
     "rewards": Size(3659, 28, 213),
     "rollout": Size(8721, 43, 539),
     "single_controller": Size(3358, 15, 209),
