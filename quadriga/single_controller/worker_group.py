@@ -273,7 +273,7 @@ class WorkerGroups:
         """Call the registered method `close` of all workers that have one, then `end`."""
         with ExitStack() as stack:  # one that fails keeps no other from it
             stack.callback(self.end)
-            for group in reversed(self.groups.values()):
+            for group in reversed(list(self.groups.values())):
                 if "close" in group.methods:
                     stack.callback(group.method("close"))
 
