@@ -255,14 +255,14 @@ def check_async(config: Config) -> Iterator[Finding]:
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
     streams, on_ray = settings.by_mini_batch, trainer.backend == "ray"
-    in_files = f"Rounds under way are not in a checkpoint: leave it out, or set {at}.max_staleness=0."
     for is_wrong, key, got, expected, fix in (
         (on_ray and "rollout" not in role_pools(trainer), "trainer.placement", str(trainer.placement),
          "actor and rollout in pools of their own", "Such as {actor: training, ref: training, rollout: generation}."),
         (on_ray and rollout_group_size(config) > 1, f"{ROLLOUT}.tensor_model_parallel_size",
          str(rollout.tensor_model_parallel_size), "1", "Groups of ranks do not generate beside training."),
-        (on_ray and settings.replay, f"{at}.replay", str(settings.replay), "null, with trainer.backend=ray",
-         "What is replayed are the steps of the one engine of a run in one process."),
+        (on_ray and settings.replay and settings.in_flight == "continue", f"{at}.replay",
+         f"{settings.replay}, with in_flight=continue", "null, with trainer.backend=ray",
+         "At which of its steps an engine in another process takes weights is not in the record."),
         (on_ray and settings.deterministic and settings.in_flight == "continue" and rollout_processes(config) > 1,
          f"{at}.deterministic", f"true, with in_flight=continue and {rollout_processes(config)} ranks that generate",
          "in_flight=finish, or one rank", "How far each rank is when weights change is a matter of time."),
@@ -279,11 +279,12 @@ def check_async(config: Config) -> Iterator[Finding]:
          "false", "Mini-batches are learned from as they come."),
         (groups and trainer.total_training_steps is None, "trainer.total_training_steps", f"null, with {filtered}",
          "a number of steps", "Prompts are taken ahead of the steps."),
-        (groups and stale and trainer.save_freq != -1, "trainer.save_freq", f"{trainer.save_freq}, with {filtered}",
-         "-1", in_files),
     ):  # fmt: skip
         if is_wrong:
             yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
+    if stale and settings.in_flight == "continue" and trainer.save_freq != -1 and (has_conversations or on_ray):
+        what = "conversations" if has_conversations else "the responses"
+        yield f"trainer.save_freq: a save waits until {what} under way have ended."
     if on_ray and stale and trainer.state_copies:
         yield "trainer.state_copies: none beside generation: a run that loses its actor goes on from a checkpoint."
     correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"

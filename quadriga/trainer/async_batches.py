@@ -13,7 +13,9 @@ publish    consumes: the actor's weights, copied. Waits for: the copy alone.
 done       consumes: the rows of a group, in the rollout's thread. Waits for: the lock, and with dynamic sampling in a
            deterministic run for the graders. Unblocked by: them.
 a load     waits for: the weights, where the schedule lets the rollout pause for them. Unblocked by: `publish`, or a
-           hold before a save.
+           save.
+state_dict consumes: what is under way. Waits for: the schedule to say `Save`, then the rollout's next step. Unblocked
+           by: it; in a deterministic run the rollout itself waits until the next `take`.
 
 With a rollout in processes of its own each engine is a worker of the schedule (`trainer/stream_pool.py`).
 
@@ -28,10 +30,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Condition
 from typing import Any
 
@@ -39,22 +39,24 @@ import torch
 
 from quadriga.background import in_background
 from quadriga.config import Config
-from quadriga.errors import ConfigError, RolloutError
+from quadriga.errors import ConfigError
 from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
-from quadriga.trainer.async_record import RECORD, RecordedSchedule, ScheduleRecord
-from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Schedule, Start
+from quadriga.trainer.async_record import RECORD, RecordedSchedule, RecordedVersions, ScheduleRecord
+from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Save, Schedule, Start
+from quadriga.trainer.async_state import read, require_state, written
 from quadriga.trainer.group_filter import GroupFilter
+from quadriga.trainer.metrics import measure_staleness, token_versions
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.stream import UnderWay
 
-TEND_S = 1.0
-"""How often a wait looks after engines in other processes."""
+TEND_S = 1.0  # how often a wait looks after engines in other processes
 
 
 class AsyncBatches(WeightPublisher):
@@ -65,9 +67,6 @@ class AsyncBatches(WeightPublisher):
         actor: of whose weights the rollout gets copies.
         prompts: of training; batches of them are taken here only.
         num_steps: the last training step.
-
-    Attributes:
-        is_current: whether the actor has learned nothing between the newest version and the batch taken last.
     """
 
     def __init__(
@@ -81,20 +80,8 @@ class AsyncBatches(WeightPublisher):
     ) -> None:
         self._validation, self._actor, self._config, self._reward = weights, actor, config, reward
         self._prompts, self._settings = prompts, config.async_training
-        filters, data = config.algorithm.filter_groups.enable, config.data
-        self.rules = Rules(
-            num_groups=data.train_batch_size,
-            group_size=config.actor_rollout_ref.rollout.n,
-            num_steps=num_steps,
-            max_staleness=self._settings.max_staleness,
-            in_flight=self._settings.in_flight,
-            on_stale=self._settings.on_stale,
-            sync_every=self._settings.sync_every,
-            deterministic=self._settings.deterministic,
-            warmup_steps=config.trainer.critic_warmup,
-            round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
-            part_size=config.actor_rollout_ref.actor.ppo_mini_batch_size if self._settings.by_mini_batch else 0,
-        )
+        self._pool = weights if isinstance(weights, StreamPool) else None
+        self.rules = Rules.of(config, num_steps, is_remote=self._pool is not None)
         learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
         if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
             got, fix = "a sampler or a data set that learns from batches", "Set async_training.max_staleness=0."
@@ -102,14 +89,17 @@ class AsyncBatches(WeightPublisher):
         self.schedule: Schedule | None = None
         self._changed = Condition()  # holds the lock of everything below
         self._rows: list[DataProto] = []  # prompts that are taken and not started
-        self._pool = weights if isinstance(weights, StreamPool) else None
+        self._next_rows: dict[int, DataProto] = {}  # of these, those that have a group
+        self._num_taken = 0  # groups that have a prompt
         self._streams: dict[int, Any] = {}  # by worker
         self._joining: list[Any] = []  # streams that have no weights yet
         self._num_workers, self._has_begun = 0, False
-        self._begun: dict[int, tuple[DataProto, DataProto]] = {}  # rows of a group: what the rollout has, and the rest
+        self._begun: dict[int, DataProto] = {}  # the prompt of a group, one row
+        self._under_way: list[UnderWay] = []  # in the checkpoint, and not started yet
         self._complete: dict[int, DataProto] = {}
         self._filters: dict[int, GroupFilter] = {}  # by batch
         self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
+        self._saved: dict[str, Any] | None = None
         self._weights: dict[int, DataProtoFuture] = {}  # by version
         self._unannounced: int | None = None
         self._handed: HandOver | None = None
@@ -118,7 +108,7 @@ class AsyncBatches(WeightPublisher):
         self._resumed: dict[str, Any] = {}
         self._pauses: dict[int, dict[str, bool]] = {}  # of each worker's last load: whether it is given up
         self._counts: dict[str, float] = defaultdict(float)
-        self.is_current = True
+        self.is_current = True  # nothing was learned between the newest version and the batch taken last
         self._taken = 0  # the step of the batch that was taken last
         self._idle_since: dict[int, float] = {}
 
@@ -167,27 +157,32 @@ class AsyncBatches(WeightPublisher):
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
         self.is_current, self._taken = is_newest and step != self._taken, step
         measured = {"depth": Metric(depth, "last"), "wait_s": Metric(time.perf_counter() - started, "sum")}
-        measured |= self._measure_staleness(batch, step)
+        measured |= measure_staleness(batch, step, self.rules)
         batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in measured.items()}
         return batch, handed.is_last
 
     def state_dict(self) -> dict[str, Any]:
-        """After a step: what was generated ahead. It waits until what is under way has ended, in the run that goes on
-        as in the one that resumes; nothing starts before the next step."""
+        """After a step: what was generated ahead, and what is under way, or that is waited for (`Rules.saves_running`);
+        in the run that goes on as in the one that resumes nothing starts before the next step."""
         with self._changed:
             if (schedule := self.schedule) is None:
                 return self._resumed
             schedule.hold(self._unannounced)
-            self._announce()
+            if not self.rules.pauses_to_save:
+                self._announce()
             self._act()
-            with waiting("responses under way, to be saved", self._state):
-                self._wait_for(lambda: schedule.is_quiet)
-            groups = {number: as_tensor(rows) for number, rows in self._complete.items()}
-            return {"schedule": schedule.state(), "groups": groups, "rows": list(map(as_tensor, self._rows))}
+            with waiting("the rollout, whose state is saved", self._state):
+                self._wait_for(lambda: self._saved is not None)
+            found, self._saved = self._saved, None
+        assert found is not None
+        return written(found)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from what was generated ahead; None or nothing of a run in lockstep."""
+        """Go on from what was generated ahead; None or nothing of a run in lockstep.
+        Raises CheckpointError: it is not what `state_dict` gives."""
         self._resumed = state or {}
+        if self._resumed:
+            require_state(self._resumed)
 
     def take_counts(self) -> dict[str, Any]:
         with self._changed:
@@ -212,15 +207,14 @@ class AsyncBatches(WeightPublisher):
     def _begin(self, step: int) -> Schedule:
         """The first step that is taken here begins: the rollout gets the weights that there are."""
         path, own = self._settings.replay, self._config.trainer.directory / RECORD
-        kind = Schedule if path is None else partial(RecordedSchedule, path=Path(path))
+        recorded = RecordedSchedule if self._pool is None else RecordedVersions
+        kind = Schedule if path is None else partial(recorded, path=Path(path))
         schedule = kind(self.rules, step=step - 1)
         if step > 1:
             own = own.with_name(own.name.replace(".", f"_from_step_{step}.", 1))
         self._file = ScheduleRecord(own)
         if self._resumed:
-            schedule.restore(self._resumed["schedule"])
-            self._complete = {number: from_tensor(rows) for number, rows in self._resumed["groups"].items()}
-            self._rows = list(map(from_tensor, self._resumed["rows"]))
+            self._restore(schedule, self._resumed)
         self.schedule = schedule
         self._weights[schedule.published] = self._actor.copy_weights()
         if self._pool is None:
@@ -228,12 +222,47 @@ class AsyncBatches(WeightPublisher):
         self._wait_for(lambda: bool(self._streams) and not self._joining)
         if self._pool is None:
             self._weights.clear()
-        if path is not None:
+            self._streams[0].engine.num_steps = self._resumed.get("num_steps", 0)
+        if isinstance(schedule, RecordedSchedule) and self._pool is None:
             stream = self._streams[0]
             stream.engine.before_step = self._replay
             stream.load(lambda: None, schedule.published, keeps_cache=True)  # so that the engine looks
         self._has_begun = True
+        for batch in tuple(self._rounds):
+            self._grade_round(batch)
         return schedule
+
+    def _restore(self, schedule: Schedule, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        found = read(state)
+        schedule.restore(found["schedule"])
+        self._num_taken = schedule.num_groups
+        self._begun, self._complete, self._rows = found["begun"], found["groups"], found["rows"]
+        self._under_way, self._rounds = found["under_way"], found["rounds"]
+        self._counts |= found["counts"]
+        for batch, own in found["filters"].items():
+            self._filters[batch] = GroupFilter(self._config)
+            self._filters[batch].load_state_dict(own)
+
+    def _take_state(self, num_steps: int, under_way: Sequence[UnderWay]) -> None:
+        """All that the run goes on from after a save; in a deterministic run the engine makes no step until it does."""
+        schedule = self.schedule
+        assert schedule is not None
+        with self._changed:
+            self._saved = {
+                "schedule": schedule.state(),
+                "num_steps": num_steps,
+                "begun": dict(self._begun),
+                "under_way": under_way,
+                "groups": dict(self._complete),
+                "rows": list(self._rows),
+                "counts": dict(self._counts),
+                "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
+                "filters": {batch: one.state_dict() for batch, one in self._filters.items()},
+            }
+            self._changed.notify_all()
+            if self.rules.pauses_to_save and not schedule.is_over:
+                self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
     def _join(self, stream: Any) -> None:
         """A stream gets weights, and is a worker of the schedule once it has them: those that others generate with, so
@@ -311,7 +340,8 @@ class AsyncBatches(WeightPublisher):
         if group is None or begun is None:  # it was dropped meanwhile
             self._counts["discarded_tokens"] += int(output.batch["response_mask"].sum())
             return
-        self._complete[number] = complete = begun[1].union(output)
+        rows = without_passing(repeat_prompts(begun, self.rules.group_size))
+        self._complete[number] = complete = rows.union(output)
         complete.meta_info = {"metrics": output.meta_info["metrics"]}  # the rest may differ between groups
         versions = token_versions(output)
         for sample, own in enumerate(versions):
@@ -323,21 +353,22 @@ class AsyncBatches(WeightPublisher):
         if not self.rules.round_size:
             schedule.graded(number)
             return
-        waiting_groups = self._rounds.setdefault(group.batch, [])
-        waiting_groups.append(number)
-        if len(waiting_groups) == self.rules.round_size:
-            numbers = sorted(self._rounds.pop(group.batch))
-            part = DataProto.concat([self._complete[one] for one in numbers])
-            if self.rules.deterministic:
-                self._grade(group.batch, numbers, part)
-            else:
-                in_background(lambda: self._grade(group.batch, numbers, part), "grading of a round")
+        self._rounds.setdefault(group.batch, []).append(number)
+        self._grade_round(group.batch)
+
+    def _grade_round(self, batch: int) -> None:
+        """Grade the complete groups of a batch where they are a whole round."""
+        if len(numbers := sorted(self._rounds[batch])) < self.rules.round_size:
+            return
+        work = partial(self._grade, batch, numbers, DataProto.concat([self._complete[one] for one in numbers]))
+        _ = work() if self.rules.deterministic else in_background(work, "grading of a round")
 
     def _grade(self, batch: int, numbers: list[int], part: DataProto) -> None:
         """Dynamic sampling: which groups of a round are kept."""
         with self._deciding():
             grade(self._reward, part)
             with self._changed:
+                del self._rounds[batch]  # until here, for a save
                 kept = self._filters.setdefault(batch, GroupFilter(self._config)).add(part)
                 for number in numbers:
                     is_kept = self._complete[number].non_tensor_batch["uid"][0] in kept
@@ -362,6 +393,8 @@ class AsyncBatches(WeightPublisher):
                 case Resume(worker):
                     self._pauses[worker]["is_over"] = True
                     self._changed.notify_all()
+                case Save(worker, step):
+                    self._save(worker, step)
                 case HandOver():
                     self._handed = decision
                 case Drop(group, reason, running):
@@ -383,29 +416,30 @@ class AsyncBatches(WeightPublisher):
             own = [start for start in starts if start.worker == worker]
             if (idle_since := self._idle_since.pop(worker, None)) is not None:
                 self._counts["rollout_wait_s"] += (time.perf_counter() - idle_since) / len(self._streams)
-            groups = [(start.group, start.batch, start.row) for start in own]
             begun = {start.group: rows[start.group] for start in own}
-            self._streams[worker].start(begun, partial(lambda own, at: self._file.add(at=at, start=own), groups))
+            going = [one for one in self._under_way if one[0] in begun]
+            new = [(one.group, one.batch, one.row) for one in own if all(one.group != group for group, *_ in going)]
+            if self._pool is not None:
+                self._file.add_start(new, version=own[0].version)
+            self._streams[worker].start(begun, lambda at, new=new: self._file.add_start(new, at=at), going)
+        self._under_way = [one for one in self._under_way if one[0] not in rows]
 
     def _rows_of(self, start: Start) -> DataProto:
         """What the rollout gets of a group: of the next prompt, or of the same one, where its worker was lost."""
         if start.group not in self._begun:
-            row = self._next_row()
+            while start.group not in self._next_rows:  # a repetition on several workers may start a later one first
+                if not self._rows:
+                    taken = self._prompts.take()
+                    self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
+                self._next_rows[self._num_taken] = self._rows.pop(0)
+                self._num_taken += 1
+            row = self._next_rows.pop(start.group)
             meta_info = {"global_steps": start.batch, "total_training_steps": self.rules.num_steps}
             prompt = DataProto(row.batch, dict(row.non_tensor_batch), row.meta_info | meta_info)
-            assign_uids(prompt, str(start.batch), first=start.row)
-            rows = repeat_prompts(prompt, self.rules.group_size)
-            inputs = rollout_inputs(rows, self._config)
-            self._begun[start.group] = inputs, without_passing(rows)
-        else:
+            self._begun[start.group] = assign_uids(prompt, str(start.batch), first=start.row)
+        elif not any(group == start.group for group, *_ in self._under_way):
             self._counts["restarted_groups"] += 1
-        return self._begun[start.group][0]
-
-    def _next_row(self) -> DataProto:
-        if not self._rows:
-            taken = self._prompts.take()
-            self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
-        return self._rows.pop(0)
+        return rollout_inputs(repeat_prompts(self._begun[start.group], self.rules.group_size), self._config)
 
     def _load(self, worker: int, version: int) -> None:
         """Have a worker take weights; it waits for them where they are not published yet."""
@@ -418,9 +452,27 @@ class AsyncBatches(WeightPublisher):
                 self._changed.wait_for(lambda: version <= schedule.published or pause["is_over"] or self._is_ended)
                 return None if pause["is_over"] else self._weights.get(version)
 
-        keeps = self._settings.kv_on_update == "keep"
-        done = stream.load(weights, version, keeps_cache=keeps)
+        done = stream.load(weights, version, keeps_cache=self._settings.kv_on_update == "keep")
         done.add_done_callback(partial(self._loaded, worker, version))
+
+    def _save(self, worker: int, step: int) -> None:
+        """Have the state taken between two steps of a worker, or now, where nothing is under way; not in a repetition,
+        which writes none."""
+
+        def take(num_steps: int, under_way: Sequence[UnderWay] = ()) -> None:
+            self._file.add(at=num_steps, save=step)
+            if self._settings.replay is None:
+                self._take_state(num_steps, under_way)
+
+        def taken(done: Future[int]) -> None:
+            with self._deciding():
+                done.result()
+
+        stream = self._streams[worker]
+        if self.rules.saves_running:
+            stream.save(take).add_done_callback(taken)
+        elif self._saved is None:  # not of each worker
+            take(stream.engine.num_steps if self._pool is None else 0)
 
     def _loaded(self, worker: int, version: int, done: Future[int]) -> None:
         with self._deciding(), self._changed:
@@ -441,57 +493,6 @@ class AsyncBatches(WeightPublisher):
         if rows is not None:
             self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
 
-    def _measure_staleness(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Add `token_staleness` [B, T], check the bound on it, and measure it."""
-        mask = batch.batch["response_mask"].bool()
-        versions = token_versions(batch)
-        staleness = (self.rules.version_at(step) - versions).masked_fill(~mask, 0)
-        batch.batch["token_staleness"] = staleness
-        drawn = staleness[mask]
-        if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= self.rules.max_staleness:
-            got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
-            raise RolloutError("async_training", got=got, expected=f"0 to {self.rules.max_staleness}")
-        spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
-        measured = {"interruptions": Metric((spread > 0).sum(), "sum")}
-        if not len(drawn):
-            return measured
-        measured["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
-        measured["staleness_max"] = Metric(drawn.max(), "max")
-        lags = torch.bincount(drawn, minlength=self.rules.max_staleness + 1) / len(drawn)
-        return measured | {f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)}
-
     def _state(self) -> str:
         """What a long wait waits for."""
-        count = len(self.schedule.groups) if self.schedule else 0
-        return f"{count} groups are started, {len(self._complete)} complete"
-
-
-def as_tensor(rows: DataProto) -> torch.Tensor:
-    """A file of rows, as bytes [N] for a checkpoint; grades of single responses are made anew."""
-    kept = {name: column for name, column in rows.non_tensor_batch.items() if name != "reward_outcome"}
-    metrics = {name: astuple(metric) for name, metric in rows.meta_info.get("metrics", {}).items()}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}).save_to_disk(path)
-        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-
-
-def from_tensor(content: torch.Tensor) -> DataProto:
-    """The rows that `as_tensor` was given."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        path.write_bytes(content.numpy().tobytes())
-        rows = DataProto.load_from_disk(path)
-    rows.meta_info["metrics"] = {name: Metric(*parts) for name, parts in rows.meta_info["metrics"].items()}
-    return rows
-
-
-def token_versions(rows: DataProto) -> torch.Tensor:
-    """Version of the weights that drew each token [B, T], -1 where the model wrote none.
-    Raises RolloutError: there is a token without."""
-    if "token_versions" in rows.batch.keys():
-        versions = rows.batch["token_versions"]
-        if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
-            return versions
-    where, fix = "async_training", "A loop of your own gives them to Conversation.extend; or leave async_training off."
-    raise RolloutError(where, got="responses without the version of each token", expected="one for each", fix=fix)
+        return f"{len(self.schedule.groups) if self.schedule else 0} groups are started, {len(self._complete)} complete"

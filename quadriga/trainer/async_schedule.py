@@ -6,7 +6,8 @@ at the same time: decided without a tensor, a thread or a clock.
     joined, lost (a worker)                            Start     samples of a group, on a worker
     has_published, loaded (weights)              ──>   Load      newer weights, by a worker; Resume without them
     ended (a sample), graded (a group)                 HandOver  the groups of a training step, or a mini-batch of them
-    wants_batch (the trainer), hold, release           Drop      a group, with the reason
+    wants_batch (the trainer)                          Drop      a group, with the reason
+    hold, release (before and after a save)            Save      what a worker has under way
 
 The weights have a *version*, the number of publications before them; there is one after every `sync_every` steps. Step
 s begins with version V(s), known from its number alone. A token of version w is V(s) - w versions old in step s, and a
@@ -29,6 +30,11 @@ With `part_size` a step gets its batch in parts: each is handed over once it is 
 where it is `deterministic`, else the first that are there.
 
 Dynamic sampling: a batch starts in rounds of `round_size` groups, until enough of its groups are kept.
+
+A save is an event like others: `hold` comes before it, and once `is_quiet`, each worker is told to `Save`. With
+`saves_running` that is once all have the newest weights; if it is deterministic, where they would pause for those that
+follow the version which the step began with. Else it is once all that is under way has ended. Nothing starts then until
+`release`, in the schedule that goes on as in one that goes on from `state`.
 """
 
 from bisect import insort
@@ -37,97 +43,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quadriga.errors import RolloutError
+from quadriga.trainer.async_rules import Decision, Drop, HandOver, Load, Reason, Resume, Rules, Save, Start
 
-Reason = Literal["stale", "equal", "surplus", "failed", "end"]
 Verdict = Literal["kept", "equal", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What a schedule holds to.
-
-    Attributes:
-        num_groups: that a step learns from, `data.train_batch_size`.
-        group_size: samples of a group, `rollout.n`.
-        num_steps: the last training step.
-        max_staleness, in_flight, on_stale, sync_every, deterministic: as in `async_training`.
-        warmup_steps: first steps, in which the policy does not learn and nothing is published.
-        round_size: with dynamic sampling, prompts of a round; 0: all groups are kept.
-        part_size: groups of each part of a batch, the last may have fewer; 0: it is handed over as a whole.
-    """
-
-    num_groups: int
-    group_size: int
-    num_steps: int
-    max_staleness: int = 0
-    in_flight: Literal["continue", "finish"] = "continue"
-    on_stale: Literal["wait", "drop"] = "wait"
-    sync_every: int = 1
-    deterministic: bool = False
-    warmup_steps: int = 0
-    round_size: int = 0
-    part_size: int = 0
-
-    def version_at(self, step: int) -> int:
-        """V(step): publications before this step."""
-        return max(0, (step - 1) // self.sync_every - self.warmup_steps // self.sync_every)
-
-    def publishes(self, step: int) -> bool:
-        """Whether weights are published after this step."""
-        return self.version_at(step + 1) > self.version_at(step)
-
-    def last_step_with(self, version: int) -> int:
-        """The last step that begins with this version."""
-        return (version + 1 + self.warmup_steps // self.sync_every) * self.sync_every
-
-
-@dataclass(frozen=True)
-class Start:
-    """Generate these samples of a group for a batch, in which the group's prompt has the number `row`."""
-
-    worker: int
-    group: int
-    batch: int
-    row: int
-    samples: tuple[int, ...]
-    version: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """Take newer weights: nothing starts on the worker until it has them. Where they are not published yet, the worker
-    makes no token until they are."""
-
-    worker: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Go on without the weights that the worker pauses for."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """The groups that a step learns from, in the order of their prompts; whether they are the last of its batch."""
-
-    step: int
-    groups: tuple[int, ...]
-    is_last: bool = True
-
-
-@dataclass(frozen=True)
-class Drop:
-    """A group that no step learns from. `running` are its samples under way by worker, to be aborted."""
-
-    group: int
-    reason: Reason
-    running: tuple[tuple[int, int], ...] = ()
-
-
-Decision = Start | Load | Resume | HandOver | Drop
 
 
 @dataclass
@@ -139,6 +57,7 @@ class Group:
         batch, row: the batch that it was started for, and its number there.
         waiting: samples that have no worker.
         running: worker of each sample under way.
+        starts: version of the first token of each sample that has begun.
         oldest: version of the oldest token of its samples.
         is_complete: whether all have ended; is_kept: whether it is graded and may be learned from.
     """
@@ -149,7 +68,7 @@ class Group:
     waiting: list[int]
     oldest: int = 0
     running: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, int] = field(default_factory=dict)  # version of each sample's first token
+    starts: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
     is_kept: bool = False
 
@@ -198,7 +117,7 @@ class Schedule:
         self._behind: set[int] = set()  # workers that could load newer weights
         self._loading: set[int] = set()  # workers that load weights which are there
         self._generated = step  # all batches up to this one have been
-        self._wants = False
+        self._wants = self._awaits_save = False
         self._pending: list[Decision] = []
 
     # Events.
@@ -212,7 +131,7 @@ class Schedule:
         """A worker is gone: what it was generating starts anew on another. One that comes back has a new number."""
         for number, sample in sorted(self.workers.pop(worker).running):
             group = self.groups[number]
-            del group.running[sample]
+            del group.running[sample], group.starts[sample]
             group.waiting.append(sample)
             self._to_start.add(number)
         for those in (self._free, self._behind, self._loading):
@@ -281,6 +200,11 @@ class Schedule:
             self._start()  # before a load, whether or not one is due already
         self._load()
         self._start()
+        if self._awaits_save and self.is_quiet:
+            self._awaits_save = False
+            self._pending += [Save(number, self.step) for number in sorted(self.workers)]
+            if self.rules.pauses_to_save:
+                self._start_nothing()
         decisions, self._pending = self._pending, []
         return decisions
 
@@ -291,17 +215,29 @@ class Schedule:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether all that was started has ended and is graded, and the workers have the newest weights."""
-        if not all(group.is_kept for group in self.groups.values()):
+        """Whether all that a save waits for has come."""
+        rules, workers = self.rules, self.workers.values()
+        if rules.pauses_to_save:
+            next_version = rules.version_at(self.step) + 1
+            return all(one.loading == next_version for one in workers) or self._all_generated(rules.num_steps)
+        if any(worker.version < self.published for worker in workers):
             return False
-        if any(worker.version < self.published for worker in self.workers.values()):
-            return False
-        return not self.rules.deterministic or self._all_generated(min(self.hold_after or 0, self.rules.num_steps))
+        if rules.saves_running:
+            return True
+        is_over = all(group.is_complete for group in self.groups.values())
+        return is_over and (not rules.deterministic or self._all_generated(min(self.hold_after or 0, rules.num_steps)))
 
     def hold(self, published: int | None = None) -> None:
-        """After a step, before a save, with the version that it publishes: what is under way goes on to its end, and
-        nothing else starts until `release`; if deterministic, all that could start before that publication does."""
-        rules, self.published = self.rules, self.published if published is None else published
+        """After a step, before a save, with the version that it publishes; where the schedule pauses to save, that is
+        published after `release`. If it is deterministic, all that may start before that publication does."""
+        self._awaits_save = True
+        if not self.rules.pauses_to_save:
+            self.published = self.published if published is None else published
+            self._start_nothing()
+
+    def _start_nothing(self) -> None:
+        """More than a deterministic schedule starts by now, until `release`; nor wait for weights."""
+        rules = self.rules
         allowed = rules.last_step_with(rules.version_at(self.step) + rules.max_staleness) if self.step else 0
         self.hold_after = allowed if rules.deterministic else 0
         for number, worker in self.workers.items():
@@ -317,18 +253,30 @@ class Schedule:
             self._refresh(worker)
 
     def state(self) -> dict[str, Any]:
-        """What a schedule that is quiet goes on from, in numbers."""
-        groups = [[one.number, one.batch, one.row, one.oldest] for one in self.groups.values()]
+        """What the schedule goes on from after a save, in numbers: batches, and groups with the version of each
+        sample's first token, the samples that have not ended, and whether they are kept."""
+        groups = [
+            [one.number, one.batch, one.row, [*one.starts.items()], sorted([*one.running, *one.waiting]), one.is_kept]
+            for one in self.groups.values()
+        ]
         batches = {number: [one.num_wanted, one.num_rows] for number, one in self._batches.items()}
         return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on, after the step that this schedule was made with, from what `state` gave after it."""
+        """Go on, after the step that this schedule was made with, from what `state` gave after it: what was under way
+        starts first, on any worker."""
         self.num_groups = state["num_groups"]
         self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
-        for number, batch, row, oldest in state["groups"]:
-            self.groups[number] = Group(number, batch, row, [], oldest, is_complete=True, is_kept=True)
-            (self._kept if self._drops else self._batches[batch].kept).append(number)
+        for number, batch, row, starts, waiting, is_kept in state["groups"]:
+            own = Group(number, batch, row, waiting, starts=dict(starts), is_complete=not waiting, is_kept=is_kept)
+            own.oldest = min(own.starts.values(), default=0)
+            self.groups[number] = own
+            if waiting:
+                self._to_start.add(number)
+            if is_kept:
+                (self._kept if self._drops else self._batches[batch].kept).append(number)
+            else:
+                self._batches[batch].num_open += 1
 
     def may_start(self, version: int, batch: int) -> bool:
         """The gate: whether weights of a version may begin a sample for a batch."""
@@ -422,7 +370,8 @@ class Schedule:
     def _begin(self, worker: int, group: Group) -> None:
         own, samples = self.workers[worker], tuple(sorted(group.waiting))
         for sample in samples:
-            group.running[sample], group.starts[sample] = worker, own.version
+            group.running[sample] = worker
+            group.starts.setdefault(sample, own.version)  # it may go on from a checkpoint
             own.running.add((group.number, sample))
         group.waiting.clear()
         group.oldest = min(group.starts.values())

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from numbers import Real
+from typing import Any
 
 from quadriga.config import Config
 from quadriga.errors import DataError, RewardError
@@ -82,6 +83,16 @@ class GroupFilter:
         if not limit and len(self._parts) % REPORT_EVERY == 0:
             logger.warning("%s: %d of %d groups after %s", _KEY, len(self._sizes), self.num_wanted, self._so_far())
         return set(self._parts[-1].non_tensor_batch["uid"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was sampled so far; the rows of groups that differ as they are."""
+        counts = (self._total, self._num_values, self.num_groups)
+        return {"parts": list(self._parts), "sizes": list(self._sizes), "equal": dict(self._equal), "counts": counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._parts, self._sizes, self._equal = state["parts"], state["sizes"], Counter(state["equal"])
+        self._total, self._num_values, self.num_groups = state["counts"]
 
     def _so_far(self) -> str:
         """What was sampled, and what the groups that are left out have in common."""

@@ -207,7 +207,10 @@ class TrainingLoop:
 
     def _begin_checkpoint(self) -> None:
         has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        write = partial(saving.save_run_state, state=self._run_state(), with_random_states=has_random_states)
+
+        def write(folder: Path) -> None:
+            saving.save_run_state(folder, self._run_state(), with_random_states=has_random_states)
+
         self.saver.start(self.global_steps, write)
 
     def _run_state(self) -> dict[str, Any]:

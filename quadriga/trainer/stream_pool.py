@@ -9,7 +9,7 @@ Consumes: what happens in the engines. Waits for: the next of it, a second at mo
 the end of the process, or `stop`. The trainer's thread sees which engines are lost and come back (`StreamPool.tend`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from threading import Lock, Thread
@@ -19,6 +19,7 @@ from quadriga.background import in_background
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.workers.stream import UnderWay
 
 Done = Callable[[int, Callable[[], DataProto]], None]
 
@@ -54,10 +55,15 @@ class RemoteStream:
         """Groups that have not ended."""
         return len(self._open)
 
-    def start(self, groups: Mapping[int, DataProto], joined: Callable[[int], None] | None = None) -> None:
-        """Begin groups of rows; `joined` is not called."""
+    def start(
+        self,
+        groups: Mapping[int, DataProto],
+        joined: Callable[[int], None] | None = None,
+        under_way: Sequence[UnderWay] = (),
+    ) -> None:
+        """As of `GenerationStream`; `joined` is not called."""
         self._open |= groups.keys()
-        self._call("start", dict(groups))
+        self._call("start", dict(groups), None, under_way)
 
     def load(self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool) -> Future[int]:
         """As of `GenerationStream`; `weights` is called in a thread here."""

@@ -20,10 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from threading import Condition
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from quadriga.background import EventLoopThread
@@ -45,6 +47,10 @@ class WeightCopy(NamedTuple):
     fingerprints: Mapping[str, str]
 
 
+UnderWay = tuple[Any, ...]
+"""A group that has not ended, the number of a row, and the fields of its response so far; lists as tensors."""
+
+
 class GenerationStream:
     """Groups of responses that are begun, aborted, and go on with newer weights, from any thread.
 
@@ -62,25 +68,35 @@ class GenerationStream:
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
 
-    def start(self, groups: Mapping[int, DataProto], joined: Callable[[int], None] | None = None) -> None:
+    def start(
+        self,
+        groups: Mapping[int, DataProto],
+        joined: Callable[[int], None] | None = None,
+        under_way: Sequence[UnderWay] = (),
+    ) -> None:
         """Begin groups of rows, as `generate_sequences` takes them. Without conversations the first tokens of all are
-        drawn in one step, before which `joined` is called with the number of the engine's steps so far."""
+        drawn in one step, before which `joined` is called with the number of the engine's steps so far; groups of which
+        `save` gave something as `under_way` go on from there, in its order."""
         config, seed = self.generation.config, self.generation.config.trainer.seed
-        if self._loop is not None and self.generation.loops is not None:
-            grade = None if self.generation.grader is None else self.generation.grader.grade_one
-            for group, rows in groups.items():
-                future = self._loop.submit(self.generation.loops.lead(self.engine, rows, seed=seed, grade=grade))
-                self._open[group] = [future]
-                future.add_done_callback(partial(self._end_request, group, rows, 0.0))
+        if self._loop is not None:
+            self._converse(groups)
             return
         length = config.data.max_response_length
-        requests = [requests_of(rows, config.actor_rollout_ref.rollout, length, seed) for rows in groups.values()]
-        prompts = [ids for token_ids, _ in requests for ids in token_ids]
-        sampling = [params for _, own in requests for params in own]
-        images = [own for rows in groups.values() for own in images_of(rows)]
-        futures, started = iter(self.engine.begin(prompts, sampling, images, joined)), time.perf_counter()
+        requests: dict[tuple[int, int], Any] = {}
         for group, rows in groups.items():
-            self._open[group] = [next(futures) for _ in range(len(rows))]
+            own = zip(*requests_of(rows, config.actor_rollout_ref.rollout, length, seed), images_of(rows), strict=True)
+            requests |= {(group, row): request for row, request in enumerate(own)}
+        earlier = {(group, row): _response(own) for group, row, *own in under_way}
+        begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
+        order = [*begun, *(key for key in requests if key not in earlier)]
+        prompts, sampling, images = map(list, zip(*(requests[key] for key in order), strict=True))
+        futures = self.engine.begin(prompts, sampling, images, joined, [earlier[key] for key in begun])
+        by_row, started = dict(zip(order, futures, strict=True)), time.perf_counter()
+        for key in earlier.keys() - by_row.keys():
+            by_row[key] = Future()
+            by_row[key].set_result(earlier[key])
+        for group, rows in groups.items():
+            self._open[group] = [by_row[group, row] for row in range(len(rows))]
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
@@ -101,6 +117,18 @@ class GenerationStream:
 
         return self.engine.between_steps(work, keeps_cache=keeps_cache)
 
+    def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
+        """Between two steps call `saved` with their number so far and what is under way: of groups that have not ended
+        the responses that have, then the others in the order in which they go on, with a KV cache that is computed
+        anew. It may wait."""
+
+        def work() -> None:
+            places = {future: (group, row) for group, own in self._open.items() for row, future in enumerate(own)}
+            found = {future: future.result() for future in places if future.done()} | self.engine.unfinished()
+            saved(self.engine.num_steps, [(*places[one], *_plain(found[one])) for one in found])
+
+        return self.engine.between_steps(work, keeps_cache=False, recomputes=True)
+
     def abort(self, group: int) -> None:
         """A group is not wanted any more: it ends at the next step, and `done` is not called."""
         for future in self._open.pop(group, ()):
@@ -118,6 +146,16 @@ class GenerationStream:
         if self._loop is not None:
             self._loop.close()
         self.generation.close()
+
+    def _converse(self, groups: Mapping[int, DataProto]) -> None:
+        """Begin groups as conversations."""
+        loops, grader, seed = self.generation.loops, self.generation.grader, self.generation.config.trainer.seed
+        assert self._loop is not None and loops is not None
+        for group, rows in groups.items():
+            grade = None if grader is None else grader.grade_one
+            future = self._loop.submit(loops.lead(self.engine, rows, seed=seed, grade=grade))
+            self._open[group] = [future]
+            future.add_done_callback(partial(self._end_request, group, rows, 0.0))
 
     def _end_request(self, group: int, rows: DataProto, started: float, _: Future[Any]) -> None:
         """A response has ended; its group perhaps with it."""
@@ -201,3 +239,23 @@ class ServedStream(GenerationStream):
                 self._num_told += 1
                 number = self._num_told
                 self._changed.wait_for(lambda: self._num_seen >= number or self._is_closed)
+
+
+def _plain(response: Completion) -> list[Any]:
+    """The fields of a response, for a checkpoint."""
+    fields = []
+    for value in astuple(response):
+        if isinstance(value, list):
+            kind = torch.float64 if value and isinstance(value[0], float) else torch.int64
+            value = torch.tensor(value, dtype=kind)
+        fields.append(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+    return fields
+
+
+def _response(fields: Sequence[Any]) -> Completion:
+    """What `_plain` was given."""
+    values = []
+    for value in fields:
+        is_tensor = isinstance(value, torch.Tensor)
+        values.append((value.tolist() if value.ndim == 1 else value.numpy()) if is_tensor else value)
+    return Completion(*values)

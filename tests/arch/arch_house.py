@@ -27,19 +27,19 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
     "cli": Size(1057, 10, 44),
     "compat": Size(2135, 10, 203),
-    "config": Size(3813, 21, 169),
+    "config": Size(3814, 21, 169),
     "data": Size(3839, 16, 222),
     "engines": Size(4213, 24, 223),
     "models": Size(3469, 18, 203),
     "observe": Size(1666, 14, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3659, 28, 213),
-    "rollout": Size(8721, 43, 539),
+    "rollout": Size(8745, 43, 542),
     "single_controller": Size(3358, 15, 209),
-    "trainer": Size(5628, 28, 337),
+    "trainer": Size(5895, 30, 358),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(872, 6, 63),
-    "workers": Size(2191, 13, 127),
+    "workers": Size(2249, 13, 132),
     "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -82,7 +82,9 @@ REASONS: dict[str, str] = {
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
-    " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
+    " batches that are generated ahead, updates by mini-batch; checkpoints with sequences under way and"
+    " rounds of dynamic sampling (async_state.py), records that are repeated on Ray; rules beside the schedule;"
+    " prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers; float16; experts of a rollout; programs that generate beside training; bounds that are null",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",

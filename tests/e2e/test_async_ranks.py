@@ -13,6 +13,7 @@ from quadriga.errors import WorkerLostError
 from quadriga.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroups
 from quadriga.trainer import build, launch
 from quadriga.trainer.async_batches import AsyncBatches
+from quadriga.trainer.async_record import RECORD
 from quadriga.workers.stream import ServedStream
 
 Lines = list[dict[str, Any]]
@@ -24,6 +25,7 @@ APART = (
 )
 ALIKE = ("async_training.preset=one_step_off", "async_training.deterministic=True")
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch", "rollout/engine_restarts")
+BY_TIME += ("async/dropped_equal", "async/dropped_surplus", "async/discarded_tokens")  # in which step they are counted
 
 
 class Here(WorkerGroups):
@@ -83,6 +85,28 @@ def test_a_rank_that_is_lost_changes_no_number(
             for metric in theirs.keys() - set(BY_TIME):
                 assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (metric, name, ours["step"])
     assert "rollout engine 1 is started again" in caplog.text
+
+
+@pytest.mark.parametrize("keys", [(), ("algorithm.filter_groups.enable=True",)])
+def test_a_record_replays_on_several_ranks(
+    keys: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
+) -> None:
+    """Whatever takes how long: to float32 rounding, with the same groups in each step, each of the same weights. On
+    other ranks, too, and a record of one process."""
+    options = (*ON, "async_training.preset=one_step_off", "async_training.max_staleness=2", *keys)
+    for name, own in {"apart": APART, "one process": ()}.items():
+        first = train(*options, *own, run=name)
+        expected, steps = metric_lines(first), steps_of(first)
+        again = train(*options, *APART, f"async_training.replay={first}/{RECORD}", run=f"{name} again")
+        assert steps_of(again) == steps and len(steps) == 6
+        for ours, theirs in zip(metric_lines(again), expected, strict=True):
+            for metric in theirs.keys() - set(BY_TIME):
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (metric, name, ours["step"])
+
+
+def steps_of(run: Path) -> list[str]:
+    """What each step learned from, as the record of a run has it."""
+    return [line for line in (run / RECORD).read_text(encoding="utf-8").splitlines() if '"step"' in line]
 
 
 def test_the_bound_holds_with_several_ranks(train: Callable[..., Path], metric_lines: Callable[[Path], Lines]) -> None:

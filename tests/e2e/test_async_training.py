@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quadriga.cli.main import main
 from quadriga.errors import WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.native.generation import Generation
+from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.async_schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 
 ON = "async_training.enable=True"
 # How far ahead the rollout is, is a matter of time.
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
+BY_TIME += ("async/dropped_equal", "async/discarded_tokens")  # in which step they are counted
 STEPS = "trainer.total_training_steps=20"
 Lines = list[dict[str, Any]]
 
@@ -111,13 +114,18 @@ def test_a_deterministic_run_gives_the_same_numbers_on_any_timing(
     assert sum(line.get("async/interruptions", 0) for line in runs[0]) > 0 or key == "in_flight=finish"
 
 
+BOUNDED = ("async_training.max_staleness=2", "async_training.deterministic=True")
 RESUMED = {
     "lockstep": ("async_training.max_staleness=0",),
     "one step off": ("async_training.preset=one_step_off", "async_training.deterministic=True"),
-    "bounded": ("async_training.max_staleness=2", "async_training.deterministic=True"),
-    "every other step": (
-        *("async_training.max_staleness=1", "async_training.sync_every=2"),
-        *("async_training.deterministic=True", "actor_rollout_ref.rollout.mode=sync"),
+    "bounded": BOUNDED,
+    "keep": (*BOUNDED, "async_training.kv_on_update=keep"),
+    "every other step": (*BOUNDED, "async_training.max_staleness=1", "async_training.sync_every=2"),
+    "by mini-batch": (*BOUNDED, "async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    "dynamic sampling": (*BOUNDED, "algorithm.filter_groups.enable=True"),
+    "rounds that end": (
+        *("async_training.preset=one_step_off", "algorithm.filter_groups.enable=True"),
+        *("async_training.deterministic=True", "data.gen_batch_size=3"),
     ),
 }
 
@@ -126,11 +134,14 @@ RESUMED = {
 def test_a_resumed_run_is_the_run_that_was_left_alone(
     side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
-    """From each checkpoint, with responses that were generated ahead in it, whatever is slow."""
+    """From each checkpoint, with responses that were generated ahead in it and those under way, whatever is slow."""
     options = (*LONG, ON, *RESUMED[side], "actor_rollout_ref.rollout.max_num_seqs=6", "trainer.save_freq=1")
     delays(1)
     whole = train(*options, run="whole")
     expected = metric_lines(whole)
+    under_way = [state_of(whole, step)["under_way"] for step in range(1, 8)]
+    lengths = [len(tokens) for responses in under_way for _, _, tokens, _, reason, *_ in responses if reason == "abort"]
+    assert any(lengths) == (side not in ("lockstep", "one step off", "rounds that end"))
     for step in (1, 2, 5):
         resumed = whole.parent / f"from step {step}"
         resumed.mkdir()
@@ -140,6 +151,12 @@ def test_a_resumed_run_is_the_run_that_was_left_alone(
         assert [line["step"] for line in lines] == list(range(step + 1, 9))
         for line, first in zip(lines, expected[step:], strict=True):
             assert {name: (value, line[name]) for name, value in first.items() if differs(name, value, line)} == {}
+
+
+def state_of(run: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint has of generation."""
+    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)["asynchronous"]
+    return state or {"under_way": []}
 
 
 def differs(name: str, value: float, line: dict[str, Any]) -> bool:
@@ -176,6 +193,31 @@ def test_a_record_replays_on_any_timing(
         assert steps[0] == steps[1] and len(steps[0]) == (32 if by_mini_batch else 8)
 
 
+@pytest.mark.parametrize("key", ["kv_on_update=recompute", "kv_on_update=keep", "in_flight=finish"])
+def test_the_record_of_a_run_repeats_it_from_each_of_its_checkpoints(
+    key: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    delays: Callable[[int], None],
+) -> None:
+    """In random time: what is under way in a checkpoint has the same next tokens in the run that goes on."""
+    options = (*LONG, ON, "async_training.max_staleness=2", f"async_training.{key}")
+    options = (*options, "actor_rollout_ref.rollout.max_num_seqs=6")
+    delays(1)
+    first = train(*options, "trainer.save_freq=1", run="first")
+    expected, had_tokens = metric_lines(first), 0
+    for step in (2, 3, 6):
+        delays(step + 20)
+        had_tokens += sum(len(tokens) for _, _, tokens, *_ in state_of(first, step)["under_way"])
+        source = f"trainer.resume_from_path={first / f'global_step_{step}'}"
+        record = f"async_training.replay={first}/async_schedule.jsonl"
+        lines = metric_lines(train(*options, record, "trainer.resume_mode=resume_path", source, run=f"from {step}"))
+        assert [line["step"] for line in lines] == list(range(step + 1, 9))
+        for line, earlier in zip(lines, expected[step:], strict=True):
+            assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
+    assert had_tokens or key == "in_flight=finish"
+
+
 def test_a_resumed_run_is_repeated_from_its_record(
     train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
@@ -194,6 +236,33 @@ def test_a_resumed_run_is_repeated_from_its_record(
     assert [line["step"] for line in lines] == [5, 6, 7, 8]
     for line, earlier in zip(lines, expected, strict=True):
         assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
+
+
+def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpoint(
+    arguments: Callable[..., list[str]],
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one sentence; with room again the run goes on from there."""
+    options = (*LONG, ON, "async_training.max_staleness=2", "trainer.save_freq=1")
+
+    def full(rows: DataProto, path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    def until_step_3(batches: AsyncBatches) -> dict[str, Any]:
+        if batches.schedule is not None and batches.schedule.step == 3:
+            monkeypatch.setattr(DataProto, "save_to_disk", full)
+        return state_dict(batches)
+
+    state_dict = AsyncBatches.state_dict
+    monkeypatch.setattr(AsyncBatches, "state_dict", until_step_3)
+    assert main(["train", *arguments(*options)]) == 1
+    told = capsys.readouterr().err
+    assert "checkpoint of step 3" in told and "Step 2 is still there" in told and "Traceback" not in told
+    monkeypatch.undo()
+    assert [line["step"] for line in metric_lines(train(*options))][-6:] == list(range(3, 9))
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -20,7 +20,7 @@ them is compared when the batch is over.
 import asyncio
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -123,7 +123,7 @@ class NativeEngine(CausalModelEngine):
         self._inbox: list[Request] = []
         self._open: list[Request] = []  # taken by a runner, perhaps done
         self._is_running = self._is_between_steps = False
-        self._work: list[tuple[Callable[[], None], bool, Future[int]]] = []
+        self._work: list[tuple[Callable[[], None], bool, bool, Future[int]]] = []
         self.num_steps = 0  # of the engine, since it was made
         self.before_step: Callable[[int], None] | None = None  # called by the runner with their number
         self._worker: ThreadPoolExecutor | None = None
@@ -168,23 +168,34 @@ class NativeEngine(CausalModelEngine):
         sampling: Sampling,
         images: BatchImages = None,
         joined: Callable[[int], None] | None = None,
+        earlier: Sequence[Completion] = (),
     ) -> list[Future[Completion]]:
         """As `generate_batch`, without waiting: they join what runs at its next step, all at once. `joined` is called
-        then, with the number of steps before it."""
+        then, with the number of steps before it. The first ones go on from `earlier`, aborted responses."""
         requests = self._requests(prompts, sampling, images)
+        for request, response in zip(requests, earlier, strict=False):
+            request.go_on_from(response)
         requests[0].joined = joined
         self._submit(requests, in_worker=True)
         return [request.future for request in requests]
 
-    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[int]:
+    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False) -> Future[int]:
         """Have `work` done between two steps: it may load weights, with which unfinished responses go on; with
-        `keeps_cache` on the KV cache of the older ones. The future has the number of steps before it, or its error,
-        which all unfinished responses have too."""
+        `keeps_cache` on the KV cache of the older ones. With `recomputes` the KV cache is computed anew in any case.
+        The future has the number of steps before it, or its error, which all unfinished responses have too."""
         done: Future[int] = Future()
         with self._lock:
-            self._work.append((work, keeps_cache, done))
+            self._work.append((work, keeps_cache, recomputes, done))
         self._submit([], in_worker=True)
         return done
+
+    def unfinished(self) -> dict[Future[Completion], Completion]:
+        """Between two steps: each unfinished response so far, in the order in which they go on once the KV cache is
+        computed anew."""
+        with self._lock:
+            requests = [*self._open, *self._inbox]
+        going = [one for one in requests if not (one.future.done() or one.is_cancelled)]
+        return {request.future: request.completion(self.weight_version) for request in going}
 
     def abort(self) -> None:
         """Aborts every unfinished request, without waiting: its completion comes at the end of the current step."""
@@ -329,15 +340,17 @@ class NativeEngine(CausalModelEngine):
         """What others want done now; the generation goes on with the weights that are there afterwards."""
         if self.before_step is not None:
             self.before_step(self.num_steps)
+        scheduler = generation.scheduler
         while self._work:
             with self._lock:
-                work, keeps_cache, done = self._work.pop(0)
+                work, keeps_cache, recomputes, done = self._work.pop(0)
+                self._open = [*scheduler.running, *scheduler.waiting]
             before = self.weight_version
             try:
                 self._is_between_steps = True
                 with PhaseTimer.mark("new weights"):
                     work()
-                if self.weight_version != before:
+                if recomputes or self.weight_version != before:
                     generation.renew(self._packed_network(), self.weight_version, keeps_cache=keeps_cache)
             except BaseException as error:
                 done.set_exception(error)
@@ -411,7 +424,7 @@ class NativeEngine(CausalModelEngine):
                 failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
                 self._open, self._inbox, self._is_running = [], [], False
                 undone, self._work = self._work, []
-            for _, _, done in undone:
+            for *_, done in undone:
                 done.set_exception(error)
             for request in failed:  # every caller gets the error, raised where it waits
                 if request.future.set_running_or_notify_cancel():

@@ -149,13 +149,24 @@ class Request:
         elif len(self.token_ids) == self.sampling.max_tokens:
             self.finish_reason = "length"
 
+    def go_on_from(self, earlier: Completion) -> None:
+        """Begin behind the tokens of a response that was aborted."""
+        self.token_ids, self.log_probs = list(earlier.token_ids), list(earlier.log_probs)
+        self.sampling_log_probs, self.versions = list(earlier.sampling_log_probs), list(earlier.versions)
+        for _ in self.token_ids:
+            self.draws.next()
+        self.restart()
+
+    def completion(self, weight_version: int) -> Completion:
+        """The response so far; an unfinished one as if it was aborted."""
+        numbers = (self.finish_reason or "abort", weight_version, list(self.sampling_log_probs))
+        routes = np.concatenate(self.routes) if self.routes else None
+        return Completion(list(self.token_ids), list(self.log_probs), *numbers, routes, list(self.versions))
+
     def close(self, weight_version: int) -> None:
-        """Gives the caller its completion; an unfinished one is aborted."""
-        reason = self.finish_reason or "abort"
+        """Gives the caller its completion."""
         if self.future.set_running_or_notify_cancel():
-            numbers = (self.log_probs, reason, weight_version, self.sampling_log_probs)
-            routes = np.concatenate(self.routes) if self.routes else None
-            self.future.set_result(Completion(self.token_ids, *numbers, routes, self.versions))
+            self.future.set_result(self.completion(weight_version))
 
 
 class Generation:

@@ -66,7 +66,6 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
             "actor_rollout_ref.actor.shuffle",
         ),
         (["algorithm.filter_groups.enable=True"], "trainer.total_training_steps"),
-        (["trainer.save_freq=5", "algorithm.filter_groups.enable=True"], "trainer.save_freq"),
     ],
 )
 def test_what_cannot_run_beside_training_is_refused(changes: list[str], key: str) -> None:

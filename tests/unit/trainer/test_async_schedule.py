@@ -2,6 +2,7 @@
 """The schedule of asynchronous training under random events: the bound on staleness holds, every group is accounted for
 once, nothing waits for ever. What is expected is computed here from the decisions alone."""
 
+import json
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import RolloutError
-from quadriga.trainer.async_schedule import Drop, HandOver, Load, Resume, Rules, Schedule, Start
+from quadriga.trainer.async_schedule import Drop, HandOver, Load, Resume, Rules, Save, Schedule, Start
 
 
 class Ungated(Schedule):
@@ -61,7 +62,11 @@ class World:
     def event(self) -> None:
         dice, choices = self.dice, []
         choices += [self.end_sample] * 4 * bool(self.ending()) + [self.grade] * 2 * bool(self.grading)
-        choices += [self.train] * self.is_training + [self.deliver] * bool(self.on_the_way)
+        choices += [self.train] * self.is_training
+        is_due = not (self.is_saving and self.rules.pauses_to_save)
+        choices += [self.deliver] * any(
+            is_due or own <= self.rules.version_at(self.step) for own in self.on_the_way[:1]
+        )
         choices += [self.load] * bool(self.loadable())
         assert choices, f"nothing can happen any more after step {self.step}: a deadlock"
         if dice.random() < 0.03:
@@ -116,12 +121,17 @@ class World:
         worker = self.dice.choice(sorted(self.versions))
         self.versions.pop(worker)
         self.loading.pop(worker, None)
+        self.first = {key: first for key, first in self.first.items() if self.running.get(key) != worker}
         self.running = {key: other for key, other in self.running.items() if other != worker}
         self.schedule.lost(worker)
 
     def act(self) -> None:
+        saved = []
         for decision in self.schedule.decide():
             match decision:
+                case Save(worker):
+                    saved.append(worker)
+                    assert self.rules.saves_running or not self.running
                 case Start(worker, group, batch, _, samples, version):
                     self.start(worker, group, batch, samples, version)
                 case Load(worker, version):
@@ -142,19 +152,32 @@ class World:
                     self.running = {key: worker for key, worker in self.running.items() if key[0] != group}
                     self.grading.discard(group)
         assert not self.running or not self.schedule.is_over
-        if self.is_saving and self.schedule.is_quiet and not self.on_the_way:
-            assert not self.running and not self.grading
+        if saved:
+            assert self.is_saving and saved == sorted(self.versions)
+            assert all(version <= self.schedule.published for version in self.loading.values()), "it waits for nothing"
             self.is_saving = False
+            if self.dice.random() < 0.5:
+                self.resume()
             self.schedule.release()
             self.schedule.wants_batch()
             self.act()
+
+    def resume(self) -> None:
+        """Another schedule goes on from the state; what was under way starts anew, with its first tokens."""
+        state = json.loads(json.dumps(self.schedule.state()), object_hook=numbered)
+        self.schedule = type(self.schedule)(self.rules, step=self.step)
+        self.schedule.restore(state)
+        self.running.clear(), self.loading.clear(), self.versions.clear(), self.on_the_way.clear()
+        for _ in range(self.dice.randint(1, 2)):
+            self.join()
 
     def start(self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int) -> None:
         assert worker not in self.loading and version == self.versions[worker] and group not in self.over
         assert self.batch_of.setdefault(group, batch) == batch <= self.rules.num_steps
         for sample in samples:
             assert (group, sample) not in self.running and sample not in self.done.setdefault(group, set())
-            self.running[group, sample], self.first[group, sample] = worker, version
+            self.running[group, sample] = worker
+            self.first.setdefault((group, sample), version)
 
     def hand_over(self, step: int, groups: tuple[int, ...]) -> None:
         rules = self.rules
@@ -181,6 +204,11 @@ class World:
                 self.first.pop((group, sample), None)
 
 
+def numbered(found: dict[str, Any]) -> dict[Any, Any]:
+    """JSON has texts for the numbers of batches."""
+    return {int(key) if key.isdigit() else key: value for key, value in found.items()}
+
+
 def some_rules(dice: random.Random) -> Rules:
     staleness = dice.randint(0, 3)
     drops = staleness > 0 and dice.random() < 0.4
@@ -196,6 +224,7 @@ def some_rules(dice: random.Random) -> Rules:
         warmup_steps=dice.choice([0, 0, 2]),
         round_size=0 if (part_size := 0 if drops else dice.choice([0, 0, 1, 2])) else dice.choice([0, 0, 3]),
         part_size=part_size,
+        saves_running=dice.random() < 0.5,
     )
 
 
@@ -307,7 +336,7 @@ def test_a_hold_waits_for_what_is_under_way() -> None:
     for group in range(4):
         assert schedule.ended(0, group, 0)
         schedule.graded(group)
-    assert schedule.is_quiet and schedule.decide() == []
+    assert schedule.is_quiet and schedule.decide() == [Save(0, 0)]
     schedule.wants_batch()
     assert schedule.decide() == [HandOver(1, (0,))]
     schedule.has_published(1)
@@ -316,6 +345,31 @@ def test_a_hold_waits_for_what_is_under_way() -> None:
     assert schedule.decide() == []
     schedule.release()
     assert [type(one) for one in schedule.decide()] == [Start]
+
+
+def test_a_save_takes_what_is_under_way_with_it() -> None:
+    """It waits for the newest weights alone. In the schedule that goes on from it samples start first, as old as they
+    were."""
+    rules = Rules(num_groups=1, group_size=1, num_steps=9, max_staleness=3, saves_running=True)
+    schedule = Schedule(rules)
+    schedule.joined(0, 0)
+    assert len(schedule.decide()) == 4
+    assert schedule.ended(0, 0, 0)
+    schedule.graded(0)
+    schedule.wants_batch()
+    assert schedule.decide() == [HandOver(1, (0,))]
+    schedule.hold(1)
+    assert schedule.decide() == [Load(0, 1)]
+    schedule.loaded(0, 1)
+    assert schedule.decide() == [Save(0, 1)]
+    resumed = Schedule(rules, step=1)
+    resumed.restore(schedule.state())
+    resumed.joined(0, 1)
+    schedule.release()
+    new = [Start(0, 4, 5, 0, (0,), 1)]
+    assert schedule.decide() == new
+    assert resumed.decide() == [Start(0, group, group + 1, 0, (0,), 1) for group in (1, 2, 3)] + new
+    assert [group.oldest for group in resumed.groups.values()] == [0, 0, 0, 1]
 
 
 def test_an_engine_that_used_older_weights_than_it_said_is_an_error() -> None:
