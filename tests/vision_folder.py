@@ -127,6 +127,7 @@ def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTra
     bounds = {"vision_start_token_id": START, "vision_end_token_id": END}
     if family == "glm4v":
         sizes["vocab_size"] += len(FILM)
+        sizes["attention_bias"] = True  # as published models say; transformers knows it without
         sizes["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
         bounds = {"image_start_token_id": START, "image_end_token_id": END}
         bounds |= {"video_start_token_id": FILM[0], "video_end_token_id": FILM[1]}

@@ -56,8 +56,7 @@ class Layout:
         `ep`: of the ranks that shard one copy, those that divide the experts."""
         shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:
-            fix = "Change the sizes, or trainer.nnodes and trainer.n_gpus_per_node."
-            expected = f"a multiple of {shared} processes"
+            expected, fix = f"a multiple of {shared} processes", "Change them, or trainer.nnodes and n_gpus_per_node."
             raise ConfigError(where, got=f"{world_size} processes for {named}", expected=expected, fix=fix)
         num_data = world_size // shared
         holders = num_data * sp if fsdp == -1 else fsdp
@@ -145,7 +144,8 @@ class ModelShape:
     num_experts: int = 0  # of a layer; 0: it has none
 
 
-TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"})
+TENSOR_STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"}
+TENSOR_STYLES |= {"replicated_with_grad_allreduce", "embedding_rowwise"}
 """Styles of transformers' plans that `parallel.tensor_parallel` knows."""
 
 

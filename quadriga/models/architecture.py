@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from quadriga.errors import EngineError, first_line
 from quadriga.models.attention import ATTENTION_NAME, PackedBatch, Segment
@@ -70,6 +70,13 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     # Llama 4 has its decoder under another name than it says.
     body = model.base_model if model.base_model is not model else getattr(model, "model", model)
     return getattr(body, "language_model", body)
+
+
+def tensor_plan(text: PreTrainedConfig) -> dict[str, str] | None:
+    """How tensor parallelism shares a decoder's projections, as transformers declares it: style by name; None: it
+    declares nothing. The layers of Qwen3-VL, which declares nothing, are those of Qwen3."""
+    kind = Qwen3Config if text.model_type == "qwen3_vl_text" else text
+    return getattr(kind, "base_model_tp_plan", None)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

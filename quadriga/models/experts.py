@@ -95,7 +95,7 @@ class RoutedTokens:
     places: Tensor  # [m] those that something is predicted from
     rows: Tensor  # [m] of which row
     lengths: Tensor  # [b] tokens that are predicted of each row, by all ranks
-    add_up: Callable[[Tensor], None]  # over the ranks that have other tokens of the same rows
+    add_up: Callable[[Tensor], Any]  # over the ranks that have other tokens of the same rows
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [n, k] by the number of the mixture
     is_told: Tensor | None = None  # [n] of the mixture that computes
 

@@ -24,14 +24,14 @@ from quadriga.engines.parallel.pipeline import layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
-from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, way_of
+from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, tensor_plan, way_of
 from quadriga.models.experts import mixtures, router_of
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.reward_model import add_score, load_reward_model, require_judge
 from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueScorer
-from quadriga.models.vision import is_vision, vision_encoder
+from quadriga.models.vision import ONE_TOKEN, is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
 from quadriga.observe.machine import choose_dtype
@@ -181,7 +181,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
                 num_layers=text.num_hidden_layers,
                 num_heads=(heads := getattr(text, "num_attention_heads", 1)),
                 num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-                tensor_plan={} if layout.has_own_modules else getattr(text, "base_model_tp_plan", None),
+                tensor_plan={} if layout.has_own_modules else tensor_plan(text),
                 num_experts=_num_experts(text),
             )
             check_model(layout, shape, where)
@@ -281,8 +281,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not is_vision(policy):
         if actor.freeze_vision_tower:
-            got = f"True, with a model without a vision encoder ({policy.model_type})"
-            expected = f"one of {', '.join(VISION_TYPES)}"
+            got, expected = f"True, with a model without a vision encoder ({policy.model_type})", "one that has it"
             raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out.")
         return
     if model.has_adapter and actor.freeze_vision_tower:
@@ -293,6 +292,10 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
         raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
+    pixels = config.data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+    if pixels and policy.model_type in ONE_TOKEN and config.actor_rollout_ref.rollout.name == "vllm":
+        got, fix = f"{pixels}, with vllm and {policy.model_type}", "Set size in the model's preprocessor_config.json."
+        raise ConfigError("data.mm_processor_kwargs", got=got, expected="no other sizes than the model's", fix=fix)
     if any(map(is_served, config.distillation.all_teachers)):
         got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
         raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)

@@ -30,7 +30,7 @@ SIZES: dict[str, Size] = {
     "config": Size(3814, 21, 169),
     "data": Size(3839, 16, 222),
     "engines": Size(4213, 24, 223),
-    "models": Size(3469, 18, 203),
+    "models": Size(3473, 18, 204),
     "observe": Size(1666, 14, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3659, 28, 213),
@@ -66,7 +66,7 @@ REASONS: dict[str, str] = {
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
-    " several targets of a token; float16; GLM-4V, and reward models with images",
+    " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers",
     "observe": "metrics of a step in parts;"
     " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",

@@ -36,7 +36,7 @@ def give_adapter(loaded: LoadedModel) -> LoadedModel:
     others in with them, in those of attention."""
     model, read = loaded.scorer.model, loaded.read
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    in_attention = sorted({name.rpartition(".")[2] for name in linear if "attn" in name})
+    in_attention = [name for name in linear if "attn" in name]
     has_others = any(mixtures(model)) or model.config.model_type == "falcon_h1"
     section = ModelConfig(path=".", lora_rank=3, target_modules=in_attention if has_others else "all-linear")
     read_a = add_adapter(model, section, seed=5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model learns in two processes what it learns in one, over gloo; also after a checkpoint.
+"""Vision-language models learn in two processes what they learn in one, over gloo; one also after a checkpoint.
 
 What none of this proves: the same on NCCL, or with more processes than two.
 """
@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from quadriga.models.weight_files import open_weights
 from tests.numerics.launching import run_ranks
 from tests.numerics.vision_batch import vision_batch, vision_rows
-from tests.numerics.vision_layouts import KINDS, LAYOUTS
-from tests.tiny_vision import save_vision_model, vision_model
+from tests.numerics.vision_layouts import CASES, FAMILY, LAYOUTS
+from tests.tiny_vision import FAMILIES, MIXTURE, save_vision_model, vision_model
 
 PROGRAM = Path(__file__).with_name("vision_layouts.py")
 TOLERANCE = 1e-5
@@ -30,16 +30,17 @@ OF_THE_CUT = ("packed_tokens", "perf/")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all that was learned is written."""
     folder = tmp_path_factory.mktemp("vision_layouts")
-    save_vision_model(folder / "model", **HEADS)
-    (folder / "model" / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    for family in (*FAMILIES, MIXTURE):
+        save_vision_model(folder / family, family, **HEADS)
+        batch = vision_batch(vision_model(family=family), vision_rows(family))
+        batch.batch["values"] = batch.batch["advantages"] * 0.3
+        batch.batch["returns"] = batch.batch["advantages"] + 1.0
+        torch.save(batch, folder / f"{family}.pt")
+    (folder / FAMILY / "preprocessor_config.json").write_text('{"patch_size": 4}')
     backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        folder / "model"
+        folder / FAMILY
     )
-    batch = vision_batch(vision_model(), vision_rows())
-    batch.batch["values"] = batch.batch["advantages"] * 0.3
-    batch.batch["returns"] = batch.batch["advantages"] + 1.0
-    torch.save(batch, folder / "batch.pt")
     run_ranks(PROGRAM, 2, folder, num_ports=1)
     return folder
 
@@ -59,12 +60,13 @@ def require_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_are_one(results: dict[str, Any], layout: str, kind: str) -> None:
-    """Log-probs or values, metrics and weights; also where one process has images and the other has none."""
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_two_processes_are_one(results: dict[str, Any], layout: str, case: tuple[str, str]) -> None:
+    """Log-probs or values, metrics and weights, those of an adapter merged; also where one process has images and the
+    other has none."""
     # In bfloat16 a micro-batch cut elsewhere rounds elsewhere.
-    tolerance = 0.05 if kind.endswith("bfloat16") else TOLERANCE
-    got, expected = results[f"{layout}, {kind}"], results[f"one process, {kind}"]
+    tolerance = 0.05 if case[1].endswith("bfloat16") else TOLERANCE
+    got, expected = results[layout, *case], results["one process", *case]
     require_close(got["asked"], expected["asked"], tolerance)
     require_close(got["weights"], expected["weights"], tolerance)
     for one, other in zip(got["metrics"], expected["metrics"], strict=True):
@@ -80,7 +82,7 @@ def test_what_learns_and_what_does_not(results: dict[str, Any], layout: str) -> 
     start = dict(vision_model(**HEADS).named_parameters())
 
     def moved(kind: str) -> set[str]:
-        weights = results[f"{layout}, {kind}"]["weights"]
+        weights = results[layout, FAMILY, kind]["weights"]
         return {name.split(".")[1] for name in start if not torch.equal(weights[name], start[name])}
 
     assert moved("policy") == moved("critic") == {"visual", "language_model"}
@@ -110,7 +112,7 @@ def test_transformers_loads_what_was_written(results: dict[str, Any], folder: Pa
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
     written = {name for file in (place / "huggingface").glob("*.safetensors") for name in load_file(file)}
-    assert written == set(open_weights(folder / "model").shapes)
+    assert written == set(open_weights(folder / FAMILY).shapes)
     assert set(open_weights(place).shapes) == set(saved)
     for target in (place, place / "huggingface"):
         assert (target / "preprocessor_config.json").read_text() == '{"patch_size": 4}'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that test_vision_layouts.py starts in two processes: a vision-language model, learning in both of them
+"""The program that test_vision_layouts.py starts in two processes: vision-language models, learning in both of them
 and in the first alone; what came out is written for the test to compare.
 
     python vision_layouts.py RANK FOLDER PORT
@@ -7,6 +7,7 @@ and in the first alone; what came out is written for the test to compare.
 
 import sys
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
 from quadriga.workers.checkpoint import RoleCheckpoint
 from quadriga.workers.models import load_model, load_policy
+from tests.numerics.model_layouts import give_adapter
+from tests.vision_folder import FAMILIES, MIXTURE
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 40)
 LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
@@ -41,6 +44,10 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
     },
 }
 KINDS = ("policy", "frozen", "critic", "policy, bfloat16", "frozen, bfloat16")
+FAMILY = "qwen2_5_vl"
+"""The one that learns in all of these ways; the others as a policy, with all weights and with an adapter."""
+CASES = [*product([FAMILY], KINDS), *product([*FAMILIES, MIXTURE], ["policy", "LoRA"])]
+CASES = list(dict.fromkeys(CASES))
 ROWS = {
     "all": list(range(15)),
     # In chunks of two processes the second has text alone.
@@ -49,12 +56,12 @@ ROWS = {
 }
 
 
-def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> FSDPEngine:
+def engine_of(folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str) -> FSDPEngine:
     # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
     role = {"optim": {"eps": 1.0, "weight_decay": 0.01}, "grad_clip": 0.05}
     config = Config(
         actor_rollout_ref={
-            "model": {"path": str(folder / "model"), "enable_gradient_checkpointing": kind == "frozen"},
+            "model": {"path": str(folder / family), "enable_gradient_checkpointing": kind == "frozen"},
             "actor": role | {"freeze_vision_tower": kind.startswith("frozen")},
         },
         critic=role,
@@ -62,9 +69,10 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> F
     processes = Processes.arrange(world, layout)
     is_critic = kind == "critic"
     if is_critic:
-        loaded = load_model(config, str(folder / "model"), ValueScorer, torch.float32, processes)
+        loaded = load_model(config, str(folder / family), ValueScorer, torch.float32, processes)
     else:
         loaded = load_policy(config, torch.float32, processes)
+    loaded = give_adapter(loaded) if kind == "LoRA" else loaded
     section = config.critic if is_critic else config.actor_rollout_ref.actor
     dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float32
     model = config.critic.model if is_critic else config.actor_rollout_ref.model
@@ -120,21 +128,26 @@ def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     return {name: whole.batch[name].clone() for name in scores}
 
 
+def batch_of(folder: Path, family: str) -> DataProto:
+    return torch.load(folder / f"{family}.pt", weights_only=False)
+
+
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.weights()}
 
 
-def run(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
-    engine = engine_of(folder, layout, world, kind)
+def run(folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str) -> dict[str, Any]:
+    engine, batch = engine_of(folder, layout, world, family, kind), batch_of(folder, family)
     asked = ask(engine, batch)
     return {"asked": asked, "metrics": learn(engine, batch, kind), "weights": weights_of(engine)}
 
 
-def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
+def go_on(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
     """A checkpoint in the middle, and the second half from it by another engine."""
+    batch = batch_of(folder, FAMILY)
     place, contents = folder / f"saved {world.size} {kind}", frozenset({"model", "optimizer", "hf_model"})
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    engine, again = (engine_of(folder, layout, world, kind) for _ in range(2))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / FAMILY)
+    engine, again = (engine_of(folder, layout, world, FAMILY, kind) for _ in range(2))
     learn(engine, batch, kind)
     checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
     checkpoint.start(place, contents)
@@ -148,15 +161,12 @@ def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, k
 
 def meet(folder: Path, place: WorkerPlace) -> None:
     """All layouts of one number of processes."""
-    batch = torch.load(folder / "batch.pt", weights_only=False)
     world = process_group.join(place, CPU)
     results: dict[str, Any] = {}
     for name, layout in LAYOUTS[world.size].items():
-        results |= {f"{name}, {kind}": run(folder, batch, layout, world, kind) for kind in KINDS}
+        results |= {(name, *case): run(folder, layout, world, *case) for case in CASES}
     last = list(LAYOUTS[world.size].values())[-1]
-    results |= {
-        f"{world.size} goes on, {kind}": go_on(folder, batch, last, world, kind) for kind in ("policy", "frozen")
-    }
+    results |= {f"{world.size} goes on, {kind}": go_on(folder, last, world, kind) for kind in ("policy", "frozen")}
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
     process_group.leave(world)

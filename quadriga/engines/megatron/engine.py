@@ -16,7 +16,6 @@ from typing import Any
 
 import megatron.core
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -31,13 +30,11 @@ from quadriga.engines.megatron.model import Packed, chunks_of, linear_modules, t
 from quadriga.engines.megatron.weights import MegatronWeights
 from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import SharedTokens, all_gather
+from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.process_group import Membership
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
-from quadriga.models.experts import RoutedTokens
 from quadriga.models.scorers import Question, Scored, Scorer
-from quadriga.partition import part_of
 
 # With its import torch would unpickle these classes from any file, in the whole process.
 _others = [one for one in torch.serialization.get_safe_globals() if one not in SAFE_GLOBALS]
@@ -46,27 +43,6 @@ torch.serialization.add_safe_globals(_others)
 
 
 Work = tuple[PackedBatch, LossFunction | None]
-
-
-class PartsOfTokens(SharedTokens):
-    """Routers see the tokens of their rank alone: Megatron with sequence parallelism."""
-
-    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        routed, processes = super().routed(batch, num_tokens), self.processes
-        start, size = part_of(num_tokens, processes.layout.tp, processes.place.tp)
-        here = (routed.places >= start) & (routed.places < start + size)
-        routed.start, routed.places, routed.rows = routed.start + start, routed.places[here] - start, routed.rows[here]
-        of_part = routed.add_up
-
-        def add_up(values: torch.Tensor) -> None:
-            of_part(values)
-            dist.all_reduce(values, group=processes.group("tp"))
-
-        routed.add_up = add_up
-        return routed
-
-    def joined(self, values: torch.Tensor) -> torch.Tensor:
-        return super().joined(all_gather(values, self.processes.group("tp")))
 
 
 class WholeTokens(SharedTokens):
@@ -161,7 +137,7 @@ class MegatronEngine(FSDPEngine):
         if read is None:
             values = {name: parameter.detach() for name, parameter in model.named_parameters()}
             read = values.__getitem__
-        kind = PartsOfTokens if self.settings["sequence_parallel"] else WholeTokens
+        kind = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
         self.scorer.sharing = kind(processes, model.get_input_embeddings().num_embeddings)
         is_mixture = getattr(model.config, "num_experts", None)
         sizes = {

@@ -61,42 +61,47 @@ class SharedTokens(Sharing):
         tokens, positions = (whole.narrow(-1, start, size) for whole in (batch.input_ids, batch.position_ids))
         return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
 
+    def _own_tokens(self, batch: PackedBatch) -> tuple[int, int]:
+        """The packed index of the first token that this rank has between the layers, and their number."""
+        start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+        inside, size = part_of(size, self.num_parts, self.processes.place.tp if self.num_parts > 1 else 0)
+        return start + inside, size
+
     def first_token(self, batch: PackedBatch) -> int | None:
-        layout, place = self.processes.layout, self.processes.place
-        if layout.sp == layout.tp == 1:
-            return None
-        start, size = part_of(batch.num_tokens, layout.sp, place.sp)
-        return start + part_of(size, layout.tp, place.tp)[0]
+        return None if self.processes.layout.sp == self.num_parts == 1 else self._own_tokens(batch)[0]
 
     def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        layout, place = self.processes.layout, self.processes.place
-        start, size = part_of(batch.num_tokens, layout.sp, place.sp)
+        start, size = self._own_tokens(batch)
         if self.num_parts > 1 and in_parts:
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
-        elif self.num_parts > 1:
-            inside, size = part_of(size, layout.tp, place.tp)
-            start += inside
-        if layout.sp == 1 and (self.num_parts == 1 or in_parts):
+            start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+        # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
+        groups = self._groups(with_tp=not in_parts)
+        if not groups:
             return super().scored(hidden, batch, in_parts=in_parts)
         here = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
         places = torch.from_numpy(np.flatnonzero(here)).to(hidden.device)  # sought on the host, which does not wait
-        # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
-        is_joined = {"sp": layout.sp > 1, "tp": self.num_parts > 1 and not in_parts}
-        groups = [self.processes.group(name) for name, is_shared in is_joined.items() if is_shared]
         states = hidden.index_select(0, batch.predictors[places] - start)
         return states, batch.targets[places], partial(_Fill.apply, places, len(batch.targets), groups)
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        routed = super().routed(batch, num_tokens)
-        if self.processes.layout.sp > 1:
-            start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+        routed, groups = super().routed(batch, num_tokens), self._groups()
+        if groups:
+            start, size = self._own_tokens(batch)
             here = (batch.predictors >= start) & (batch.predictors < start + size)
             routed.start, routed.places, routed.rows = start, batch.predictors[here] - start, batch.rows[here]
-            routed.add_up = partial(dist.all_reduce, group=self.processes.group("sp"))
+            routed.add_up = lambda values: [dist.all_reduce(values, group=group) for group in groups]
         return routed
 
+    def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
+        """The ranks that have other tokens of the same rows, by the axis that parts them."""
+        axes = {"tp": self.num_parts if with_tp else 1, "sp": self.processes.layout.sp}
+        return [self.processes.group(name) for name, size in axes.items() if size > 1]
+
     def joined(self, values: Tensor) -> Tensor:
-        return values if self.processes.layout.sp == 1 else all_gather(values, self.processes.group("sp"))
+        for group in self._groups():
+            values = all_gather(values, group)
+        return values
 
 
 class UlyssesAttention:

@@ -9,8 +9,10 @@
 
 Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of a
 rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step. Which
-projection is shared how is what transformers declares for the architecture. An adapter is cut where its projection is:
-B of a colwise one, and A of a rowwise one, whose r numbers of a token are added up and parted before B.
+projection is shared how is what transformers declares for the architecture: where several projections stand in one
+matrix (`gate_up_proj`), or a norm reads all heads, the outputs of a colwise one are gathered, and the rowwise one
+behind takes its part of them. An adapter is cut where its projection is: B of a colwise one, and A of a rowwise one,
+whose r numbers of a token are added up and parted before B.
 
 Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank, r rank of an
 adapter.
@@ -29,13 +31,13 @@ from transformers import PreTrainedModel
 from quadriga.engines.parallel.sharing import Collective, all_gather, reduce_scatter
 from quadriga.errors import EngineError
 from quadriga.models.adapter_files import ADAPTER_NAME
-from quadriga.models.architecture import backbone
+from quadriga.models.architecture import backbone, tensor_plan
 from quadriga.partition import part_of
 
-_SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
+_SPLIT_DIMENSION = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
 # A projection by its name, or a part of one with an adapter.
 _PROJECTION = re.compile(rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?")
-_WHOLE_FACTOR = {"colwise": "A", "rowwise": "B"}
+_WHOLE_FACTOR = "AB"  # of an adapter, by the dimension in which its projection is cut
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
@@ -45,7 +47,7 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     found: dict[str, int] = {}
     base = backbone(model)
     prefix = "".join(f"{name}." for name, module in model.named_modules() if module is base and name)
-    plan = model.config.get_text_config().base_model_tp_plan
+    plan = tensor_plan(model.config.get_text_config()) or {}
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
     parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
@@ -55,15 +57,22 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
             style for pattern, style in patterns if style in _SPLIT_DIMENSION and pattern.fullmatch(match["name"])
         )
         style = next(styles, None)
-        if style is None or match["factor"] == _WHOLE_FACTOR[style]:
+        if style is None or match["factor"] == _WHOLE_FACTOR[dimension := _SPLIT_DIMENSION[style]]:
             continue
-        if style == "colwise":
+        if dimension == 0:
             parent = match["name"].rpartition(".")[0]
             parents[parent] = base.get_submodule(parent)
+            if style != "colwise":
+                if module.out_features % dist.get_world_size(group):
+                    continue  # whole on every rank: what is gathered are equal parts
+                module.forward = partial(_gathered, module, group)
         else:
-            module.forward = partial(_rowwise, module, group)
+            # Before a part of the outputs of others, or all of them, of which it takes its own.
+            start, size = part_of(module.in_features, dist.get_world_size(group), dist.get_rank(group))
+            own = slice(None) if style == "rowwise" else slice(start, start + size)
+            module.forward = partial(_rowwise, module, group, own)
         for kind, parameter in list(module.named_parameters(recurse=False)):
-            if (dimension := _SPLIT_DIMENSION[style]) < parameter.dim():
+            if dimension < parameter.dim():
                 cut(module, kind, dimension, group)
                 found[f"{prefix}{name}.{kind}"] = dimension
     for parent in parents.values():
@@ -111,9 +120,15 @@ def _gather_tokens(group: dist.ProcessGroup, module: nn.Module, args: Any, kwarg
     return args, kwargs | {"hidden_states": whole}
 
 
-def _rowwise(module: Any, group: dist.ProcessGroup, inputs: torch.Tensor) -> torch.Tensor:
-    """Forward of a linear layer cut by columns: [1, N, its inputs] -> [1, n, D]."""
-    outputs = Collective.apply(linear(inputs[0], module.weight), group, reduce_scatter)[None]
+def _gathered(module: Any, group: dist.ProcessGroup, inputs: torch.Tensor) -> torch.Tensor:
+    """Forward of a linear layer cut by rows, whose outputs all ranks need: [1, N, D] -> [1, N, all outputs]."""
+    own = linear(inputs[0], module.weight, module.bias)
+    return Collective.apply(own.t(), group, all_gather).t()[None].contiguous()
+
+
+def _rowwise(module: Any, group: dist.ProcessGroup, own: slice, inputs: torch.Tensor) -> torch.Tensor:
+    """Forward of a linear layer cut by columns: [1, N, its inputs at `own`] -> [1, n, D]."""
+    outputs = Collective.apply(linear(inputs[0, :, own], module.weight), group, reduce_scatter)[None]
     if module.bias is None:
         return outputs
     return outputs + module.bias

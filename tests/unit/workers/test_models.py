@@ -255,6 +255,16 @@ def test_layouts_of_a_model_that_sees(folder: Path) -> None:
     check_models(config(folder, "sees", **two, ulysses_sequence_parallel_size=2), has_critic=True)
 
 
+def test_sizes_of_images_that_vllm_does_not_take(folder: Path) -> None:
+    vision_config("glm4v").save_pretrained(folder / "glm")
+    run = config(folder, "glm").model_dump(exclude_unset=True)
+    run["actor_rollout_ref"] |= {"rollout": {"name": "vllm"}}
+    check_models(Config(**run), has_critic=False)
+    run["data"] = {"mm_processor_kwargs": {"max_pixels": 512}}
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs: got \{'max_pixels': 512\}, with vllm and glm4v"):
+        check_models(Config(**run), has_critic=False)
+
+
 def test_a_frozen_encoder_where_there_is_none(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"):
         check_models(config(folder, freeze_vision_tower=True), has_critic=True)
