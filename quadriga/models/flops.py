@@ -43,13 +43,10 @@ class ModelCost:
         """What the vocabulary head [V, D] costs for a token, in units of the layers."""
         return self.num_head_parameters / self.num_block_parameters
 
-    @property
-    def patch(self) -> float:
-        """What the vision encoder costs for a patch in units of the layers, without its attention."""
-        if (encoder := self.vision_encoder) is None:
-            return 0.0
-        parameters = encoder.num_patch_parameters + encoder.num_token_parameters / encoder.patches_per_token
-        return parameters / self.num_block_parameters / (3 if encoder.is_frozen else 1)
+    def images(self, grids: torch.Tensor) -> float:
+        """What the vision encoder costs for images [I, 3] in units of the layers."""
+        flops = 0.0 if self.vision_encoder is None else self.vision_encoder.update_flops(grids)
+        return flops / (6 * self.num_block_parameters)
 
     def forward_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
         """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""

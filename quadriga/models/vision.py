@@ -14,6 +14,7 @@ Legend: N packed tokens, I images and videos, S patches of all, X values of a pa
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,11 +244,11 @@ class VisionEncoderCost:
             patches = time * height * width
             total += 2 * (self.num_patch_parameters * patches)
             total += 2 * (self.num_token_parameters * patches // self.patches_per_token)
-            for window in self.windows:
+            for window, num_layers in Counter(self.windows).items():
                 # Patches see each other in squares with this side; what the sides leave over makes smaller pieces.
                 side = window or max(height, width)
                 rows, columns = (size // side * side**2 + (size % side) ** 2 for size in (height, width))
-                total += 4 * self.width * time * rows * columns
+                total += 4 * self.width * num_layers * time * rows * columns
         return float(total)
 
     def update_flops(self, grids: torch.Tensor) -> float:

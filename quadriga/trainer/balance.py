@@ -16,7 +16,7 @@ Legend: R ranks.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,14 +52,13 @@ class SequenceCost:
     # grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
     attention_tokens: float = 24_576
     head: float = 0.0  # cost of the vocabulary projection for a response token
-    patch: float = 0.0  # cost of the vision encoder for a patch of an image or a video of the prompt
+    images: Callable[[torch.Tensor], float] = lambda grids: 0.0  # of the vision encoder, for images or videos [I, 3]
 
-    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int, num_patches: int = 0) -> Row:
+    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int, images: float = 0.0) -> Row:
         lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
         before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
         response_cost = whole - before + self.head * num_response_tokens
-        prompt_cost = before + self.patch * num_patches
-        return Row(prompt, num_prompt_tokens, num_response_tokens, prompt_cost, response_cost)
+        return Row(prompt, num_prompt_tokens, num_response_tokens, before + images, response_cost)
 
 
 def order_for_ranks(
@@ -78,8 +77,8 @@ def order_for_ranks(
     # Without sharing each row computes a prompt of its own.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
     inputs = batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch))
-    patches = [sum(int(one[name].prod(-1).sum()) for name in one or () if name.endswith("grid_thw")) for one in inputs]
-    facts = zip(prompts, (lengths - responses).tolist(), responses.tolist(), patches, strict=True)
+    images = [sum(cost.images(one[name]) for name in one or () if name.endswith("grid_thw")) for one in inputs]
+    facts = zip(prompts, (lengths - responses).tolist(), responses.tolist(), images, strict=True)
     rows = [cost.row(*one) for one in facts]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt

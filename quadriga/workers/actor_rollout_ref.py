@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy in its three parts: the actor that learns, the rollout that generates, the reference that stays."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -208,10 +208,10 @@ class ActorRolloutRefWorker(Learner):
         return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def ranks_and_costs(self) -> tuple[int, float, float, float]:
+    def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
         """How many data-parallel ranks share a batch; of the actor's `ModelCost` what `SequenceCost` takes."""
         cost = self.engine.cost
-        return self.processes.replicas.size, cost.attention_tokens, cost.head, cost.patch
+        return self.processes.replicas.size, cost.attention_tokens, cost.head, cost.images
 
     @contextmanager
     def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:

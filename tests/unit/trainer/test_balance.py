@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.config import ActorConfig
+from quadriga.models.flops import model_cost
 from quadriga.protocol import DataProto
 from quadriga.trainer.balance import (
     Balance,
@@ -18,6 +19,7 @@ from quadriga.trainer.balance import (
     cost_of_share,
     order_for_ranks,
 )
+from tests.vision_folder import tiny_model
 
 COST = SequenceCost()
 
@@ -191,13 +193,50 @@ def test_prompts_count_for_each_row_where_they_are_not_shared(batch: DataProto) 
     assert before[0]["balance/imbalance_before"] != before[1]["balance/imbalance_before"]
 
 
+PATCHES = st.integers(1, 30).map(lambda merged: 2 * merged)
+GRIDS = st.lists(st.tuples(st.integers(1, 4), PATCHES, PATCHES).map(list), max_size=3)
+VISION = model_cost(tiny_model())
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), GRIDS), min_size=1, max_size=20), st.integers(2, 5))
+def test_the_encoder_counts_with_the_attention_inside_an_image(
+    rows: list[tuple[int, list[list[int]]]], num_ranks: int
+) -> None:
+    """The work of all ranks, in operations of decoder and encoder together, differs by no more than the costliest row,
+    and the metric is that of these operations."""
+    mask = torch.tensor([[column < 5 + length for column in range(25)] + [1] * 5 for length, _ in rows]).long()
+    grids = [{"image_grid_thw": torch.tensor(found)} if found else {} for _, found in rows]
+    columns = {"attention_mask": mask, "responses": torch.zeros(len(rows), 5).long()}
+    names = {"uid": [*map(str, range(len(rows)))], "multi_modal_inputs": grids}
+    batch = DataProto.from_dict(columns, names)
+    cost = SequenceCost(VISION.attention_tokens, VISION.head, VISION.images)
+    told = order_for_ranks(batch, num_ranks, 1, ActorConfig(ppo_mini_batch_size=len(rows)), cost)
+
+    def flops(part: DataProto) -> list[float]:
+        encoder, lengths = VISION.vision_encoder, part.batch["attention_mask"].sum(-1).tolist()
+        images = [one.get("image_grid_thw") for one in part.non_tensor_batch["multi_modal_inputs"]]
+        assert encoder is not None
+        return [
+            VISION.update_flops(length, 5, length**2) + (0 if image is None else encoder.update_flops(image))
+            for length, image in zip(lengths, images, strict=True)
+        ]
+
+    work = [flops(part) for part in batch.chunk(num_ranks)]
+    sums = [*map(sum, work)]
+    assert max(sums) - min(sums) <= max(map(max, filter(None, work))) + 2e-3 * max(sums)
+    assert told["balance/imbalance"] == pytest.approx(max(sums) * num_ranks / sum(sums))
+
+
 def test_images_and_videos_are_shared_evenly() -> None:
-    """Prompts of equal lengths, two with an image or a video: each rank encodes one of them, where patches cost."""
-    grids = [{"image_grid_thw": torch.tensor([[1, 8, 8]])}, {"video_grid_thw": torch.tensor([[4, 4, 4]])}, {}, {}]
+    """Prompts of equal lengths and images of as many patches, of which one attends to all others in the large one: it
+    is encoded by one rank, and the two small ones by the other."""
+    sizes = [[1, 16, 16], [1, 4, 32], [2, 4, 16], [1, 2, 2]]
+    grids = [{"image_grid_thw": torch.tensor([size])} for size in sizes[:2]]
+    grids += [{"video_grid_thw": torch.tensor([size])} for size in sizes[2:]]
     batch = DataProto.from_dict(
         {"attention_mask": torch.ones(4, 30, dtype=torch.int64), "responses": torch.zeros(4, 10, dtype=torch.int64)},
         {"uid": list("abcd"), "multi_modal_inputs": grids},
     )
-    told = order_for_ranks(batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(patch=2.0))
-    assert [sum(map(bool, part.non_tensor_batch["multi_modal_inputs"])) for part in batch.chunk(2)] == [1, 1]
-    assert told["balance/imbalance"] == 1.0 and told["balance/imbalance_before"] > 1.5
+    told = order_for_ranks(batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(images=VISION.images))
+    assert [[*map("abcd".index, part.non_tensor_batch["uid"])] for part in batch.chunk(2)] == [[0, 3], [1, 2]]
+    assert 1.0 < told["balance/imbalance"] < 1.2 < told["balance/imbalance_before"]
