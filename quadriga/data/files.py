@@ -218,9 +218,7 @@ def _mapped(
             try:
                 return _opened(entry)
             except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-                print(
-                    f"data.cache_dir: {entry} is damaged ({error}); the rows of {path} are written again.", flush=True
-                )
+                print(f"data.cache_dir: {entry} is damaged ({error}); {path} is written there again.", flush=True)
         with (
             waiting(f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"),
             written_aside(entry, where="data.cache_dir") as draft,
@@ -364,11 +362,8 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
             ):
                 for chunk in chunks:
                     if num_bytes == 0 and chunk.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
-                        expected, way = (
-                            "a data file",
-                            "Name the file itself (on the hub /resolve/, not /blob/), or log in.",
-                        )
-                        raise DataError(where, got=f"{url!r}, a page of HTML", expected=expected, fix=way)
+                        way = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
+                        raise DataError(where, got=f"{url!r}, a page of HTML", expected="a data file", fix=way)
                     file.write(chunk)
                     num_bytes += len(chunk)
             return target

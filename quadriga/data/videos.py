@@ -12,6 +12,7 @@ Legend: T frames, H and W their sides in pixels, S patches of all of them, X val
 import io
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -174,8 +175,9 @@ class FrameRules:
         def decode() -> torch.Tensor:
             return torch.cat([self._resized(frame, clip.size) for frame in video.read(clip.indices)])
 
-        how = (clip.indices, clip.size)
-        return replace(clip, frames=DECODED.get(video.source, how, decode, lambda frames: frames.nbytes))
+        return replace(
+            clip, frames=DECODED.get(video.source, (clip.indices, clip.size), decode, lambda one: one.nbytes)
+        )
 
     def grid(self, clip: Clip) -> tuple[int, int, int]:
         """Patches along time, height and width."""
@@ -360,9 +362,12 @@ def _frames(source: Path | io.BytesIO, fps: float, indices: Sequence[int], where
     with _decoding(source, where) as (container, stream):
         stream.thread_type = "AUTO"
         start, unit = stream.start_time or 0, float(stream.time_base)
+        entries = getattr(stream, "index_entries", ())  # older versions of PyAV have none, and some files
+        keys = [round((one.timestamp - start) * unit * fps) for one in entries if one.is_keyframe]
         frames, frame, place = container.decode(stream), None, -1
         for index in indices:
-            if index - place > _SEEK_S * fps:
+            key = keys[max(bisect_right(keys, index), 1) - 1] if keys else index - _SEEK_S * fps
+            if key > place + fps:
                 container.seek(start + int(index / fps / unit), stream=stream)
                 frames = container.decode(stream)
             while place < index and (following := next(frames, None)) is not None:

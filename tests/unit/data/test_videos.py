@@ -5,6 +5,8 @@ Without torchvision the comparisons with transformers' processors are skipped, a
 """
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.data import RLHFDataset, collate_fn, create_dataloader, load_processor
-from quadriga.data.videos import APART, FrameRules, open_video
+from quadriga.data.videos import APART, FrameRules, _decoding, open_video
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
@@ -277,11 +279,11 @@ def test_a_file_without_pyav(dataset, tmp_path):
         dataset({"prompt": "<video> ?", "videos": ["a.mp4"]})[0]
 
 
-def encoded(path: Path, arrays: np.ndarray, **options: Any) -> bytes:
+def encoded(path: Path, arrays: np.ndarray, form: str = "mp4", **options: Any) -> bytes:
     """A file with these frames, ten a second."""
     import av
 
-    with av.open(str(path), "w", format="mp4", options=options) as container:
+    with av.open(str(path), "w", format=form, options=options) as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.bit_rate = 4_000_000
         stream.height, stream.width, stream.pix_fmt, stream.gop_size = *arrays.shape[1:3], "yuv420p", 12
@@ -307,6 +309,41 @@ def test_files(dataset, tmp_path):
     few = FrameRules(4, 2, 2, 64, 1024, (0.0,) * 3, (1.0,) * 3, max_frames=2, min_frames=2).read(clip, where="")
     assert few.indices == (0, 125)
     assert np.abs(few.frames.float().mean((1, 2, 3)).numpy() - [0, 125]).max() < 3
+
+
+@needs_av
+@pytest.mark.parametrize("form", ["mp4", "mpegts"])
+def test_frames_between_those_that_are_taken_are_not_decoded(tmp_path, monkeypatch, form: str):
+    """Of four minutes eight frames are shown: what is decoded begins at a keyframe before each. mpegts has no index."""
+    levels = np.arange(2400, dtype=np.int64)[:, None, None, None] // 10
+    arrays = np.broadcast_to(levels.astype(np.uint8), (2400, 16, 16, 3))
+    encoded(tmp_path / "a.mp4", arrays, form=form)
+    count = [0]
+
+    class Counting:
+        def __init__(self, container: Any) -> None:
+            self.container = container
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.container, name)
+
+        def decode(self, stream: Any) -> Iterator[Any]:
+            for frame in self.container.decode(stream):
+                count[0] += 1
+                yield frame
+
+    @contextmanager
+    def counted(source: Any, where: str) -> Iterator[tuple[Any, Any]]:
+        with _decoding(source, where) as (container, stream):
+            yield Counting(container), stream
+
+    monkeypatch.setattr("quadriga.data.videos._decoding", counted)
+    opened = open_video("a.mp4", folder=tmp_path, where="")
+    rules = FrameRules(4, 2, 2, 64, 256, (0.0,) * 3, (1.0,) * 3, max_frames=8)
+    clip = rules.read(opened, where="")
+    assert opened.num_frames == 2400 and len(clip.indices) == 8
+    assert np.abs(clip.frames.float().mean((1, 2, 3)).numpy() - np.array(clip.indices) // 10).max() < 3
+    assert count[0] <= 8 * 14 + 1
 
 
 @needs_av
