@@ -27,6 +27,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 from quadriga.trainer.responses import without_passing
+from quadriga.workers.base import MODEL_OBJECTS
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -96,17 +97,17 @@ class RolloutCache:
 
     def _write(self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]) -> None:
         known = without_passing(prompts)
-        tensors = [name for name in rows.batch.keys() if name not in known.batch.keys()]
         # Grades, like everything that comes after a response, are made anew.
         objects = [name for name in rows.non_tensor_batch if name != "reward_outcome"]
         metrics = reduce_metrics(rows.meta_info.get("metrics", {}))
         cached = DataProto.from_dict(
-            {name: rows.batch[name] for name in tensors},
+            {name: rows.batch[name] for name in rows.batch.keys() if name not in known.batch.keys()},
             {name: rows.non_tensor_batch[name] for name in objects},
             {
                 _FACTS: facts,
                 _PROMPTS: _digest(prompts),
-                _OBJECTS: [name for name in objects if name not in known.non_tensor_batch],
+                # Conversations show more than their prompts.
+                _OBJECTS: [name for name in objects if name in MODEL_OBJECTS or name not in known.non_tensor_batch],
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing_s/")},
             },
         )

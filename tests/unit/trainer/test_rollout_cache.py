@@ -14,6 +14,7 @@ from quadriga.config import Config
 from quadriga.errors import DataError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.trainer.prompts import assign_uids
 from quadriga.trainer.responses import generate_responses
 from quadriga.trainer.rollout_cache import RolloutCache
@@ -74,6 +75,39 @@ def test_second_run_gets_the_responses_of_the_first(make: Callable, tmp_path: Pa
         assert other.non_tensor_batch["truth"].tolist() == ["new0", "new0", "new1", "new1"]
         assert set(one.non_tensor_batch) == set(other.non_tensor_batch)
         assert reduce_metrics(other.meta_info["metrics"]) == {"rollout/x": 3.0, "rollout/replayed": 1.0}
+
+
+def test_images_of_later_turns_are_kept_with_the_responses(make: Callable) -> None:
+    """Those that a tool has shown beside those of the prompt; a prompt with another image is another one."""
+
+    def of_prompts(size: int) -> DataProto:
+        batch = prompts(1)
+        batch.non_tensor_batch["multi_modal_inputs"] = object_array([image(size), {}])
+        return batch
+
+    def image(size: int) -> dict[str, torch.Tensor]:
+        grid = torch.tensor([[1, size, size]])
+        return {"pixel_values": torch.arange(size**2 * 6.0).view(-1, 6), "image_grid_thw": grid}
+
+    asked = of_prompts(2)
+    for number in range(2):
+        cache, rollout = make()
+        answer, later = rollout.generate_sequences, image(4)
+
+        def shows(rows: DataProto, answer: Callable = answer, later: dict[str, torch.Tensor] = later) -> DataProto:
+            before = rows.non_tensor_batch["multi_modal_inputs"]
+            both = [{name: torch.cat([*([one[name]] if one else []), later[name]]) for name in later} for one in before]
+            return answer(rows).union(DataProto.from_dict(non_tensors={"multi_modal_inputs": both}))
+
+        rollout.generate_sequences = shows
+        rows = cache(asked, 2)
+        grids = [one["image_grid_thw"].tolist() for one in rows.non_tensor_batch["multi_modal_inputs"]]
+        assert grids == [[[1, 2, 2], [1, 4, 4]]] * 2 + [[[1, 4, 4]]] * 2
+        pixels = rows.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"]
+        assert torch.equal(pixels, torch.cat([image(2)["pixel_values"], later["pixel_values"]]))
+        assert rollout.num_calls == 1 - number
+    with pytest.raises(DataError, match="responses to other prompts"):
+        cache(of_prompts(4), 2)
 
 
 def test_a_run_may_go_on_where_files_end(make: Callable) -> None:
