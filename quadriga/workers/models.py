@@ -292,10 +292,12 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
         raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
-    pixels = config.data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
-    if pixels and policy.model_type in ONE_TOKEN and config.actor_rollout_ref.rollout.name == "vllm":
-        got, fix = f"{pixels}, with vllm and {policy.model_type}", "Set size in the model's preprocessor_config.json."
-        raise ConfigError("data.mm_processor_kwargs", got=got, expected="no other sizes than the model's", fix=fix)
+    sizes = config.data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+    is_glm = policy.model_type in ONE_TOKEN and config.actor_rollout_ref.rollout.name == "vllm"
+    if is_glm and (sizes or not policy.text_config.attention_bias):
+        where = "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path"
+        got, fix = f"{sizes or 'attention_bias=false'}, with vllm and glm4v", "Set them in the model's own files."
+        raise ConfigError(where, got=got, expected="the model's sizes, and attention_bias=true", fix=fix)
     if any(map(is_served, config.distillation.all_teachers)):
         got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
         raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)
@@ -307,8 +309,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         if where == "reward_model" and _shown(model) != _shown(policy):
             got = f"a model of type {model.model_type}, with a vision-language policy of type {policy.model_type}"
             fix = "Train one with `quadriga sft objective=reward_model`, or grade with custom_reward_function.path."
-            expected = "one that is shown images by the same tokens and patches"
-            raise ConfigError("reward_model.model.path", got=got, expected=expected, fix=fix)
+            raise ConfigError(f"{where}.model.path", got=got, expected="one with its image tokens and patches", fix=fix)
         added = len(getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", ()))
         held = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
         if layout.pp != 1 and added > len(held):

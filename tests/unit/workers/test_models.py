@@ -255,14 +255,21 @@ def test_layouts_of_a_model_that_sees(folder: Path) -> None:
     check_models(config(folder, "sees", **two, ulysses_sequence_parallel_size=2), has_critic=True)
 
 
-def test_sizes_of_images_that_vllm_does_not_take(folder: Path) -> None:
-    vision_config("glm4v").save_pretrained(folder / "glm")
+def test_what_vllm_does_not_take_of_glm_4v(folder: Path) -> None:
+    glm = vision_config("glm4v")
+    glm.save_pretrained(folder / "glm")
     run = config(folder, "glm").model_dump(exclude_unset=True)
     run["actor_rollout_ref"] |= {"rollout": {"name": "vllm"}}
     check_models(Config(**run), has_critic=False)
-    run["data"] = {"mm_processor_kwargs": {"max_pixels": 512}}
-    with pytest.raises(ConfigError, match=r"mm_processor_kwargs: got \{'max_pixels': 512\}, with vllm and glm4v"):
-        check_models(Config(**run), has_critic=False)
+    for sizes, has_bias, told in [
+        ({"max_pixels": 512}, True, r"mm_processor_kwargs: got \{'max_pixels': 512\}, with vllm and glm4v"),
+        ({}, False, r"model\.path: got attention_bias=false, with vllm and glm4v"),
+    ]:
+        glm.text_config.attention_bias = has_bias
+        glm.save_pretrained(folder / "glm")
+        run["data"] = {"mm_processor_kwargs": sizes}
+        with pytest.raises(ConfigError, match=told):
+            check_models(Config(**run), has_critic=False)
 
 
 def test_a_frozen_encoder_where_there_is_none(folder: Path) -> None:
