@@ -45,43 +45,26 @@ _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W
 
 @dataclass(frozen=True)
 class Video:
-    """A video whose frames are not read yet.
+    """A video whose frames are not read yet; its sides are in pixels."""
 
-    Attributes:
-        num_frames: T.
-        fps: frames for each second; None: not known, they are taken as they are.
-        height, width: in pixels.
-        read: the frames with these numbers, which rise, [H, W, 3] uint8 each.
-        source: the file, or its bytes; None: it came as frames.
-        seconds: that a file lasts; None: as `fps` says.
-    """
-
-    num_frames: int
-    fps: float | None
+    num_frames: int  # T
+    fps: float | None  # frames for each second; None: not known, they are taken as they are
     height: int
     width: int
-    read: Callable[[Sequence[int]], Iterator[np.ndarray]]
-    source: Path | io.BytesIO | None = None
-    seconds: float | None = None
+    read: Callable[[Sequence[int]], Iterator[np.ndarray]]  # frames [H, W, 3] uint8 with these numbers, which rise
+    source: Path | io.BytesIO | None = None  # the file, or its bytes; None: it came as frames
+    seconds: float | None = None  # that a file lasts; None: as `fps` says
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What a model is shown of a video.
+    """What a model is shown of a video."""
 
-    Attributes:
-        indices: numbers of the T frames in the video.
-        fps: frames for each second of the video.
-        num_frames: of the video.
-        size: height and width in pixels, as resized.
-        frames: [T, 3, H, W] uint8, resized; None where they are only counted.
-    """
-
-    indices: tuple[int, ...]
-    fps: float
-    num_frames: int
-    size: tuple[int, int]
-    frames: torch.Tensor | None = None
+    indices: tuple[int, ...]  # numbers of the T frames in the video
+    fps: float  # frames for each second of the video
+    num_frames: int  # of the video
+    size: tuple[int, int]  # height and width in pixels, as resized
+    frames: torch.Tensor | None = None  # [T, 3, H, W] uint8, resized; None where they are only counted
 
     @classmethod
     def of(cls, frames: torch.Tensor, told: Mapping[str, Any]) -> "Clip":
@@ -97,15 +80,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class FrameRules:
-    """Which frames of a video are taken, and how they are cut into patches.
-
-    Attributes:
-        are_apart: whether each pair of frames stands in the prompt by itself, beside its time.
-        longest_s: seconds of which frames are taken at `fps` each, of longer videos as many in all (GLM-4V). None: by
-            `min_frames` and `max_frames`.
-        counts_all: whether `min_pixels` and `max_pixels` bound all frames together; else each frame.
-        scale: of a pixel's value, before `mean` and `std` of the three colors.
-    """
+    """Which frames of a video are taken, and how they are cut into patches."""
 
     patch_size: int
     temporal_patch_size: int
@@ -114,12 +89,14 @@ class FrameRules:
     max_pixels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    scale: float = 1 / 255
-    are_apart: bool = False
-    counts_all: bool = False
+    scale: float = 1 / 255  # of a pixel's value, before `mean` and `std` of the three colors
+    are_apart: bool = False  # whether each pair of frames stands in the prompt by itself, beside its time
+    counts_all: bool = False  # whether `min_pixels` and `max_pixels` bound all frames together; else each frame
     fps: float = _FPS
     min_frames: int = _LEAST
     max_frames: int = _MOST
+    # Seconds of which frames are taken at `fps` each, of longer videos as many in all (GLM-4V); None: by `min_frames`
+    # and `max_frames`.
     longest_s: float | None = None
 
     @classmethod

@@ -44,23 +44,14 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """A tokenized prompt and its images.
+    """A tokenized prompt and its images."""
 
-    Attributes:
-        short_ids: token ids with one for each image.
-        ids: P token ids, with as many for each image as the model has embeddings of it.
-        positions: [3, P] int64, along time, height and width.
-        pictures: `PIL.Image.Image`s in RGB.
-        clips: of the videos, with their frames.
-        inputs: what the model takes of both, from `VisionProcessor.inputs`. Empty without them.
-    """
-
-    short_ids: list[int]
-    ids: list[int]
-    positions: torch.Tensor
-    pictures: tuple[Any, ...]
-    clips: tuple[Clip, ...]
-    inputs: dict[str, torch.Tensor]
+    short_ids: list[int]  # token ids with one for each image
+    ids: list[int]  # P token ids, with as many for each image as the model has embeddings of it
+    positions: torch.Tensor  # [3, P] int64, along time, height and width
+    pictures: tuple[Any, ...]  # `PIL.Image.Image`s in RGB
+    clips: tuple[Clip, ...]  # of the videos, with their frames
+    inputs: dict[str, torch.Tensor]  # what the model takes of both, from `VisionProcessor.inputs`; empty without them
 
     def columns(self) -> dict[str, Any]:
         """The non-tensor columns of the batch, in addition to tokens and positions."""
@@ -77,27 +68,18 @@ class VisionPrompt:
 
 @dataclass(frozen=True)
 class VisionProcessor:
-    """From images to patches, tokens and positions, for one vision-language model.
+    """From images to patches, tokens and positions, for one vision-language model."""
 
-    Attributes:
-        image_processor: of transformers: images to patches.
-        image_token_id: stands in a prompt for an embedding of an image.
-        video_token_id: the same of a video, or where `video_bounds` are given for all of it before it is expanded.
-        name: the model's folder or name, for errors.
-        frames: how videos are cut; None: prompts that have some are refused.
-        tokens_per_second: places along time for a second of video; None: one for each patch along time.
-        bounds: tokens before and behind the patches of one time, where frames stand apart.
-        video_bounds: between these tokens that of images stands for an embedding of a video.
-    """
-
-    image_processor: Any
-    image_token_id: int
-    video_token_id: int | None
-    name: str
-    frames: FrameRules | None = None
-    tokens_per_second: float | None = None
-    bounds: tuple[int, int] = field(default=(0, 0))
-    video_bounds: tuple[int, int] | None = None
+    image_processor: Any  # of transformers: images to patches
+    image_token_id: int  # stands in a prompt for an embedding of an image
+    video_token_id: int | None  # the same of a video; with `video_bounds` of all of it, before it is expanded
+    name: str  # the model's folder or name, for errors
+    frames: FrameRules | None = None  # how videos are cut; None: prompts that have some are refused
+    tokens_per_second: float | None = None  # places along time for it; None: one for each patch along time
+    bounds: tuple[int, int] = field(
+        default=(0, 0)
+    )  # before and behind the patches of one time, where frames stand apart
+    video_bounds: tuple[int, int] | None = None  # between these tokens that of images stands for one of a video
 
     def __post_init__(self) -> None:
         kind, known = type(self.image_processor).__name__, ("Qwen2VLImageProcessor", "Glm4vImageProcessor")

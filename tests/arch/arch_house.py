@@ -28,9 +28,9 @@ SIZES: dict[str, Size] = {
     "cli": Size(1057, 10, 44),
     "compat": Size(2135, 10, 203),
     "config": Size(3814, 21, 169),
-    "data": Size(3839, 16, 222),
+    "data": Size(3798, 16, 222),
     "engines": Size(4213, 24, 223),
-    "models": Size(3473, 18, 204),
+    "models": Size(3474, 18, 204),
     "observe": Size(1666, 14, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3659, 28, 213),
@@ -39,7 +39,7 @@ SIZES: dict[str, Size] = {
     "trainer": Size(5895, 30, 358),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(872, 6, 63),
-    "workers": Size(2249, 13, 132),
+    "workers": Size(2253, 13, 132),
     "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -90,7 +90,7 @@ REASONS: dict[str, str] = {
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process; teachers, loaded or served;"
-    " experts of a checkpoint; the sizes of models before they are loaded; reward models with images",
+    " experts of a checkpoint; the sizes of models before they are loaded; reward models with images; GLM-4V in vLLM",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
