@@ -183,7 +183,7 @@ class RolloutEngine(WeightTarget, ABC):
 
     Attributes:
         name: in configurations and errors.
-        takes_images: whether prompts may have images.
+        takes_images: whether prompts may have images. cuts_images: whether the engine cuts them, by the model's files.
         needs_packed_rows: whether it computes such architectures alone as training packs rows of.
         reports_routes: whether it can say which experts each token went through.
         shares_weights: whether it computes with the actor's own parameters.
@@ -194,7 +194,7 @@ class RolloutEngine(WeightTarget, ABC):
     """
 
     name = "rollout"
-    takes_images = needs_packed_rows = reports_routes = False
+    takes_images = cuts_images = needs_packed_rows = reports_routes = False
     shares_weights = is_load_stable = reserves_memory = False
     description = ""
 

@@ -293,7 +293,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
         raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
     sizes = config.data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
-    is_glm = policy.model_type in ONE_TOKEN and config.actor_rollout_ref.rollout.name == "vllm"
+    is_glm = policy.model_type in ONE_TOKEN and ENGINES[config.actor_rollout_ref.rollout.name].cuts_images
     if is_glm and (sizes or not policy.text_config.attention_bias):
         where = "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path"
         got, fix = f"{sizes or 'attention_bias=false'}, with vllm and glm4v", "Set them in the model's own files."

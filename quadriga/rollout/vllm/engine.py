@@ -71,7 +71,7 @@ class VLLMEngine(ThirdPartyEngine):
     Raises RolloutError: vLLM is missing, too old, or refuses the model or the options."""
 
     name, title = "vllm", "vLLM"
-    takes_images = True
+    takes_images = cuts_images = True
 
     def __init__(
         self,
