@@ -21,7 +21,6 @@ Predicted is what `async_simulation.py` makes of the lockstep side alone: the le
 generation, training and publication of each of its steps.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -165,11 +164,9 @@ def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[st
         whole = median(run.steps[number]["at_s"] - (run.steps[number - 1]["at_s"] if number else 0.0) for run in runs)
         gen_s, publish_s = (median(one[key] for one in own) for key in ("gen", "publish_weights"))
         lines.append({**own[0], "gen_s": gen_s, "train_s": whole - gen_s - publish_s, "publish_s": publish_s})
-    file = folder / "lockstep.jsonl"
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     loads = {"publish_s": 0.0, "load_s": median(line["publish_s"] for line in lines), "switch_s": 0.0}
     costs = replace(Costs(), **loads, capacity=10**6, recomputes=True)
-    workload, costs = recorded(file, args.steps, costs, 1, 1)
+    workload, costs = recorded(lines, args.steps, costs, 1, 1)
     print("recorded: " + ", ".join(f"{key} {value:.3g}" for key, value in vars(costs).items()))
     sizes = {"num_groups": args.prompts, "group_size": args.responses, "num_steps": args.steps}
     found = {

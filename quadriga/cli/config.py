@@ -46,6 +46,12 @@ def main(argv: Sequence[str]) -> int:
         prog="quadriga config", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("show", "explain", "keys", "translate"), help="what to print")
+    parser.add_argument(
+        "--recorded",
+        metavar="RUN",
+        type=Path,
+        help="of explain, with async_training.enable: a run in lockstep, whose lengths and seconds are simulated",
+    )
     add_config_arguments(parser)
     options = parser.parse_intermixed_args(list(argv))
     if options.action == "keys":
@@ -58,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "show":
         print(show(config), end="")
         return 0
-    found = import_module(_PREFLIGHT).preflight(config)
+    found = import_module(_PREFLIGHT).preflight(config, options.recorded)
     print(explain(config, found.num_prompts, found.fields), end="")
     problems = [respell(one, config.task) for one in found.problems]
-    for title, lines in (("Models", found.models), ("Before training", problems), ("To know", found.notices)):
+    parts = (("Models", found.models), ("Simulated", found.simulated))
+    for title, lines in (*parts, ("Before training", problems), ("To know", found.notices)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
     return 2 if problems else 0

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be known of a run before a model is loaded: the checks of its start, made on the files that it names."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quadriga.algorithms.registry import choose_estimator
-from quadriga.config import Config, training_findings
-from quadriga.errors import QuadrigaError, RewardError
+from quadriga.config import Config, load_config, training_findings
+from quadriga.data import load_tokenizer
+from quadriga.errors import DataError, QuadrigaError, RewardError
+from quadriga.observe.tracking.jsonl import METRICS_FILE
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.trainer.build import build_reward, build_tokenizer, build_train_loader, build_val_loader
+from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.models import sizes_of_models
 from quadriga.workers.rollout_engines import rollout_engine_class
@@ -24,11 +29,13 @@ class Preflight(NamedTuple):
     fields: tuple[str, ...] | None  # what the advantage estimator reads; None: it is not known
     num_prompts: int | None  # rows of the training data; None: they cannot be read
     models: list[str]  # of those that learn, their sizes and costs
+    simulated: list[str]  # what generation beside training would bring
 
 
-def preflight(config: Config) -> Preflight:
+def preflight(config: Config, recorded: Path | None = None) -> Preflight:
     """Try what a run does before its models are loaded, each part by itself; no network is needed that a run would not
-    need, and nothing of the run's directory is touched."""
+    need, and nothing of the run's directory is touched. `recorded`: the directory of a run in lockstep, whose lengths
+    and seconds are simulated."""
     configured, notices = training_findings(config)
     problems: list[QuadrigaError] = list(configured)
     missing = {one.where for one in problems}
@@ -62,9 +69,38 @@ def preflight(config: Config) -> Preflight:
         if train is not None:
             tried(_grade_first_row, reward, train.dataset, config.data.reward_fn_key)
         reward.close()
+    run = recorded and tried(recorded_run, recorded)
+    simulated = list(advice(config, run)) if config.async_training.enable and not configured else []
     told = {str(one): one for one in problems}
     rows = train and (train.sampler if config.data.mixture else train.dataset)
-    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows), models)
+    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows), models, simulated)
+
+
+def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
+    """The configuration of a run, and what its metrics and its written responses say of each step; see `recorded` of
+    trainer/simulation.py. Raises DataError: it has not written them."""
+    config = load_config([], [run / "config.yaml"]).config
+    folder = Path(config.trainer.rollout_data_dir or run / "no responses")
+    if not folder.is_dir() or not (run / METRICS_FILE).exists() or config.async_training.enable:
+        expected = "metrics and responses (trainer.rollout_data_dir) of a run in lockstep"
+        raise DataError(f"--recorded {run}", got="none", expected=expected)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
+    found = []
+    for line in _lines(run / METRICS_FILE):
+        if (gen_s := line.get("timing_s/gen")) is None:
+            continue
+        lengths: dict[str, list[int]] = {}
+        for row in _lines(folder / f"{line['step']}.jsonl"):
+            tokens = tokenizer(row["output_with_special_tokens"], add_special_tokens=False)["input_ids"]
+            lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
+        reward_s = line.get("timing_s/reward", 0.0)
+        train_s = line["timing_s/step"] - gen_s - reward_s
+        found.append({"lengths": [*lengths.values()], "gen_s": gen_s, "train_s": train_s, "reward_s": reward_s})
+    return config, found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> None:

@@ -335,6 +335,20 @@ def test_a_profile_shows_which_weights_generate(train: Callable[..., Path], tmp_
 LANES = ("step of version 0", "step of version 1", "new weights", "update_actor")
 
 
+def test_explain_simulates_a_recorded_run(
+    train: Callable[..., Path], arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The seconds and the lengths of one in lockstep; another run has none."""
+    kept = (f"trainer.rollout_data_dir={tmp_path / 'rows'}", "trainer.total_training_steps=4")
+    lockstep, stale = train(*kept, run="lockstep"), train(*kept, ON, run="stale")
+    explain = ["config", "explain", *arguments(*kept, ON), "--recorded"]
+    assert main([*explain, str(lockstep)]) == 0
+    told = capsys.readouterr().out
+    assert f"by lengths and seconds of 4 steps of {lockstep}" in told and "recommended: max_staleness=" in told
+    assert main([*explain, str(stale)]) == 2
+    assert "expected metrics and responses (trainer.rollout_data_dir) of a run in lockstep" in capsys.readouterr().out
+
+
 def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(
     train: Callable[..., Path], metric_lines: Callable[..., Lines], tmp_path: Path
 ) -> None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator of asynchronous training against runs that are worked out by hand."""
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quadriga.config import load_config
 from quadriga.trainer.async_schedule import Rules
+from quadriga.trainer.simulation import advice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from async_simulation import Costs, Outcome, Simulation, Workload, colocated, recorded
@@ -85,16 +86,30 @@ def test_colocated_uses_all_for_both() -> None:
     assert colocated(rules, workload, costs, 2, 2).seconds == pytest.approx(STEPS * (10 + 10 + 10 + 3))
 
 
-def test_a_recorded_run_gives_lengths_and_costs(tmp_path: Path) -> None:
+def test_a_recorded_run_gives_lengths_and_costs() -> None:
     """The seconds that the costs of a run lead to give back these costs."""
     dice, lines = np.random.default_rng(1), []
     for _ in range(6):
         lengths = dice.integers(10, 200, (4, 2))
         gen_s = 0.03 * lengths.max() + 0.002 * lengths.sum()
         lines.append({"lengths": lengths.tolist(), "gen_s": gen_s, "train_s": 1.5 + 0.01 * int(lengths.sum())})
-    file = tmp_path / "steps.jsonl"
-    file.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
-    workload, costs = recorded(file, 15, Costs(), 1, 1)
+    workload, costs = recorded(lines, 15, Costs(), 1, 1)
     assert workload.lengths.shape == (15, 4, 2) and workload.lengths[7].tolist() == lines[1]["lengths"]
     fitted = (costs.decode_s, costs.sequence_s, costs.step_s, costs.token_s)
     assert fitted == tuple(map(pytest.approx, (0.03, 0.002, 1.5, 0.01)))
+
+
+def test_a_choice_is_recommended_for_a_configuration() -> None:
+    """By the lengths of a recorded run: training takes twice as long as generation, so more ranks should train. Without
+    a run the assumptions are said."""
+    placed = "trainer.placement={actor: training, ref: training, rollout: generation}"
+    on_ray = ("trainer.backend=ray", placed, "trainer.resource_pools={training: [4], generation: [4]}")
+    config = load_config([*on_ray, "async_training.enable=True", "async_training.max_staleness=4"]).config
+    lengths = np.random.default_rng(1).integers(50, 150, (8, 2)).tolist()
+    lines = [{"lengths": lengths, "gen_s": 10.0, "train_s": 80.0}] * 4
+    source, mine, best = advice(config, (load_config(on_ray).config, lines))
+    assert source.startswith("by lengths and seconds of 4 steps")
+    assert mine.startswith("this: max_staleness=4, 4 training + 4 rollout ranks: ")
+    assert best.startswith("recommended: max_staleness=1, 6 training + 2 rollout ranks: ")
+    assumed = list(advice(config))
+    assert assumed[0].startswith("assumed, not measured: ") and len(assumed) == 5
