@@ -45,11 +45,8 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
-State = Mapping[str, torch.Tensor]
-"""Tensors by name, plain where one rank holds them whole, DTensors where several do."""
-Written = list[list[WriteResult]]
-"""The chunks that a rank has written, folder by folder."""
-
+State = Mapping[str, torch.Tensor]  # tensors by name, plain where one rank holds them whole, DTensors where several do
+Written = list[list[WriteResult]]  # the chunks that a rank has written, folder by folder
 _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
 

@@ -87,8 +87,7 @@ class PolicyObjective(Objective):
         self.router_z_loss_coef = config.router_z_loss_coef
         self.policy_loss = policy_loss_of(config, correction)
         self.teacher = distillation if distillation is not None and distillation.enable else None
-        self._reward_weight = self._teacher_weight = 0.0
-        """Of the divergence from a teacher: as a reward, as a loss."""
+        self._reward_weight = self._teacher_weight = 0.0  # of the divergence from a teacher: as a reward, as a loss
         self._diverge: Callable[..., LossAndMetrics] = lambda rows, outputs: (rows.batch["response_mask"], {})
         if self.teacher is not None:
             self._require_advantages(self.teacher)

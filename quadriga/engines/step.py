@@ -31,8 +31,7 @@ from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
-_MOST_DIFFERING = 0.5
-"""Of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ."""
+_MOST_DIFFERING = 0.5  # of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
@@ -157,9 +156,8 @@ class _Updater:
     temperature: float
 
     def step(self, mini: DataProto, places: torch.Tensor, lr: float) -> tuple[dict[str, Metric], dict[str, Metric]]:
-        """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the whole batch's
-        order.
-        Returns metrics that are shares of sums over the mini-batch, and the others."""
+        """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the order of the whole
+        batch. Returns metrics that are shares of sums over the mini-batch, and the others."""
         engine, objective = self.engine, self.objective
         here = LossCounts.of(mini.batch["response_mask"])
         computed = objective.rows_with_gradient(mini)

@@ -99,8 +99,8 @@ class MergedFiles:
 
 def open_model(folder: str | Path) -> WeightFiles:
     """The weights of a folder as `open_weights` finds them; of one with an adapter, those of its base model, merged.
-    Raises CheckpointError: there are none, or the base model is not where the adapter says. ConfigError: an adapter of
-    another kind."""
+    CheckpointError: there are none, or the base model is not where the adapter says. ConfigError: an adapter of another
+    kind."""
     if not is_adapter(folder):
         return open_weights(folder)
     folder = Path(folder)

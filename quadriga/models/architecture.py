@@ -28,9 +28,7 @@ from quadriga.models.fused import fuse
 from quadriga.models.heads import LogitRule
 from quadriga.models.vision import is_vision
 
-BOUND = 1e-4
-"""Nats by which log-probs in float32 may differ from those of transformers' own forward."""
-
+BOUND = 1e-4  # nats by which log-probs in float32 may differ from those of transformers' own forward
 _NARROWED: dict[str, Any] = {
     "sliding_window": 5, "attention_chunk_size": 6, "attention_window_size": 5, "window_size": 5,
     "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "logits_soft_cap": 2.0,
@@ -60,7 +58,6 @@ class Way:
 
 # What models raise that do not know this attention, or an argument of it: they are computed in another way.
 _NOT_TAKEN = (EngineError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
 PACKED = Way(ATTENTION_NAME, "sdpa")
 _found: dict[str, Way] = {}
 

@@ -35,8 +35,7 @@ from quadriga.models.flash import Rows, Scores, Sums, flash_backward, flash_forw
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
-HIDDEN = -1e30
-"""Added to the score of a key that is not seen. Infinity would leave a query without any key with NaN."""
+HIDDEN = -1e30  # added to the score of a key that is not seen. Infinity would leave a query without any key with NaN
 
 
 @dataclass(frozen=True)
@@ -318,8 +317,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries [b, L] that are computed together, their own keys first; `runs` are those of them that other blocks may
-    see."""
+    """Queries [b, L] that are computed together, their own keys first; `runs`: those that other blocks may see."""
 
     queries: Rows
     parts: Sequence[_Part]

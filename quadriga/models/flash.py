@@ -56,7 +56,7 @@ def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
 def flash_backward(results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores) -> Sequence[Tensor]:
     """Gradients of the inputs of `flash_forward`: the share of these keys in those of all that the queries see.
     `results`: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
-    has no gradient."""
+    has none."""
     (grad, out, log_sums), (query, key, _) = results, inputs
     if _has_cuda_kernel(query) and how.is_plain:
         rng = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # without dropout unread

@@ -35,9 +35,7 @@ if HAS_TRITON:
 
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 logger = logging.getLogger(__name__)
-
 CHUNK_TOKENS = 512  # on a CPU
 _CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the gradient of the weight for each chunk
 _TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
@@ -172,9 +170,8 @@ class _Call:
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None) -> Tensor:
-    """Float32 logits [C, V] of hidden [C, D], weight [V, D], in the dtype of `hidden` or already widened to float32,
-    and bias [V]. They may be written to the workspace [C, V] float32: a CPU would map memory of this size anew each
-    time."""
+    """Float32 logits [C, V] of hidden [C, D], weight [V, D], in the dtype of `hidden` or widened to float32, and bias
+    [V]. They may be written to the workspace [C, V]: a CPU would map memory of this size anew each time."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=workspace)
     elif weight.dtype == torch.float32:
@@ -276,8 +273,7 @@ class _TokenScores(torch.autograd.Function):
 def _combine(parts: Tensor) -> Tensor:
     """Normaliser, entropy, target's logit and sum of squared probabilities, and logits of other targets: parts
     [P, 3 + K, M] -> the whole [3 + K, M]. With w the share of a part: H = sum of w H_part - w log w, and the squares
-    are the sum of w^2 squares_part. The normaliser of an empty part, and the logit of a target that a part lacks, are
-    -inf."""
+    are the sum of w^2 squares_part. An empty part's normaliser, and the logit of a target not in it, are -inf."""
     normalizers, entropies, chosen, squares, *others = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     shares = (normalizers - normalizer).exp()

@@ -109,8 +109,7 @@ class SafetensorFiles:
 
 
 class DistributedFiles:
-    """A distributed checkpoint, whoever wrote its chunks. `prefix`: of the names that are weights; left out of those
-    here."""
+    """A distributed checkpoint, whoever wrote its chunks. `prefix`: of the names of weights; left out here."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._reader, self._prefix = ChunkReader(folder), prefix
@@ -167,8 +166,7 @@ class ChunkReader(FileSystemReader):
         self.set_up_storage_reader(listed, is_coordinator=True)
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:
-        """Fill tensors [...] in place, of DTensors this rank's part. CheckpointError: a file is missing, cut or
-        damaged."""
+        """Fill tensors [...] in place, of DTensors this rank's part. CheckpointError: a file is missing or damaged."""
         planner = DefaultLoadPlanner(**_UNSHARDED)
         planner.set_up_planner(state, self.listed, is_coordinator=True)
         try:
@@ -185,8 +183,7 @@ def share_with_readers(folder: Path) -> None:
 
 
 def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
-    """Write tensors [...] to `model-00001-of-0000N.safetensors` and their index in a folder, at most a shard in
-    memory."""
+    """Write tensors [...] to `model-00001-of-0000N.safetensors` and their index, at most a shard in memory."""
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     where: dict[str, str] = {}

@@ -17,8 +17,7 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number, how it combines with others of its name, and the count (of tokens, sequences, steps) it weighs in a
-    mean."""
+    """One number, how it combines with others of its name, and the count (tokens, sequences, steps) that it weighs."""
 
     value: float
     reduction: Reduction = "mean"

@@ -37,8 +37,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What the probe found about a package (no version: not installed); a reason is "imports", `NOT_TRIED`, or what is
-    wrong."""
+    """What the probe found about a package (no version: not installed); reason: "imports", `NOT_TRIED`, an error."""
 
     package: str
     version: str

@@ -22,8 +22,7 @@ from quadriga.observe.timing import PhaseTimer
 
 # Allocations remembered for a memory snapshot; a step of a large model makes some ten thousand.
 MEMORY_EVENTS = 1_000_000
-# Of a process in the trace: its own, and one for each of its devices.
-NUM_PIDS = 1000
+NUM_PIDS = 1000  # of a process in the trace: its own, and one for each of its devices
 
 
 def check_tool(tool: str | None, device: torch.device) -> None:

@@ -37,7 +37,6 @@ NUM_COMPONENTS = 4
 COLORS = ("#3b6fd4", "#d9480f", "#2b8a6e", "#6d5bd0", "#a61e4d", "#e67700")
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 220, 56, 22, 24
 INK = 'fill="#7a8191" font-family="sans-serif" font-size="11"'
-
 Points = Sequence[tuple[float, float]]
 
 

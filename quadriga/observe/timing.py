@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from quadriga.observe.watchdog import waiting
 
 BAR_WIDTH = 32
-# A gap between two parts is shown when it is long enough for a person to wonder about.
-SHOWN_GAP_S = 0.5
+SHOWN_GAP_S = 0.5  # a gap between two parts is shown when it is long enough for a person to wonder about
 
 
 class PhaseTimer:

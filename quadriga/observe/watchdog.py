@@ -21,18 +21,14 @@ from types import FrameType
 from typing import TypeVar
 
 Item = TypeVar("Item")
-
 EVERY_S = 30.0
-
 _OURS = str(Path(__file__).resolve().parents[1])
 # The longest first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
 )
 _open_waits = threading.local()
-
-# The block's end does not wait longer than this for a detail function that is itself stuck.
-LAST_REPORT_S = 1.0
+LAST_REPORT_S = 1.0  # the block's end does not wait longer than this for a detail function that is itself stuck
 
 
 @contextmanager
@@ -93,8 +89,7 @@ def watched(items: Iterable[Item], what: str) -> Iterator[Item]:
 
 
 def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
-    """The line of users' code that is running, as a text to be appended; else the innermost line of Quadriga's, or with
-    `is_users` nothing."""
+    """The line of users' code that is running, to append; else Quadriga's innermost, or with `is_users` nothing."""
     while frame is not None:
         code = frame.f_code
         is_ours = code.co_filename.startswith(_OURS)

@@ -31,9 +31,7 @@ from quadriga.rewards.process import LATE, LOADING_LIMIT_S, READY, Arguments, Gr
 from quadriga.rewards.scoring import ScoreFunction
 
 CHUNK_S = 0.01  # a chunk holds about this much work: quick samples travel together, slow ones alone
-
 MAX_CHUNK = 64
-
 _BLOCKED_S = 5.0  # a process that awaits samples is blocked when it is this late with an outcome
 
 

@@ -42,19 +42,14 @@ from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, rea
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
 LOADING_LIMIT_S = 300.0  # time for starting a process and for importing the score function's file and libraries
-
 SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
 
 DIED = "the grading process ended with {} while it graded this sample"
-
 _END_LIMIT_S = 15.0
-
 _LOOK_S = 0.05  # a process that awaits samples gets more of them this often
 READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
-
 LATE = "no score within {:g} s (reward_model.timeout_s)"
-
 COMMAND = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from quadriga.descendants import supervise; supervise(int(sys.argv[2])); "

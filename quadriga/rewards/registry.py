@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quadriga.protocol import DataProto
 
 ManagerClass = TypeVar("ManagerClass", bound=type)
-
 BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "judge")}
 BUILT_IN |= dict.fromkeys(("batch", "prime", "dapo", "in_process"), BUILT_IN["naive"])
 """Name -> module."""

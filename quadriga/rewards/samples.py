@@ -28,7 +28,6 @@ from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 
 logger = logging.getLogger(__name__)
-
 OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
 """Columns of a conversation that score functions find in `extra_info`, whether it is graded alone or in its batch."""
 
@@ -36,8 +35,7 @@ ERROR_COLUMN = "reward_error"
 
 
 class Samples(NamedTuple):
-    """Decoded responses, a dict of arguments each; `lengths` [B] int64 in tokens; T; and the rows' `places` in the data
-    files."""
+    """Decoded responses, arguments of each; `lengths` [B] int64 in tokens; T; the rows' `places` in data files."""
 
     rows: list[dict[str, Any]]
     lengths: torch.Tensor
@@ -50,7 +48,6 @@ class SampleManager(RewardManager):
     Raises ConfigError: `reward_model.reward_kwargs` holds what the manager does not know."""
 
     options: tuple[str, ...] = ()  # names that `reward_model.reward_kwargs` may hold
-
     needs_truths: bool = True  # whether each row must have a ground truth; None stands for one that is not needed
 
     def __init__(self, config: Config, tokenizer: Any) -> None:

@@ -39,7 +39,6 @@ GRADERS_BY_PREFIX: dict[str, str] = {
 """Beginning of a data source's name -> module."""
 
 WITHOUT_TRUTH = frozenset({"reasoning_gym"})  # modules that grade by other columns than the ground truth
-
 _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 

@@ -215,8 +215,7 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
-    """The mode for engines whose data-parallel ranks are those that every worker names by `register_mesh(mesh_name,
-    ...)`."""
+    """The mode for data-parallel ranks that every worker names by `register_mesh(mesh_name, ...)`."""
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 

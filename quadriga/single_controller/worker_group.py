@@ -62,8 +62,7 @@ class GroupMethod(partial):
 
 
 class WorkerGroup(GroupLayout, ABC, Generic[W]):
-    """Base class of the backends. The worker class's registered methods become the group's; `name`, its role, is for
-    errors."""
+    """Base class of the backends. The worker class's registered methods become the group's; `name` is its role."""
 
     shares_processes: bool = False  # whether other roles are in the workers' processes
 
@@ -93,8 +92,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     @staticmethod
     @abstractmethod
     def first_outcomes(handles: Sequence[Any]) -> dict[Any, Any]:
-        """Wait for one of several handles. Returns what has come: outputs, to be copied as with `borrow`, and
-        errors."""
+        """Wait for one of several handles. Returns what has come: outputs, to be copied as with `borrow`; errors."""
 
     @abstractmethod
     def restart(self, rank: int) -> None:

@@ -30,8 +30,7 @@ from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarget, name_some
 
-# The other side may still be generating, or updating.
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)  # the other side may still be generating, or updating
 # All processes come at once to where they meet. One that dies on its way there breaks no connection: only its absence
 # is seen.
 MEETING_TIMEOUT = timedelta(seconds=60)
@@ -43,8 +42,7 @@ and for tensors that gloo still holds. A tensor larger than a part is sent witho
 
 @dataclass(frozen=True)
 class Address:
-    """Host and port of a store in the first sender; ranks of all receivers in the rollout; and how many senders there
-    are."""
+    """Host and port of a store in the first sender; the ranks of all receivers; how many senders there are."""
 
     host: str
     port: int

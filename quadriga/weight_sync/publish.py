@@ -14,7 +14,6 @@ from quadriga.errors import PeerLostError, WeightSyncError
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 
 NamedWeights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-
 _NUM_NAMED = 5
 
 
@@ -78,8 +77,7 @@ class CopiedWeights:
     """The rollout has a copy of the model: each tensor is copied in the rollout's dtype, and compared afterwards."""
 
     def __init__(self) -> None:
-        self._published: dict[str, str] = {}
-        """Fingerprints by name."""
+        self._published: dict[str, str] = {}  # fingerprints by name
 
     def publish(
         self, weights: NamedWeights, target: WeightTarget, version: int, known: Mapping[str, str] | None = None

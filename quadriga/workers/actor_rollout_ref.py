@@ -203,8 +203,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=BY_REPLICA)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Learn from a batch with advantages [B, T]. Returns metrics. `publish_weights` brings the new weights to the
-        rollout."""
+        """Learn from a batch with advantages [B, T]. Returns metrics. The rollout's weights stay as they are."""
         return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
@@ -275,8 +274,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
-        """Prepare weight sync with these ranks of a rollout in other processes alone. Returns, from rank 0, the
-        address."""
+        """Prepare weight sync with these ranks of a rollout elsewhere alone. Returns, from rank 0, the address."""
         bucket_bytes, device = self.rollout_config.update_weights_bucket_megabytes << 20, self.processes.world.device
         if sends_parts(self.config):
             first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None

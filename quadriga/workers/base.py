@@ -46,15 +46,12 @@ from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
 
 Pass = TypeVar("Pass", bound=Callable[..., DataProto])
-
-MESH = "replicas"
-"""The name under which a worker registers its place among the data-parallel ranks."""
+MESH = "replicas"  # the name under which a worker registers its place among the data-parallel ranks
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 """A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
 returns the result."""
 
-GROUPS = "rollout groups"
-"""The name under which a worker registers its place among the rollout groups."""
+GROUPS = "rollout groups"  # the name under which a worker registers its place among the rollout groups
 BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
 """A chunk of rows for each rollout group, the same for all of its ranks; the leader returns the result."""
 
@@ -318,8 +315,7 @@ class UpdateInputs:
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
-        """Columns for `update_actor` or `update_critic`; what the policy loss computes from the whole batch is added to
-        it."""
+        """Columns for `update_actor` or `update_critic`; what the policy loss makes of the whole batch is added."""
         if role == "actor":
             self._policy.add_batch_columns(batch)
         fields = (self._policy if role == "actor" else self._value).fields(batch)

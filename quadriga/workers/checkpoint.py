@@ -30,8 +30,7 @@ from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
 from quadriga.models.weight_names import ConvertedFiles
 
-HF_FOLDER = "huggingface"
-"""Where a role's part of a checkpoint has the model of `hf_model`."""
+HF_FOLDER = "huggingface"  # where a role's part of a checkpoint has the model of `hf_model`
 OPTIMIZER, FROZEN = "optimizer", "frozen"
 
 

@@ -131,8 +131,7 @@ class SequenceTokens:
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int) -> "SequenceTokens":
-        """The last `limit` tokens, at least one of them as prompt. EngineError: there are images or videos, which are
-        not cut."""
+        """The last `limit` tokens, at least one of them as prompt. EngineError: images or videos, which are not cut."""
         if (length := len(self.prompt) + len(self.response)) <= limit:
             return self
         if self.inputs:

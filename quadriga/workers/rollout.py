@@ -42,8 +42,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons, for
-        people."""
+        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
         if (size := rollout_group_size(self.config)) > 1:

@@ -43,14 +43,12 @@ from quadriga.models.vision import ImageTokens, unseen_image
 from quadriga.observe.machine import is_in_memory, release_free_memory
 
 logger = logging.getLogger(__name__)
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FIRST_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24
 _STEPS_TO_DOUBLE = 400
 _LONG_TOKENS = 8192
 """A micro-batch of as many leaves holes on a CPU that the next does not fit in; giving them back takes milliseconds."""
-ALL_KINDS = ("weights", "masters", "optimizer")
-"""All that can rest."""
+ALL_KINDS = ("weights", "masters", "optimizer")  # all that can rest
 
 
 @dataclass(frozen=True)
@@ -289,8 +287,7 @@ class FSDPEngine:
         return merged(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """An adapter's matrices A [r, in] and B [out, r], in the compute dtype; with the weights below too, under their
-        own names."""
+        """An adapter's matrices A [r, in] and B [out, r], in the compute dtype; and the weights below, by own names."""
         self._require_awake("weights")
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)

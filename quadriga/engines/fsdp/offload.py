@@ -75,8 +75,7 @@ class MappedFile:
 
 
 class PinnedCopy:
-    """A place in pinned host memory for tensors on a CUDA device, which stay the same. ConfigError: there is not so
-    much."""
+    """Pinned host memory for tensors on a CUDA device, which stay the same. ConfigError: there is not so much."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str) -> None:
         # Several tensors may be parts of one storage.

@@ -45,7 +45,6 @@ from quadriga.partition import part_of
 
 _GLOO_BYTES = 16 << 20
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
-
 ReadWeight = Callable[[str], torch.Tensor]
 """From a parameter's name in the whole model to its whole value, on any device and of any dtype."""
 

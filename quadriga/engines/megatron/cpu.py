@@ -21,8 +21,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
-REPLACED = "torch.cuda.current_device, device='cuda', CUDA's random states"
-"""What is, for people to read."""
+REPLACED = "torch.cuda.current_device, device='cuda', CUDA's random states"  # what is, for people to read
 
 
 class _OnCPU(TorchFunctionMode):

@@ -178,8 +178,7 @@ class MegatronEngine(FSDPEngine):
         return chosen | {"weights": f"{chosen['weights']}, in {how}"}
 
 
-_met: dict[str, Any] = {}
-"""The sizes with which Megatron's groups were made in this process, and in which meeting."""
+_met: dict[str, Any] = {}  # the sizes with which Megatron's groups were made in this process, and in which meeting
 
 
 def meet(processes: Processes, virtual: int | None) -> None:

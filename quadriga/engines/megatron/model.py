@@ -166,8 +166,7 @@ def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """What cuts its rows over tensor-parallel ranks and what its columns, in the layers; and why these, for people to
-    read."""
+    """What cuts its rows over tensor-parallel ranks and what its columns, in layers; and the reason, to be printed."""
     own, name = (ColumnParallelLinear, RowParallelLinear), "Megatron's own linear modules"
     if device.type != "cuda":
         return *own, f"{name} (Transformer Engine is for CUDA)"

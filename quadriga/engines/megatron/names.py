@@ -86,8 +86,7 @@ FAMILIES: Mapping[str, Mapping[str, Place]] = {
     "qwen3_moe": _LAYER | _QK_NORM | _EXPERTS,
 }
 """By `model_type`."""
-_HEADS = ("value_head.", "score.")
-"""Modules that stay Hugging Face's: one number for each token."""
+_HEADS = ("value_head.", "score.")  # modules that stay Hugging Face's: one number for each token
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 

@@ -33,8 +33,8 @@ from quadriga.partition import part_of
 
 class MegatronWeights(PartialWeights):
     """The parameters of this rank's chunks of a model: Megatron's modules, without values. A head of single numbers, of
-    the whole model on "meta", gets its memory here. `steps_on_host`: the masters are kept there, where the optimizer
-    steps."""
+    the whole model on "meta", gets its memory here. `steps_on_host`: the masters, and the optimizer's steps, are there.
+    """
 
     def __init__(
         self,

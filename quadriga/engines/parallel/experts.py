@@ -25,8 +25,7 @@ from quadriga.models.experts import is_mixture
 
 
 def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
-    """Cut the experts [E, ...] of a model (or "meta") to this rank's, and let tokens travel; the names of what was
-    cut."""
+    """Cut the experts [E, ...] of a model, also on "meta", to this rank's; tokens travel. Returns their names."""
     names = set()
     for place, module in list(model.named_modules()):
         if not is_mixture(module):

@@ -32,7 +32,6 @@ from quadriga.models.scorers import Scored, Sharing
 from quadriga.partition import part_of
 
 _Move: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
-
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -11,7 +11,6 @@ from typing import Any
 
 # Columns of a validation sample by convention; a sample may hold others and need not hold all of these.
 SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
-
 Sample = Mapping[str, Any]
 
 

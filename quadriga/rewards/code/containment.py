@@ -40,8 +40,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_SLAVE = 2, 4, 0x4000, 0x80000
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1 << 1, 1 << 2
 _CAPABILITY_VERSION = 0x20080522
-# Far above any user's number: each contained process takes this plus its process id.
-_FIRST_USER = 1_000_000_000
+_FIRST_USER = 1_000_000_000  # far above any user's number: each contained process takes this plus its process id
 # What an interpreter and its libraries read on their way up. None of it tells about a run or its user.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")

@@ -31,8 +31,7 @@ _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
-# What the server may take in addition to the program's own time.
-_QUEUE_S = 60.0
+_QUEUE_S = 60.0  # what the server may take in addition to the program's own time
 # An error of the server's own may pass; then it is not the program's.
 _MAX_SANDBOX_ERRORS = 3
 _MAX_ATTEMPTS = 4

@@ -49,8 +49,7 @@ HEADER = struct.Struct("=I8sid4Q")
 """Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams and of the
 names of the system calls that it was refused."""
 
-# Where a process says that it is contained, just before it closes it and the program begins.
-_NOTICE_FD = 4
+_NOTICE_FD = 4  # where a process says that it is contained, just before it closes it and the program begins
 # So many are told; then the kernel refuses by itself (ENOSYS), and no program can keep a supervisor busy.
 _MAX_REFUSALS = 8
 

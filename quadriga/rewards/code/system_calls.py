@@ -191,5 +191,4 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 
-# Once a process, not in each that it forks.
-_FILTER = _filter() if is_known_machine() else b""
+_FILTER = _filter() if is_known_machine() else b""  # once a process, not in each that it forks

@@ -21,10 +21,8 @@ from quadriga.rewards.graders.reading import last_answer
 
 # What a scorer may raise over the text of an answer: not a number, too large a one, or JSON of another shape.
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-# The answer that says nothing, for entries without one of their own: no move, no colour.
-_EMPTY_ANSWER = "{}"
-# Each makes a data set of the task.
-_scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)
+_EMPTY_ANSWER = "{}"  # the answer that says nothing, for entries without one of their own: no move, no colour
+_scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)  # each makes a data set of the task
 
 
 class MissingKeyError(KeyError):

@@ -31,8 +31,7 @@ _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": Fal
 
 @register("naive")
 class NaiveRewardManager(SampleManager):
-    """Grades each sample on its own. A user's score function is loaded at once, so that a mistake shows before a model
-    is."""
+    """Grades each sample on its own. A user's score function is loaded at once: a mistake shows before a model is."""
 
     grades_early = True
     is_batch: bool = False  # whether one call of the score function grades all samples

@@ -36,7 +36,6 @@ from quadriga.single_controller.ray.process import ProcessAddress, Status
 REPORT_EVERY_S = 30.0
 POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
-
 HEAD_LOST = threading.Event()
 """Set by the heartbeat: short calls alone would not notice before Ray ends the driver, after a minute."""
 GRACE_S = 1.0
@@ -343,8 +342,7 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
 
 
 def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:
-    """Wait until processes (pid, start) of this node are gone, after `patience_s` with a SIGKILL. Returns pids that are
-    left."""
+    """Wait until processes (pid, start) of this node are gone, after `patience_s` with a SIGKILL. Returns the rest."""
     start = time.monotonic()
     is_killed = False
     while alive := [pid for pid, started in processes if start_of(pid) == started]:

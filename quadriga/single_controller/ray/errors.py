@@ -26,12 +26,9 @@ from quadriga.observe.watchdog import LIBRARIES
 from quadriga.single_controller import dispatch
 
 NUM_LAST_LINES = 20  # how much of a dead process's standard error is shown
-
 _PACKAGE = Path(errors.__file__).parent
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
-
 # ---- a method that raised -----------------------------------------------------------------------
-
 _LEFT_ALONE = re.compile(r"gloo/transport|Connection (closed|reset) by|ncclRemoteError|communicator was aborted")
 """What the back ends of collectives, which raise a bare RuntimeError, say where another process left one."""
 

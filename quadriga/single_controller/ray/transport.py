@@ -49,7 +49,6 @@ INLINE_UP_TO_BYTES = 64 << 10
 ALONE_FROM_BYTES = 1 << 20
 # A buffer of its own costs an entry in every table on the way; below this size the bytes go with the stream.
 BUFFER_FROM_BYTES = 4096
-
 Location = tuple[Any, int]  # ref of an object in the store, and which of its arrays
 
 # ---- pickling -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from io import StringIO
 from rich.console import Console
 
 from quadriga.observe.progress import Progress
-from quadriga.observe.tracking.console import SHOWN_CHARACTERS, ConsoleBackend
+from quadriga.observe.tracking import SHOWN_CHARACTERS, ConsoleBackend
 
 METRICS = {"critic/rewards/mean": 0.5, "perf/throughput": 1214.0}
 
