@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What asynchronous training brings on two cores: one trains, the other generates; and what the simulator says of it.
 
-    .venv/bin/python benchmarks/async.py               # about 7 minutes, on 2 cores that nobody else uses
-    .venv/bin/python benchmarks/async.py --rounds 1    # about 4 minutes
+    .venv/bin/python benchmarks/async.py               # about 5 minutes, on 2 cores that nobody else uses
+    .venv/bin/python benchmarks/async.py --rounds 1    # about 3 minutes
 
 The sides take turns, each a whole run with the same prompts and the same lengths of responses, drawn beforehand from a
 log-normal law whose longest is 16 times the median:
@@ -17,8 +17,11 @@ Processes that train or generate have one thread and are pinned to their core; t
 side's time is from when everything is built to its last step, its first and last ones included, in which nothing can
 overlap. A core is idle where its process uses none of it.
 
+By default generation and training are about equal work in lockstep: as many seconds of its core each.
+
 Predicted is what `async_simulation.py` makes of the lockstep side alone: the lengths of its responses, the seconds of
-generation, training and publication of each of its steps.
+generation, training and publication of each of its steps. Colocated ranks sum their gradients at each update, which are
+as many bytes as a publication has, and are taken to last as long.
 """
 
 import os
@@ -63,6 +66,7 @@ RULES: dict[str, dict[str, Any]] = {
     "bounded(1)": {"max_staleness": 1},
     "bounded(4)": {"max_staleness": 4},
 }
+UPDATES = 2  # of a step, so that every side computes old log-probs
 WANTED, NEAR = 1.5, 0.15
 """Of bounded(1) over lockstep on the same split; how far the simulator may be from what is measured."""
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -100,8 +104,7 @@ def command(folder: Path, name: str, args: Namespace) -> list[str]:
         f"actor_rollout_ref.model.external_lib={REPOSITORY / 'benchmarks' / 'drawn_lengths.py'}",
         f"data.train_batch_size={args.prompts}",
         f"data.max_response_length={args.longest}",
-        # Two updates: every side computes old log-probs.
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts // 2}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts // UPDATES}",
         f"actor_rollout_ref.rollout.n={args.responses}",
         f"actor_rollout_ref.rollout.max_num_seqs={8 * args.prompts * args.responses}",
         f"trainer.total_training_steps={args.steps}",
@@ -162,9 +165,10 @@ def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[st
     for number in range(args.steps):
         own = [one.steps[number] for one in runs]
         whole = median(run.steps[number]["at_s"] - (run.steps[number - 1]["at_s"] if number else 0.0) for run in runs)
-        gen_s, publish_s = (median(one[key] for one in own) for key in ("gen", "publish_weights"))
-        lines.append({**own[0], "gen_s": gen_s, "train_s": whole - gen_s - publish_s, "publish_s": publish_s})
-    loads = {"publish_s": 0.0, "load_s": median(line["publish_s"] for line in lines), "switch_s": 0.0}
+        gen_s, sent_s = (median(one[key] for one in own) for key in ("gen", "publish_weights"))
+        lines.append({**own[0], "gen_s": gen_s, "train_s": whole - gen_s - sent_s, "publish_s": sent_s})
+    publish_s = median(line["publish_s"] for line in lines)
+    loads = {"publish_s": 0.0, "load_s": publish_s, "switch_s": UPDATES * publish_s}
     costs = replace(Costs(), **loads, capacity=10**6, recomputes=True)
     workload, costs = recorded(lines, args.steps, costs, 1, 1)
     print("recorded: " + ", ".join(f"{key} {value:.3g}" for key, value in vars(costs).items()))
@@ -220,12 +224,12 @@ def main() -> None:
     """All sides in turns."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=12, help="of a step")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--responses", type=int, default=4, help="to a prompt")
-    parser.add_argument("--median", type=int, default=32, help="tokens of a response; the longest has 16 times as many")
+    parser.add_argument("--median", type=int, default=48, help="tokens of a response; the longest has 16 times as many")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithms of lengths")
-    parser.add_argument("--hidden", type=int, default=192, help="width of the model")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     args = parser.parse_args()
