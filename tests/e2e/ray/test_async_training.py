@@ -29,30 +29,43 @@ ROLLOUT = "actor_rollout_ref.rollout"
 RESTARTED = ("async/restarted_groups", "rollout/engine_restarts")
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
 SMALL = (f"{ROLLOUT}.max_num_seqs=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+TEACHER = (
+    "enable=True",
+    "loss_mode=forward_kl_topk",
+    "topk=4",
+    "use_task_rewards=False",
+    "fsdp_config.model_dtype=float32",
+)
 SIDES = {
     "one step off": (2, ("async_training.preset=one_step_off",)),
+    "distillation": (2, ("async_training.preset=one_step_off", *(f"distillation.{key}" for key in TEACHER))),
     "streaming": (1, ("async_training.preset=streaming", "async_training.max_staleness=2", *SMALL)),
 }
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_deterministic_run_has_the_numbers_of_one_process(
-    side: str, ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
+    side: str, ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], teacher: Path
 ) -> None:
     """To float32 rounding: an engine with half of the groups adds up in another order. Validation and checkpoints, too;
-    the run on Ray goes on from one of the run in one process, with what was generated ahead."""
+    the run on Ray goes on from one of the run in one process, with what was generated ahead. A teacher has a process of
+    its own."""
     num_engines, keys = SIDES[side]
+    keys = (*keys, f"distillation.path={teacher}") if side == "distillation" else keys
     options = (*ON, *keys, "async_training.deterministic=True", "trainer.save_freq=2", "trainer.test_freq=3")
     alone = train(*options, run="alone")
     own = (*APART, f"trainer.resource_pools.generation=[{num_engines}]")
     if side == "streaming":  # there a save would wait for what is under way
         own = (*own, "trainer.save_freq=-1")
+    if side == "distillation":
+        own = (*own, "trainer.placement.teacher=scoring", "trainer.resource_pools.scoring=[1]")
     source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
     expected, lines = metric_lines(alone), metric_lines(train(*options, *own, *source, run="apart"))
     assert [line["step"] for line in lines] == [3, 4, 5, 6]
     assert "val-core/letters/reward/mean@1" in lines[-1]
     for ours, theirs in zip(lines, expected[2:], strict=True):
         assert ours.keys() - set(BY_TIME) == theirs.keys() - set(BY_TIME)
+        assert ("actor/distillation_loss" in ours) == (side == "distillation")
         for name in theirs.keys() - set(BY_TIME):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
 
