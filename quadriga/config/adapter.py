@@ -116,6 +116,8 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     reason, fix = "", "Leave the key out, and the adapter is merged before weight sync"
     if engine != "vllm":
         reason, fix = f"{engine} takes merged weights only", f"{fix}; vllm applies it beside the weights"
+    elif config.async_training.enable:
+        reason = "beside training new weights come to sequences under way with the adapter merged"
     elif (rank := adapter_shape(model).rank) > MAX_RANK:
         reason = f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
     elif is_wide_on_accelerator:

@@ -266,7 +266,12 @@ def check_async(config: Config) -> Iterator[Finding]:
         (on_ray and settings.deterministic and settings.in_flight == "continue" and rollout_processes(config) > 1,
          f"{at}.deterministic", f"true, with in_flight=continue and {rollout_processes(config)} ranks that generate",
          "in_flight=finish, or one rank", "How far each rank is when weights change is a matter of time."),
-        (rollout.name != "native", f"{ROLLOUT}.name", rollout.name, "native, which has a version of each token", ""),
+        (rollout.name not in ("native", "vllm"), f"{ROLLOUT}.name", rollout.name,
+         "native or vllm, which take weights between two tokens and have a version of each", ""),
+        (rollout.name == "vllm" and (settings.deterministic or settings.replay), f"{ROLLOUT}.name", "vllm",
+         f"native, with {at}.deterministic or replay", "vLLM's numbers depend on what it computes together."),
+        (rollout.name == "vllm" and rollout.data_parallel_size > 1, f"{ROLLOUT}.data_parallel_size",
+         str(rollout.data_parallel_size), "1", "Take a rank for each engine of vLLM."),
         (rollout.skip.enable, f"{ROLLOUT}.skip.enable", "true", "false", "Kept responses have no versions."),
         (settings.deterministic and has_conversations, f"{ROLLOUT}.mode", f"async, with {at}.deterministic=True",
          "sync", "The time that tools and users take is not in the configuration."),
@@ -282,7 +287,12 @@ def check_async(config: Config) -> Iterator[Finding]:
     ):  # fmt: skip
         if is_wrong:
             yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
-    if stale and settings.in_flight == "continue" and trainer.save_freq != -1 and (has_conversations or on_ray):
+    if (
+        stale
+        and settings.in_flight == "continue"
+        and trainer.save_freq != -1
+        and (on_ray or not rollout.has_unfinished)
+    ):
         what = "conversations" if has_conversations else "the responses"
         yield f"trainer.save_freq: a save waits until {what} under way have ended."
     if on_ray and stale and trainer.state_copies:

@@ -149,6 +149,11 @@ class RolloutConfig(LogProbConfig):
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
     `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether its engine says what is under way, of which another can go on."""
+        return self.name == "native" and self.mode == "sync"
+
     def findings(self, at: str) -> Iterator[Finding]:
         greedy = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:

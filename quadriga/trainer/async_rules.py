@@ -54,7 +54,7 @@ class Rules:
             warmup_steps=config.trainer.critic_warmup,
             round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
             part_size=policy.actor.ppo_mini_batch_size if settings.by_mini_batch else 0,
-            saves_running=settings.in_flight == "continue" and policy.rollout.mode == "sync" and not is_remote,
+            saves_running=settings.in_flight == "continue" and policy.rollout.has_unfinished and not is_remote,
         )
 
     def version_at(self, step: int) -> int:

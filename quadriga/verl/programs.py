@@ -253,7 +253,7 @@ def async_key(line: "Line", key: str, value: Any) -> None:
 def beside_training(line: "Line") -> None:
     """Generation on processes of its own, while the policy is trained."""
     line.written = "actor_rollout_ref.rollout.name"
-    line.note("The engine native generates beside training; vllm and sglang generate in turns with it (main_ppo).")
+    line.note("native takes its place; vllm generates beside training by our own keys, sglang in turns (main_ppo).")
     for line.written in (f"actor_rollout_ref.rollout.{name}" for name in ("tensor_model_parallel_size", _EXPERTS)):
         line.note("A process that generates beside training has the whole model.")
         line.ours[line.written] = 1

@@ -29,10 +29,12 @@ import numpy as np
 import torch
 
 from quadriga.background import EventLoopThread
+from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.sequences import completed, images_of, requests_of
+from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from quadriga.workers.generation import Generation
 
@@ -61,7 +63,7 @@ class GenerationStream:
     """
 
     def __init__(self, generation: Generation, done: Done) -> None:
-        assert isinstance(generation.engine, NativeEngine), "the configuration is checked before"
+        assert isinstance(generation.engine, NativeEngine | VLLMEngine), "the configuration is checked before"
         self.generation, self.engine = generation, generation.engine
         self.done = done
         self._weights = CopiedWeights()
@@ -88,6 +90,9 @@ class GenerationStream:
             requests |= {(group, row): request for row, request in enumerate(own)}
         earlier = {(group, row): _response(own) for group, row, *own in under_way}
         begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
+        if begun and isinstance(self.engine, VLLMEngine):
+            got, fix = f"{len(begun)} responses that another engine has begun", "Resume with rollout.name=native."
+            raise RolloutError("rollout.name=vllm", got=got, expected="a checkpoint without", fix=fix)
         order = [*begun, *(key for key in requests if key not in earlier)]
         prompts, sampling, images = map(list, zip(*(requests[key] for key in order), strict=True))
         futures = self.engine.begin(prompts, sampling, images, joined, [earlier[key] for key in begun])
@@ -122,12 +127,15 @@ class GenerationStream:
         the responses that have, then the others in the order in which they go on, with a KV cache that is computed
         anew. It may wait."""
 
+        engine = self.engine
+        assert isinstance(engine, NativeEngine), "what others have under way is waited for"
+
         def work() -> None:
             places = {future: (group, row) for group, own in self._open.items() for row, future in enumerate(own)}
-            found = {future: future.result() for future in places if future.done()} | self.engine.unfinished()
-            saved(self.engine.num_steps, [(*places[one], *_plain(found[one])) for one in found])
+            found = {future: future.result() for future in places if future.done()} | engine.unfinished()
+            saved(engine.num_steps, [(*places[one], *_plain(found[one])) for one in found])
 
-        return self.engine.between_steps(work, keeps_cache=False, recomputes=True)
+        return engine.between_steps(work, keeps_cache=False, recomputes=True)
 
     def abort(self, group: int) -> None:
         """A group is not wanted any more: it ends at the next step, and `done` is not called."""

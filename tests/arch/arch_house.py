@@ -27,19 +27,19 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
     "cli": Size(1064, 10, 44),
     "compat": Size(2135, 10, 203),
-    "config": Size(3814, 21, 169),
+    "config": Size(3831, 21, 170),
     "data": Size(3798, 16, 222),
     "engines": Size(4192, 24, 223),
     "models": Size(3462, 18, 204),
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
-    "rollout": Size(8745, 43, 542),
+    "rollout": Size(8876, 44, 552),
     "single_controller": Size(3349, 15, 209),
     "trainer": Size(6279, 31, 386),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(868, 6, 63),
-    "workers": Size(2244, 13, 132),
+    "workers": Size(2252, 13, 132),
     "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -53,7 +53,7 @@ REASONS: dict[str, str] = {
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse, in generation too, what a rank keeps of a model;"
-    " asynchronous training, by mini-batch; teachers; rows whose number is not known; float16",
+    " asynchronous training, by mini-batch, with vLLM; teachers; rows whose number is not known; float16",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -76,7 +76,8 @@ REASONS: dict[str, str] = {
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
-    " weights in profiles; images in later turns, and to servers",
+    " weights in profiles; images in later turns, and to servers; vLLM takes weights between two steps, with the"
+    " version of each token; what it is told is a file of its own",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
     " methods that wait beside others",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "

@@ -39,10 +39,11 @@ def start(folder: str) -> Callable[..., Any]:
         model: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
+        words: tuple[str, ...] = (),
         **rollout: Any,
     ) -> VLLMEngine:
         sizes = {"max_model_len": 320, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "cache_gigabytes": 1 / 32}
-        words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in (sizes | rollout).items()]
+        words = [*words, *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in (sizes | rollout).items())]
         words += [f"actor_rollout_ref.model.{key}={value}" for key, value in ({"path": path} | (model or {})).items()]
         words += [f"data.{key}={value}" for key, value in (data or {}).items()]
         config = load_config(["actor_rollout_ref.rollout.name=vllm", *words]).config

@@ -4,10 +4,14 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
+import torch
 
 from quadriga.errors import EngineLostError
 from quadriga.rollout.interface import Completion, SamplingParams
@@ -51,6 +55,45 @@ def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
     for version, seed in enumerate((1, 0), start=2):
         CopiedWeights().publish(model(seed).named_parameters(), engine, version)
         _require_greedy_of(engine, seed)
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True], ids=["recompute", "keep"])
+def test_a_response_under_way_goes_on_with_new_weights(keeps_cache: bool, start) -> None:
+    """Two loads while it is generated: each token has its version, and the log-probability that those weights give it
+    after all before it, or with the older KV cache another one. What comes later, or had to wait, is served from none
+    of that."""
+    kept = f"async_training.kv_on_update={'keep' if keeps_cache else 'recompute'}"
+    engine = start(max_num_seqs=3, words=("async_training.enable=True", kept))
+    copies = {version: model(version) for version in range(3)}
+
+    def load(version: int) -> None:
+        CopiedWeights().publish(copies[version].named_parameters(), engine, version)
+
+    engine.between_steps(partial(load, 0), keeps_cache=keeps_cache).result(60)
+    prompts, lengths = [PROMPTS[3], *PROMPTS], [100, 250, 250, 250, 100]
+    futures = engine.begin(prompts, [replace(LONG, max_tokens=length) for length in lengths])
+    for version in (1, 2):
+        while max(engine.core.call("drawn_tokens")[0].values(), default=0) < 50 * version:
+            time.sleep(0.005)
+        assert not all(future.done() for future in futures), "the loads came too late"
+        assert engine.between_steps(partial(load, version), keeps_cache=keeps_cache).result(60) == 0
+    later = engine.begin([PROMPTS[3]], [GREEDY])[0].result(60)
+    assert later.token_ids == greedy(copies[2], PROMPTS[3], 20)[0] and set(later.versions) == {2}
+    differences = []
+    for prompt, length, future in zip(prompts, lengths, futures, strict=True):
+        one = future.result(60)
+        assert len(one.token_ids) == len(one.versions) == length and one.versions == sorted(one.versions)
+        with torch.no_grad():
+            row = torch.tensor([[*prompt, *one.token_ids]])
+            log_probs = [copy(row).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for copy in copies.values()]
+        wanted = torch.stack(log_probs)[torch.tensor(one.versions), torch.arange(length), torch.tensor(one.token_ids)]
+        differences.append((torch.tensor(one.log_probs) - wanted).abs())
+        first = torch.tensor(one.versions) == one.versions[0]
+        assert differences[-1][first].max() < 1e-3
+    spread = [len(set(future.result().versions)) for future in futures]
+    assert 3 in spread, spread
+    assert (max(one.max() for one in differences) > 1e-3) == keeps_cache
+    engine.close()
 
 
 def test_requests_come_and_go(engine: VLLMEngine) -> None:

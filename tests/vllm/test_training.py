@@ -31,6 +31,23 @@ def test_a_run_generates_with_the_weights_that_it_trains(place: str, folder: str
     require_run("vllm", folder, tmp_path, place)
 
 
+def test_a_run_generates_beside_training(folder: str, tmp_path: Path) -> None:
+    """See `require_run`, of steps that learn from the newest weights alone; on Ray, by a rank of its own."""
+    require_run("vllm", folder, tmp_path, *ELSEWHERE, "async_training.enable=True", "async_training.max_staleness=0")
+
+
+@pytest.mark.parametrize("keeps", ["recompute", "keep"])
+def test_a_run_takes_weights_under_way(keeps: str, folder: str, tmp_path: Path) -> None:
+    """In one process, an adapter merged, with so few places that the last batch is under way as weights come."""
+    words = [f"async_training.{word}" for word in ("enable=True", "max_staleness=2", f"kv_on_update={keeps}")]
+    words += [f"actor_rollout_ref.rollout.{word}" for word in ("max_num_seqs=4", "ignore_eos=True")]
+    more = (*words, "data.max_response_length=96", "trainer.save_freq=2", *LORA[:1])
+    lines, said = require_run("vllm", folder, tmp_path, *more, is_stale=True)
+    assert "goes merged (beside training new weights come" in said
+    assert all(line["async/staleness_max"] <= 2 and line["rollout_corr/rollout_is_mean"] > 0 for line in lines)
+    assert sum(line["async/interruptions"] for line in lines) > 0
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

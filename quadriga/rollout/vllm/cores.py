@@ -4,13 +4,16 @@
 in this process       the caller's thread steps it; tensors are handed to the model as they are
 in its own processes  vLLM's front end runs in a thread here; requests join and leave while others run
 
-    caller's loop ── generate(a) ──┐                      ┌──────────────────┐ msgpack ┌─────────────────┐
-    caller's loop ── generate(b) ──┼─> loop of a thread ──│ vLLM's front end │ <─────> │ its engine core │
-    any thread ──── ask ───────────┘      of our own      └──────────────────┘         └─────────────────┘
+    any thread ── respond(a) ──────┐                      ┌──────────────────┐ msgpack ┌─────────────────┐
+    any thread ── respond(b) ──────┼─> loop of a thread ──│ vLLM's front end │ <─────> │ its engine core │
+    any thread ── ask, renewed ────┘      of our own      └──────────────────┘         └─────────────────┘
 
 consumes: requests from any thread and any event loop; each is a coroutine on the thread's loop.
 waits for: the engine core's process; its death ends every call with an error that says so.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
+
+For new weights beside generation (`renewed`) vLLM pauses between two steps. Its worker says how many tokens each
+response has there, so that each token has its version whenever it is delivered; what has none yet begins anew.
 """
 
 import asyncio
@@ -20,8 +23,9 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,11 +56,25 @@ class Request(NamedTuple):
     expanded: Sequence[int] | None
 
 
+def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
+    """All of them, or the first error, which cancels the rest."""
+    try:
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
 @dataclass
 class Response:
-    """What has come of one response so far; for `expanded` see `Request`."""
+    """What has come of one response so far; for `expanded` see `Request`. `versions`: first token and version of each
+    set of weights that drew some. `is_void`: newer weights came before any had drawn one."""
 
     expanded: Sequence[int] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    is_void: bool = False
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str | None = None
@@ -92,7 +110,10 @@ class Response:
             fix = "The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32."
             raise RolloutError(WHERE, got="a log-probability that is not a number", expected="finite logits", fix=fix)
         before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
-        return Completion(self.token_ids, before, reason, weight_version, drawn)
+        ends, versions = [first for first, _ in self.versions[1:]] + [len(self.token_ids)], list[int]()
+        for end, (_, version) in zip(ends, self.versions, strict=False):
+            versions += [version] * (end - len(versions))
+        return Completion(self.token_ids, before, reason, weight_version, drawn, versions=versions)
 
 
 class Core(ABC):
@@ -186,7 +207,10 @@ class ProcessCore(Core):
 
     def __init__(self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0) -> None:
         self._ids, self._silent_s = itertools.count(1), silent_s
-        self._running: set[str] = set()
+        self._running: dict[str, Response] = {}
+        self._is_open = asyncio.Event()
+        """On the thread's loop: whether responses may begin."""
+        self._is_open.set()
         self._thread = EventLoopThread("vllm")
         vllm = library.module
         try:
@@ -205,20 +229,52 @@ class ProcessCore(Core):
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         return self._submit(getattr(self.engine, method), *args, **options).result()
 
-    async def generate(self, request: Request) -> Response:
-        """One response. Cancelled here, it is cancelled there, and vLLM drops the request."""
-        return await asyncio.wrap_future(self._submit(self._respond, request))
+    def start(self, work: Coroutine[Any, Any, Completion]) -> Future[Completion]:
+        """Run a coroutine on the thread's loop; to cancel the future cancels it."""
+        return self._thread.submit(work)
 
-    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
-        """The responses, in the order of the requests."""
-        futures = [self._submit(self._respond, request) for request in requests]
-        try:
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+    async def respond(self, ask: Callable[[], tuple[Request, int]]) -> Response:
+        """On the thread's loop, one response; `ask` says to what and by which version of the weights. Where it is
+        cancelled, vLLM drops the request."""
+        while True:
+            await self._is_open.wait()
+            (one, version), request_id = ask(), str(next(self._ids))
+            response = self._running[request_id] = Response(one.expanded, [(0, version)])
+            try:
+                async for output in self.engine.generate(
+                    one.prompt, one.sampling, request_id, lora_request=one.adapter
+                ):
+                    response.add(output)
+            finally:
+                del self._running[request_id]
+            if not response.is_void:
+                return response
+
+    @contextmanager
+    def renewed(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
+        """Around a load of weights of a version: vLLM makes no step, and what it is generating goes on afterwards, with
+        `keeps_cache` on the KV cache of the older ones. After an error it stays as it is, and generates no more."""
+
+        async def pause() -> dict[str, int]:
+            self._is_open.clear()
+            await self.engine.pause_generation(mode="keep", clear_cache=not keeps_cache)
+            # Of requests by vLLM's names, which are ours with something behind.
+            drawn = (await self.engine.collective_rpc("drawn_tokens"))[0] if self._running else {}
+            return {name.partition("-")[0]: count for name, count in drawn.items()}
+
+        async def go_on() -> None:
+            for request_id, response in self._running.items():
+                if drawn.get(request_id):
+                    response.versions.append((drawn[request_id], version))
+                else:  # not begun, or done and not delivered yet: it is generated anew
+                    response.is_void = True
+            await self.engine.abort([name for name, response in self._running.items() if response.is_void])
+            await self.engine.resume_generation()
+            self._is_open.set()
+
+        drawn = self._submit(pause).result()
+        yield
+        self._submit(go_on).result()
 
     def abort(self) -> None:
         """End every unfinished response; from any thread."""
@@ -243,17 +299,6 @@ class ProcessCore(Core):
                 logger.warning("vLLM's process %s has not answered for %g s, and is killed", pids, self._silent_s)
                 for process in processes:
                     process.kill()
-
-    async def _respond(self, request: Request) -> Response:
-        response, request_id = Response(request.expanded), str(next(self._ids))
-        self._running.add(request_id)
-        try:
-            stream = self.engine.generate(request.prompt, request.sampling, request_id, lora_request=request.adapter)
-            async for output in stream:
-                response.add(output)
-        finally:
-            self._running.discard(request_id)
-        return response
 
     def _submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
         """Call a function on the thread's loop; a coroutine that it returns runs there to its end."""

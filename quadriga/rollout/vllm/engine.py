@@ -5,9 +5,11 @@ load_weights ── tensors, or buckets of shared memory ──> WorkerExtension
              <──────── fingerprints of what came ─────── WorkerExtension.end_weights
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,6 @@ from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, 
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import (
-    SEED_BITS,
     LogProbsOf,
     ThirdPartyEngine,
     died,
@@ -36,7 +37,8 @@ from quadriga.rollout.third_party import (
     require_release,
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
-from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response
+from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
+from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response, results_of
 from quadriga.rollout.vllm.group import GroupCore
 from quadriga.rollout.vllm.library import (
     LEAST_OF_ADAPTERS,
@@ -72,6 +74,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     name, title = "vllm", "vLLM"
     takes_images = cuts_images = True
+    num_steps = 0  # they are not counted
 
     def __init__(
         self,
@@ -91,12 +94,13 @@ class VLLMEngine(ThirdPartyEngine):
             fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
             where = f"{WHERE}, an adapter by itself"
             require_release(self.title, self.library.version, LEAST_OF_ADAPTERS, where=where, fix=fix)
-        self.arguments = self._arguments()
+        self.arguments = arguments_of(setup, adapter, is_vision=is_vision, can_sleep=self.can_sleep)
         self.log_probs_of: LogProbsOf = self.arguments["logprobs_mode"]
         self.core = self._make_core()
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
-        self._resting: set[str] = set()
-        """The parts of vLLM's memory that it has given back."""
+        self._loader = ThreadPoolExecutor(1, "new weights")
+        self._keeps_cache: bool | None = None  # between two steps: whether the KV cache stays
+        self._resting: set[str] = set()  # the parts of vLLM's memory that it has given back
         self.rebuilt: tuple[int, str] = (0, "")
         """Most bytes of whole tensors that a process of vLLM held at a time, and the module that it rebuilt of them."""
         self._is_empty = False
@@ -136,14 +140,54 @@ class VLLMEngine(ThirdPartyEngine):
         return self._is_empty
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
-        if not isinstance(self.core, ProcessCore | GroupCore):
+        if isinstance(self.core, ProcessCore):
+            return await asyncio.wrap_future(self.core.start(self._complete(self.core, prompt, sampling, images)))
+        if not isinstance(self.core, GroupCore):
             return await super().generate(prompt, sampling, images)
         [request] = self._requests([prompt], [sampling], [images])
         with self._explained():
             response = await self.core.generate(request)
         return response.completion(sampling, self.log_probs_of, self.weight_version)
 
+    async def _complete(
+        self, core: ProcessCore, prompt: Prompt, sampling: SamplingParams, images: Images | None
+    ) -> Completion:
+        """One response, on the loop of the core's thread."""
+        with self._explained():
+            response = await core.respond(
+                lambda: (self._requests([prompt], [sampling], [images])[0], self.weight_version)
+            )
+        return response.completion(sampling, self.log_probs_of, response.versions[-1][1])
+
+    def begin(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        images: BatchImages = None,
+        joined: Callable[[int], None] | None = None,
+        earlier: Sequence[Completion] = (),
+    ) -> list[Future[Completion]]:
+        """As `generate_batch`, without waiting; `joined` is not called, and nothing is `earlier`."""
+        assert isinstance(self.core, ProcessCore), "beside training vLLM has a process of its own"
+        every = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
+        return [self.core.start(self._complete(self.core, *one)) for one in every]
+
+    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[int]:
+        """As of `NativeEngine`, for `work` that loads weights."""
+
+        def load() -> int:
+            self._keeps_cache = keeps_cache
+            try:
+                work()
+            finally:
+                self._keeps_cache = None
+            return self.num_steps
+
+        return self._loader.submit(load)
+
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+        if isinstance(self.core, ProcessCore):
+            return results_of(self.begin(prompts, sampling, images))
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
         # vLLM draws without seeds from torch's generator, which is the trainer's too where vLLM is in its process.
         draws_together = self.core.is_in_process and not self.setup.rollout.request_seeds and bool(sampling)
@@ -162,7 +206,15 @@ class VLLMEngine(ThirdPartyEngine):
         return self._manifest.whole(self.setup.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images."""
+        """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images. Between two
+        steps the KV cache may stay: then each request finds there what weights of its own version computed."""
+        if self._keeps_cache is None or not isinstance(self.core, ProcessCore):
+            self._load(weights, version, keeps_cache=False)
+            return
+        with self.core.renewed(version, keeps_cache=self._keeps_cache):
+            self._load(weights, version, keeps_cache=self._keeps_cache)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, keeps_cache: bool) -> None:
         with self._loading(version) as received:
             self._wake("weights")
             factors: dict[str, torch.Tensor] = {}
@@ -181,12 +233,12 @@ class VLLMEngine(ThirdPartyEngine):
                 self.rebuilt = (num_bytes, name)
                 told = "vLLM rebuilds a module at a time: at most %.1f MiB of tensors beside its weights (%s)"
                 logger.info(told, num_bytes / (1 << 20), name)
-            if not self.core.ask("reset_prefix_cache"):
+            if not keeps_cache and not self.core.ask("reset_prefix_cache"):
                 where = f"{WHERE}, prefix cache"
                 got = "a cache that vLLM does not empty, for responses are being generated"
                 fix = "Wait for the responses, or call abort(), before weights are published."
                 raise WeightSyncError(where, got=got, expected="new weights between responses", fix=fix)
-            if "kv_cache" not in self._resting:
+            if not keeps_cache and "kv_cache" not in self._resting:
                 self.core.call("clear_cache")
             if self.is_vision:
                 self.core.ask("reset_encoder_cache")
@@ -259,71 +311,21 @@ class VLLMEngine(ThirdPartyEngine):
         if self._state != "closed":
             super().close()
             self.core.close()
+            self._loader.shutdown()
 
     def _make_core(self) -> InProcessCore | ProcessCore:
         rollout = self.setup.rollout
-        is_in_process = rollout.mode == "sync" and rollout.tensor_model_parallel_size == 1
+        is_beside = rollout.mode == "async" or self.setup.config.async_training.enable
         try:
             if self.setup.group is not None:
                 return GroupCore(self.library, self.arguments, self.setup.group)
-            if is_in_process:
+            if not is_beside and rollout.tensor_model_parallel_size == 1:
                 return InProcessCore(self.library, self.arguments, self.setup.device)
             return ProcessCore(self.library, self.arguments, self.setup.config.trainer.stall_timeout_s)
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
             raise refused(self.name, self.title, first_line(error)) from error
-
-    def _arguments(self) -> dict[str, Any]:
-        """The arguments of vLLM's engine: those of the configuration, under vLLM's names; `engine_kwargs.vllm` wins."""
-        rollout, model, data = self.setup.rollout, self.setup.config.actor_rollout_ref.model, self.setup.config.data
-        is_on_cpu = self.setup.device.type == "cpu"
-        # On a CPU vLLM raises where it cuts a prompt of a request with a seed: it cannot put the generator back. So a
-        # pass holds at least one token of each sequence there, and a prompt that is not cut.
-        smallest_pass = max(rollout.max_num_seqs, self.setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
-        # Training wants the numbers before filters. vLLM says those only at temperature 1, which the checks see to.
-        is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-        own: dict[str, Any] = {
-            "model": str(model.path),
-            "tokenizer": str(data.tokenizer or model.path),
-            "dtype": str(self.setup.dtype).removeprefix("torch."),
-            "max_model_len": self.setup.max_model_len,
-            "max_num_seqs": rollout.max_num_seqs,
-            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, smallest_pass),
-            "enable_chunked_prefill": not is_on_cpu,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization / rollout.data_parallel_size,
-            "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            "enforce_eager": rollout.enforce_eager or is_on_cpu,
-            "enable_sleep_mode": self.can_sleep,
-            # Random weights would also fill what vLLM makes of a processor's files and no weight of the trainer's
-            # replaces: how a vision encoder scales its pixels.
-            "load_format": "auto" if self.is_vision else "dummy",
-            "logprobs_mode": "raw_logprobs" if is_filtered else "processed_logprobs",
-            "enable_prefix_caching": True,
-            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-            "generation_config": "vllm",
-            "trust_remote_code": model.trust_remote_code,
-            "hf_overrides": model.override_config or {},
-            "disable_log_stats": True,
-        }
-        gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
-        if gigabytes is not None:
-            own["kv_cache_memory_bytes"] = int(gigabytes * _GIB)
-        if self.adapter is not None:
-            own |= {
-                "enable_lora": True,
-                "max_loras": 1,
-                "max_lora_rank": self.adapter.room_for_rank,
-                "lora_target_modules": self.adapter.modules,
-            }
-        if self.is_vision:
-            # Frames come to vLLM chosen and resized; only images are cut by what the configuration says.
-            sizes = data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
-            own["mm_processor_kwargs"] = sizes
-            if data.video_key is None:
-                own["limit_mm_per_prompt"] = {"video": 0}
-        return own | self.setup.options
 
     def _describe(self) -> str:
         """What was chosen, and what of this version of vLLM is not as it was, for people to read."""
@@ -351,28 +353,17 @@ class VLLMEngine(ThirdPartyEngine):
             fix = "Leave out the images, or take another actor_rollout_ref.model.path."
             raise RolloutError("vllm.generate", got=got, expected="a vision-language model", fix=fix)
         adapter = None if self._slot is None else self._slot.request
+        beside = self.setup.config.async_training
+        # What older weights have left in the KV cache serves none that begins with newer ones.
+        salt = {"cache_salt": str(self.weight_version)} if beside.enable and beside.kv_on_update == "keep" else {}
         requests = []
         for prompt, params, one in zip(prompts, sampling, images, strict=True):
-            given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+            given: dict[str, Any] = {"prompt_token_ids": list(prompt)} | salt
             if one is not None:  # one token for each image and video, which vLLM repeats by itself
                 media = {"image": list(one.pictures), "video": list(one.videos)}
                 media = {name: values for name, values in media.items() if values}
-                given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": media}
-            told = self.library.sampling.SamplingParams(
-                max_tokens=params.max_tokens,
-                **params.drawing,
-                seed=params.seed % (1 << SEED_BITS) if self.setup.rollout.request_seeds else None,
-                # The model's end-of-text tokens are among them, so that vLLM adds none of its own.
-                stop_token_ids=sorted(params.stops(self.eos_token_ids)),
-                ignore_eos=True,
-                stop=list(params.stop),
-                include_stop_str_in_output=True,
-                skip_special_tokens=False,
-                detokenize=bool(params.stop),  # its text decides only where stop strings are looked for
-                logprobs=0,
-                flat_logprobs=True,
-                output_kind=self.library.sampling.RequestOutputKind.FINAL_ONLY,
-            )
+                given |= {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": media}
+            told = sampling_of(params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds)
             requests.append(Request(given, told, adapter, None if one is None else prompt))
         return requests
 
@@ -449,6 +440,15 @@ class WorkerExtension:
                 end(model, self.model_config)
                 repack_tied(model)
         return marks or {}
+
+    def drawn_tokens(self) -> dict[str, int]:
+        """Of each request that has begun, by vLLM's name for it. Raises WeightSyncError: this version does not say."""
+        states = getattr(self.model_runner, "requests", None)
+        if not isinstance(states, dict):
+            got = "a vLLM whose model runner does not say what it has drawn (model_runner.requests)"
+            fix = "Set async_training.in_flight=finish, or generate with native."
+            raise WeightSyncError(f"{WHERE}, beside training", got=got, expected="0.32, or one like it", fix=fix)
+        return {name: len(state.output_token_ids) for name, state in states.items()}
 
     def clear_cache(self) -> None:
         """Zero the KV cache: a NaN in a block outlives the weights that made it."""

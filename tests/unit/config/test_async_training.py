@@ -4,6 +4,7 @@
 import pytest
 
 from quadriga.config import Config, explain, load_config, training_findings
+from quadriga.config.adapter import adapter_route
 from quadriga.errors import ConfigError
 
 ON = "async_training.enable=True"
@@ -53,6 +54,14 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
         ),
         (["actor_rollout_ref.rollout.name=hf"], "actor_rollout_ref.rollout.name"),
+        (
+            ["actor_rollout_ref.rollout.name=vllm", "async_training.deterministic=True"],
+            "actor_rollout_ref.rollout.name",
+        ),
+        (
+            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.data_parallel_size=2"],
+            "actor_rollout_ref.rollout.data_parallel_size",
+        ),
         (["actor_rollout_ref.rollout.skip.enable=True"], "actor_rollout_ref.rollout.skip.enable"),
         (
             ["async_training.deterministic=True", "actor_rollout_ref.rollout.mode=async"],
@@ -71,6 +80,14 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
 def test_what_cannot_run_beside_training_is_refused(changes: list[str], key: str) -> None:
     problems, _ = findings(*changes)
     assert key in problems
+
+
+def test_an_adapter_comes_to_vllm_merged() -> None:
+    own = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=4")
+    assert not adapter_route(config(*own)).is_alone
+    assert adapter_route(load_config(list(own)).config).is_alone
+    with pytest.raises(ConfigError, match="with the adapter merged"):
+        adapter_route(config(*own, "actor_rollout_ref.model.lora_merge=false"))
 
 
 def test_ranks_of_their_own_generate_on_ray() -> None:

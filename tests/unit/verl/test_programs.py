@@ -233,7 +233,7 @@ def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
     }  # fmt: skip
     assert not found.refused and found.ours.items() >= expected.items()
     notices = "\n".join(found.notices)
-    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name: The eng" in notices
+    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name: nat" in notices
     other = ours("fully_async_main", "async_training.staleness_threshold=0", "async_training.partial_rollout=False",
                  "async_training.compute_prox_log_prob=True")  # fmt: skip
     assert (other["async_training.max_staleness"], other["async_training.in_flight"]) == (0, "finish")
