@@ -148,7 +148,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
                 trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()
             if (beside := config.async_training).enable:
-                choices["asynchronous"] = f"samples at most {beside.max_staleness} versions behind ({beside.in_flight})"
+                choices["asynchronous"] = f"staleness up to {beside.max_staleness}, in versions; {beside.in_flight}"
         else:
             _, trainer_class = SUPERVISED[config.task]
             trainer = trainer_class(config, team.groups[Role.ActorRollout].as_worker(), train, val, total)

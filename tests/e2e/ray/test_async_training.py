@@ -86,8 +86,8 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
     alone = train(*keys, f"trainer.rollout_data_dir={tmp_path / 'alone_rows'}", run="alone")
     take, start, killed = AsyncBatches.take, RemoteStream.start, list[int]()
 
-    def begun(stream: RemoteStream, groups: Any, joined: Any = None) -> None:
-        start(stream, groups, joined)
+    def begun(stream: RemoteStream, groups: Any, *others: Any) -> None:
+        start(stream, groups, *others)
         if stream.rank == 1 and not killed and any(rows.meta_info["global_steps"] == 3 for rows in groups.values()):
             killed.append(stream._group.processes.addresses[1].pid)
             threading.Timer(0.05, os.kill, (killed[0], signal.SIGKILL)).start()
