@@ -317,6 +317,8 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
         yield f"assumed, not measured: log-normal lengths, median {median:g} tokens, sigma 1; rewards of 1 s;"
         yield f"decode steps of {costs.decode_s:g} s + {costs.sequence_s:g} s a sequence; updates of {costs.step_s:g} s"
         yield f"+ {costs.token_s:g} s a token over the training ranks. `--recorded RUN` has those of a run in lockstep"
+    if config.trainer.backend == "local":
+        yield "as if training and rollout had processors of their own, which they share in one process"
     rules = replace(Rules.of(config, NUM_STEPS, is_remote=True), warmup_steps=0, round_size=0)
     rules = replace(rules, num_groups=workload.lengths.shape[1], group_size=workload.lengths.shape[2])
 

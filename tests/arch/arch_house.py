@@ -36,7 +36,7 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3640, 28, 213),
     "rollout": Size(8876, 44, 552),
     "single_controller": Size(3349, 15, 209),
-    "trainer": Size(6279, 31, 386),
+    "trainer": Size(6281, 31, 386),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(868, 6, 63),
     "workers": Size(2252, 13, 132),
