@@ -46,8 +46,8 @@ _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 _AS_TEXT = "token_id:"
 _TEMPLATE = (
-    "{% for part in messages[0]['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% else %}{{ PLACE }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ PLACE }}{% endif %}{% endfor %}{% endfor %}"
 )
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 
@@ -273,9 +273,9 @@ class HTTPEngine(RolloutEngine):
         numbers = choice.get("logprobs") or {}
         if expanded is not None:
             if (told := content.get("prompt_token_ids")) != expanded:
-                got = "other tokens of a prompt with images" if told else "no `prompt_token_ids`"
+                got = f"{len(told)} other tokens of a prompt with images" if told else "no `prompt_token_ids`"
                 fix = "Use vLLM's server with the model's own tokenizer and the sizes of data.mm_processor_kwargs."
-                raise RolloutError(client.where, got=got, expected="the tokens of the data", fix=fix)
+                raise RolloutError(client.where, got=got, expected=f"the {len(expanded)} of the data", fix=fix)
             of_chat = {"tokens": "token", "token_logprobs": "logprob"}
             listed = numbers.get("content") or []
             numbers = {name: [one[key] for one in listed] for name, key in of_chat.items()}

@@ -2,6 +2,8 @@
 """vLLM on a vision-language model: responses as of transformers, before and after new weights, in process or not."""
 
 import asyncio
+import json
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.config import load_config
 from quadriga.data import VisionProcessor, load_processor
 from quadriga.data.videos import open_video
 from quadriga.errors import RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
+from quadriga.rollout.http import HTTPEngine
+from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
+from small_servers import serving
 from tests.vision_folder import FAMILIES, named, noise, picture, tiny_model, tiny_tokenizer, write_vision_folder
 
 pytestmark = pytest.mark.skipif(
@@ -170,4 +176,36 @@ def test_beside(small: Callable[..., VLLMEngine], processor: VisionProcessor, fa
             require_equal(asyncio.run(ask()), wanted)
             require_equal(engine.generate_batch(prompts, sampling, images), wanted)
     finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"], indirect=True)
+def test_a_server_of_it(pictures_folder: Path, processor: VisionProcessor, family: str, tmp_path: Path) -> None:
+    """The engine `http` against vLLM's own server, which makes the tokens of the data out of texts and images."""
+    options = [
+        "--model", str(pictures_folder), "--served-model-name", "small", "--dtype", "float32", "--max-model-len", "160",
+        "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20), "--trust-request-chat-template",
+        "--mm-processor-kwargs", json.dumps(pixels_of(family)),
+    ]  # fmt: skip
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    rollout, path = "actor_rollout_ref.rollout", f"actor_rollout_ref.model.path={pictures_folder}"
+    rows = [rows for rows in zip(*requests(processor, family), strict=True) if rows[2] is None or not rows[2].videos]
+    prompts, sampling, images = map(list, zip(*rows, strict=True))
+    assert sum(one is not None for one in images) == 4
+    module, log = "vllm.entrypoints.openai.api_server", tmp_path / "log.txt"
+    with serving(module, options, variables, log, signal.SIGTERM) as (url, _):
+        words = [f"{rollout}.name=http", f"+{rollout}.engine_kwargs.http={{urls: ['{url}'], model: small}}", path]
+        config = load_config(words).config
+        own = config.actor_rollout_ref.rollout.engine_kwargs["http"]
+        setup = EngineSetup(config, tiny_tokenizer(family), own, torch.device("cpu"), torch.float32)
+        engine = HTTPEngine.from_config(setup)
+        wanted = HFEngine(tiny_model(family)).generate_batch(prompts, sampling, images)
+        require_equal(engine.generate_batch(prompts, sampling, images), wanted)
+        other = load_processor(pictures_folder, options={"max_pixels": 256})
+        assert other is not None
+        prompts, sampling, images = requests(other, family)
+        with pytest.raises(
+            RolloutError, match=r"got \d+ other tokens of a prompt with images, expected the \d+ of the"
+        ):
+            engine.generate_batch(prompts[4:5], sampling[4:5], images[4:5])
         engine.close()
