@@ -33,10 +33,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
 """Policy loss -> those of verl's options that it has."""
 _PLAIN_MANAGERS = ("gdpo", "limited", "rate_limited", "remote")
 """verl's managers that give what `naive` gives: they differ in where and how fast functions are called."""
-_OVERLONG = (
-    "reward_model.overlong_buffer",
-    *(f"{at}.reward_kwargs.overlong_buffer_cfg" for at in ("reward_model", "reward")),
-)
+_OVERLONG = ("reward_model.overlong_buffer", *(f"{at}.reward_kwargs.overlong_buffer_cfg" for at in (REWARD, "reward")))
 _MANAGER = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 MANAGERS = ("naive", "batch", "dapo", "prime")
 _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -147,7 +144,7 @@ def batch_size(line: "Line", key: str, value: Any) -> None:
 
 def filter_groups(line: "Line", key: str, value: Any) -> None:
     """Dynamic sampling, by the programs that have it."""
-    if line.entry.name == "main_ppo" and f"{key}" not in line.default:
+    if line.entry.name == "main_ppo" and key not in line.default:
         line.note(line.sentence)
     elif value is not None:
         line.set(key, value)
@@ -254,6 +251,8 @@ def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
     if mode in ("sapo", "geo_mean") or (mode == "gspo" and is_early):
         line.note(line.sentence)
         value = "seq-mean-token-mean"
+    elif value == "seq-mean-token-sum-norm" and is_early:
+        line.note("Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up.")
     line.set(key, value)
 
 
@@ -395,11 +394,10 @@ def weight_bound(line: "Line", key: str, value: Any) -> None:
 
 def reward_model_key(line: "Line", key: str, value: Any) -> None:
     """A key of the reward model, where there is one."""
-    if line.get("reward.reward_model.enable") or line.get("reward_model.enable"):
-        if value is not None or line.written in line.given:
-            line.take_ours(key, value)
-    else:
+    if not (line.get("reward.reward_model.enable") or line.get("reward_model.enable")):
         line.note(line.sentence)
+    elif value is not None or line.written in line.given:
+        line.take_ours(key, value)
 
 
 def critic_checkpoints(line: "Line", key: str, value: Any) -> None:

@@ -321,6 +321,7 @@ def test_a_users_file_with_defaults(tmp_path: Path) -> None:
         ([f"{LOSS}=geo_mean", f"{RC}.rollout_is=token"], "geometric mean"),
         ([f"{LOSS}=kl_cov"], "within a micro-batch"),
         ([f"{LOSS}=dro"], "dro_beta is 0.1"),
+        (["algorithm.adv_estimator=gpg"], "a score other than 0"),
         (["algorithm.adv_estimator=optimal_token_baseline", f"{RC}.rollout_rs=token_k1",
           f"{RC}.rollout_rs_threshold=2"], "rejected token"),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "1000 draws"),
@@ -339,9 +340,12 @@ def test_numbers_that_differ_are_told(words: list[str], said: str) -> None:
     assert not any(said in one for one in translated(VLLM, f"{LOSS}=vanilla", f"{RC}.rollout_is=token").notices)
 
 
-def test_gspo_averages_over_responses_up_to_08() -> None:
+def test_what_losses_are_averaged_over_up_to_08() -> None:
+    summed = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
     for version, mode in zip(VERSIONS, (*["seq-mean-token-mean"] * 3, "token-mean"), strict=True):
         assert translated(VLLM, f"{LOSS}=gspo", version=version).ours["actor_rollout_ref.actor.loss_agg_mode"] == mode
+        is_told = any("they are added up" in one for one in translated(VLLM, summed, version=version).notices)
+        assert is_told == (version != VERSIONS[-1])
 
 
 def test_a_critics_key_without_a_critic_is_told() -> None:
