@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quadriga.errors import traceback_text
 
+_LARGEST = 3.4028234663852886e38  # of float32, in which a batch has its scores
 Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped"]
 
 
@@ -46,13 +47,14 @@ def read_outcome(returned: Any) -> Outcome:
             return failure("invalid", f"{what} a dict with {keys}, expected one with 'score'")
         value, what = returned["score"], "the score function's dict has as 'score'"
         extra = {str(name): _plain(entry) for name, entry in returned.items() if name != "score"}
-    number = value.item() if hasattr(value, "item") else value
+    number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
     if not isinstance(number, Real):
         text = repr(value)
         shown = "None" if value is None else f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
         return failure("invalid", f"{what} {shown}, expected a number")
-    if not math.isfinite(number):
-        return failure("invalid", f"{what} {float(number)}, expected a finite number")
+    if not abs(number) <= _LARGEST:
+        shown = number if isinstance(number, float) else "a number too large for a float"
+        return failure("invalid", f"{what} {shown}, expected a finite number that float32 can hold")
     return Outcome(float(number), extra, "", "graded")
 
 
@@ -61,8 +63,7 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_samples:
-        length = f" of length {len(returned)}" if hasattr(returned, "__len__") else ""
-        got = f"{type(returned).__name__}{length}"
+        got = type(returned).__name__ + (f" of length {len(returned)}" if hasattr(returned, "__len__") else "")
         error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
         return [failure("invalid", error)] * num_samples
     return [read_outcome(entry) for entry in returned]

@@ -20,8 +20,6 @@ from quadriga.user_file import FILE, PACKAGE, import_file, member_of
 GRADERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
-    **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), "math"),
-    **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), "math"),
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     "hiyouga/geometry3k": "geometry3k",
@@ -35,6 +33,7 @@ GRADERS_BY_PREFIX: dict[str, str] = {
     "exact_match/": "exact_match",
     "searchR1_": "question_answering",
     "aime": "math_dapo",
+    "numina_": "math",
 }
 """Beginning of a data source's name -> module."""
 
