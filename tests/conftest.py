@@ -35,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.mkdir(f"{folder}/ray")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.stash[GUARDIAN] = Guardian(folder)
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        # A machine that others keep busy is slow, and what is tested is right on it.
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("busy")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
