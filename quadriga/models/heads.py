@@ -36,6 +36,7 @@ if HAS_TRITON:
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 logger = logging.getLogger(__name__)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # on a CPU
 _CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the gradient of the weight for each chunk
 _TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
@@ -130,9 +131,9 @@ def token_scores(
         shard: the rows of the vocabulary on this rank; None: all.
         rule: what the model makes of the products of states and weight before they are logits.
     """
-    is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
-    use_triton = HAS_TRITON and hidden.is_cuda and is_half and not needs_logits and has_compiler()
+    use_triton = is_half and not needs_logits and launches_triton(hidden.device)
     chunk_tokens = chunk_tokens or (CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE)
     if rule.softcap is None:
         temperature, rule = temperature / rule.scale, PLAIN_LOGITS
@@ -142,14 +143,19 @@ def token_scores(
     return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
 
 
+def launches_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels can be launched on a device."""
+    return HAS_TRITON and device.type == "cuda" and has_compiler()
+
+
 @cache
 def has_compiler() -> bool:
     """Whether there is the C compiler that Triton builds its launchers with, as it looks for one; told once if not."""
     if found := bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return found
     logger.warning(
-        "log-probs on CUDA: got no C compiler for Triton's kernels, so plain torch computes them, with the logits of "
-        "%s tokens in memory. Install gcc or clang, or set CC.",
+        "CUDA: got no C compiler for Triton's kernels, so plain torch computes log-probs, with the logits of %s tokens "
+        "in memory, and decode steps in many small kernels. Install gcc or clang, or set CC.",
         _CHUNK_TOKENS_ELSEWHERE,
     )
     return found

@@ -52,6 +52,11 @@ class SamplingRules:
     is_greedy: torch.Tensor | None
     all_greedy: bool
 
+    @property
+    def has_no_filters(self) -> bool:
+        """Whether a token may be any."""
+        return self.top_p is None and self.top_k is None and self.min_p is None
+
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "SamplingRules":
         """The rules of rows in the order of `params`."""

@@ -30,11 +30,11 @@ SIZES: dict[str, Size] = {
     "config": Size(3831, 21, 170),
     "data": Size(3798, 16, 222),
     "engines": Size(4192, 24, 223),
-    "models": Size(3462, 18, 204),
+    "models": Size(3468, 18, 205),
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
-    "rollout": Size(8876, 44, 552),
+    "rollout": Size(9380, 45, 580),
     "single_controller": Size(3349, 15, 209),
     "trainer": Size(6281, 31, 386),
     "verl": Size(1810, 6, 127),
@@ -76,7 +76,8 @@ REASONS: dict[str, str] = {
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
-    " weights in profiles; images in later turns, and to servers; vLLM takes weights between two steps, with the"
+    " weights in profiles; images in later turns, and to servers; a decode step on CUDA by kernels of its own"
+    " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
     " version of each token; what it is told is a file of its own",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
     " methods that wait beside others",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of the vocabulary head, without a GPU: Triton's interpreter computes them on the CPU.
+"""The CUDA kernels of the vocabulary head and of decode steps, without a GPU: Triton's interpreter computes them.
 
 What this does not prove: that they are fast, or that a GPU's compiler makes of them what the interpreter does;
 tests/gpu is for that.
@@ -14,18 +14,24 @@ import pytest
 
 from quadriga.models.heads import HAS_TRITON
 
-PROGRAM = Path(__file__).with_name("heads_interpreted.py")
 
-
+@pytest.mark.parametrize(("program", "num_cases"), [("heads_interpreted.py", 4), ("decode_interpreted.py", 49)])
 @pytest.mark.skipif(not HAS_TRITON, reason="the package triton is not installed, so its kernels were not interpreted")
-def test_kernels_compute_what_torch_does() -> None:
-    """Values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, half precision, and what is
-    asked for beside log-probs."""
+def test_kernels_compute_what_torch_does(program: str, num_cases: int) -> None:
+    """Of the head values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, half precision,
+    and what is asked for beside log-probs. Of a decode step norms, rotary positions, gates, attention in one part and
+    several, sampling, and whole responses."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("agrees") == 4, done.stdout
+    assert done.stdout.count("agrees") == num_cases, done.stdout

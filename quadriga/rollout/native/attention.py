@@ -3,7 +3,8 @@
 
 The KV cache has two parts: prefixes, each stored once for all slots that share it, and responses, written in place.
 Attention over each part is computed separately; the log-sum-exps combine the two results. The queries of all slots of a
-prefix form one matrix, so its keys are read once and never copied. `CompiledPlan` does both parts in one pass.
+prefix form one matrix, so its keys are read once and never copied. `CompiledPlan` does both parts in one pass, by the
+loops of `Kernels` on a CPU and by `TritonKernels` in half precision on CUDA.
 
 On a CPU the KV cache is float32 for every model: attention is then as exact as in training, and no slower than in
 bfloat16. Elsewhere it has the model's dtype.
@@ -14,13 +15,18 @@ G = H / K, D head size, N packed tokens.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quadriga.models.attention import HIDDEN, PLAIN, AttentionOptions, PackedAttention, Segment
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, launches_triton
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
+
+if HAS_TRITON:
+    from quadriga.rollout.native.kernels_triton import TritonKernels
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -219,6 +225,25 @@ class DecodePlan:
         positions = [first + count for first, count in zip(self.first_positions, written, strict=True)]
         return torch.tensor(positions, device=self.device)[:, None]
 
+    def on_buffers(self, state: Tensor) -> "DecodePlan":
+        """For a graph, on its `state` [5, R]: a copy with buffers of its own; groups may double in size at most."""
+        plan = copy(self)
+        plan.is_even, plan.group_size = False, 1 << (self.group_size - 1).bit_length()
+        plan.slot_of_cell = state.new_zeros(len(self.members) * plan.group_size)
+        plan.cell_of_slot = state.new_zeros(state.shape[1])
+        return plan
+
+    def arrange(self, plan: "DecodePlan", state: Tensor) -> None:
+        """Fill the buffers with the slots of `plan`."""
+        slots, cells = plan.cells(self.group_size)
+        self.slot_of_cell.copy_(torch.tensor(slots))
+        self.cell_of_slot[: len(cells)].copy_(torch.tensor(cells))
+
+    def start_captured(self, written: Tensor) -> None:
+        """Begins the step that a graph records: over all the room of the responses, behind a mask."""
+        self.responses.start_step(written, self.responses.room)
+        self.mask = hidden_mask(written + 1, self.responses.room)
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
     ) -> Tensor:
@@ -282,21 +307,44 @@ def hidden_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 class CompiledPlan:
-    """What `DecodePlan` computes, by the loops that were compiled on this machine."""
+    """What `DecodePlan` computes, by loops or kernels that were compiled on this machine."""
 
-    def __init__(self, loops: Kernels, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int]) -> None:
-        self.loops, self.prefixes, self.responses = loops, prefixes, responses
+    group_size = 1  # no matter how many slots have one prefix
+
+    def __init__(
+        self,
+        loops: "Kernels | TritonKernels",
+        prefixes: PrefixCache,
+        responses: ResponseCache,
+        places: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.loops, self.prefixes, self.responses, self.device = loops, prefixes, responses, device
         lengths, next_positions = prefixes.lengths, prefixes.next_positions
         assert max(lengths) == prefixes.keys[0].shape[2] and len(lengths) == len(prefixes.keys[0])
-        self.first_positions = torch.tensor([next_positions[place] for place in places])
-        lengths_of_slots = torch.tensor([lengths[place] for place in places])
-        self.places = SlotPlaces(torch.tensor(places), lengths_of_slots, torch.zeros(len(places), dtype=torch.long))
+        self.first_positions = [next_positions[place] for place in places]
+        rows = [places, [lengths[place] for place in places], [0] * len(places)]
+        self.places = SlotPlaces(*torch.tensor(rows, device=device))
 
     def start_step(self, written: Sequence[int]) -> Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
         assert len(written) <= self.responses.capacity and 0 <= min(written) <= max(written) < self.responses.room
-        self.places = self.places._replace(num_written=torch.tensor(written))
-        return (self.first_positions + self.places.num_written)[:, None]
+        positions, num_written = torch.tensor([self.first_positions, written], device=self.device)
+        self.places = self.places._replace(num_written=num_written)
+        return (positions + num_written)[:, None]
+
+    def on_buffers(self, state: Tensor) -> "CompiledPlan":
+        """For a graph, on its `state` [5, R]: a copy that finds its places there."""
+        plan = copy(self)
+        plan.places = SlotPlaces(state[3], state[4], state[2])
+        return plan
+
+    def arrange(self, plan: "CompiledPlan", state: Tensor) -> None:
+        """Fill the buffers with the slots of `plan`."""
+        state[3:, : len(plan.first_positions)] = torch.stack(plan.places[:2])
+
+    def start_captured(self, written: Tensor) -> None:
+        """Begins the step that a graph records; it reads where each row ends."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
@@ -305,7 +353,7 @@ class CompiledPlan:
         own = KeysAndValues(*self.responses.of_layer(layer, value))
         shared = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
         is_half = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
-        dtype = torch.bfloat16 if is_half else torch.float32
+        dtype = own.keys.dtype if self.device.type == "cuda" else torch.bfloat16 if is_half else torch.float32
         token = [states.squeeze(2).to(dtype) for states in (query, key, value)]
         mixed = self.loops.attend(token[0], token[1], token[2], scale, own, shared, self.places, options)
         return mixed.unsqueeze(1).to(value.dtype)
@@ -318,10 +366,18 @@ def plan_decoding(
     prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
 ) -> AnyDecodePlan:
     """The fastest plan for these slots; see `DecodePlan`."""
-    loops = kernels() if device.type == "cpu" else None
-    if loops is not None and loops.can_attend(prefixes.keys[0].shape[-1]):
-        return CompiledPlan(loops, prefixes, responses, places)
+    *_, head_size = prefixes.keys[0].shape
+    if (loops := compiled_attention(device, prefixes.keys[0].dtype, head_size)) is not None:
+        return CompiledPlan(loops, prefixes, responses, places, device)
     return DecodePlan(prefixes, responses, places, device)
+
+
+def compiled_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> "Kernels | TritonKernels | None":
+    """What computes decode attention on a cache of this dtype; None: torch's operators do."""
+    found = kernels() if device.type == "cpu" else None
+    if dtype in HALF_DTYPES and launches_triton(device):
+        found = TritonKernels()
+    return found if found is not None and found.can_attend(head_size) else None
 
 
 def attend_part(

@@ -26,6 +26,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.models.experts import RouteRecorder
+from quadriga.models.heads import HAS_TRITON, launches_triton
 from quadriga.models.vision import PackedImages, packed_images
 from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
@@ -34,6 +35,9 @@ from quadriga.rollout.native.graphs import GraphedSteps
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
+
+if HAS_TRITON:
+    from quadriga.rollout.native.kernels_triton import draw
 
 _FIRST_ROOM = 64
 _NEXT_ROOM = 16  # tokens by which responses get more room when the KV cache is nearly full
@@ -357,12 +361,17 @@ class Generation:
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
         """One token of each slot from `first` on."""
         requests = self.scheduler.running[first:]
-        uniforms = np.empty((len(requests), NUM_DRAWS))
-        for index, request in enumerate(requests):
-            uniforms[index] = request.draws.next()
-        results = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
+        is_cuda = self.device.type == "cuda"
+        drawn = torch.empty(len(requests), NUM_DRAWS, dtype=torch.float64, pin_memory=is_cuda)
+        for uniforms, request in zip(drawn.numpy(), requests, strict=True):
+            uniforms[:] = request.draws.next()
+        uniforms = drawn.to(self.device, non_blocking=True)  # a wait would be for the logits
         # Float64 holds all three exactly, so the host waits for the device once.
-        for request, numbers in zip(requests, torch.stack([one.double() for one in results], 1).tolist(), strict=True):
+        if rules.has_no_filters and launches_triton(self.device):
+            results = draw(logits, rules.temperature, rules.is_greedy, uniforms)
+        else:
+            results = torch.stack([one.double() for one in sample(logits, rules, uniforms)], 1)
+        for request, numbers in zip(requests, results.tolist(), strict=True):
             request.add(int(numbers[0]), *numbers[1:])
             request.versions.append(self.weight_version)
         for slot in reversed(range(first, len(self.scheduler.running))):

@@ -3,20 +3,20 @@
 
 A graph reads and writes the same memory each time, so it ends with the KV cache that it was captured on, and whatever
 changes from step to step lies in buffers: tokens, positions and lengths of the rows, and which rows share a prefix. It
-is for 1, 2, 4, 8 ... rows; rows without a request write into slots without one. Attention goes over all the room of the
-responses, behind a mask, where a step without a graph goes up to the longest. Sampling stands outside: it may read.
+is for 1, 2, 4, 8 ... rows; rows without a request write into slots without one. Attention in half precision goes as far
+as each row does; in float32 it goes over all the room of the responses, behind a mask, where a step without a graph
+goes up to the longest. Sampling stands outside: it may read.
 
-Legend: R rows of a graph, P prefixes, n rows of the largest group, T tokens of a response that there is room for,
-V vocabulary.
+Legend: R rows of a graph, V vocabulary.
 """
 
 from collections.abc import Sequence
-from copy import copy
+from typing import Any
 
 import torch
 
 from quadriga.models.experts import mixtures
-from quadriga.rollout.native.attention import AnyDecodePlan, DecodePlan, hidden_mask
+from quadriga.rollout.native.attention import AnyDecodePlan, compiled_attention
 from quadriga.rollout.native.network import Network, PlainNetwork
 
 _STEPS_BEFORE = 3  # without a graph: memory that is gone after them is not worth a capture
@@ -24,30 +24,27 @@ _HOST_ROPES = ("dynamic", "longrope")  # they read the largest position
 
 
 class Graph:
-    """A step of up to R rows on the memory of `plan`, whose groups may double in size at most."""
+    """A step of up to R rows on the memory of `plan`."""
 
-    def __init__(self, network: Network, plan: DecodePlan, num_rows: int) -> None:
-        self.network, self.plan, self.num_rows = network, copy(plan), num_rows
-        # Rows: tokens, positions, tokens of the response in the cache. The host's copy is written between two steps.
-        self.state = torch.zeros(3, num_rows, dtype=torch.int64, device=plan.device)
+    def __init__(self, network: Network, plan: AnyDecodePlan, num_rows: int) -> None:
+        self.network, self.num_rows = network, num_rows
+        # Rows: tokens, positions, tokens of the response in the cache; place and length of the prefix. The host's copy
+        # of the first three is written between two steps.
+        self.state = torch.zeros(5, num_rows, dtype=torch.int64, device=plan.device)
         self.host = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=True)
-        self.plan.is_even, self.plan.group_size = False, 1 << (plan.group_size - 1).bit_length()
-        self.plan.slot_of_cell = self.state.new_zeros(len(plan.members) * self.plan.group_size)
-        self.plan.cell_of_slot = self.state.new_zeros(num_rows)
-        self.arranged: DecodePlan | None = None
+        self.plan: Any = plan.on_buffers(self.state)
+        self.arranged: AnyDecodePlan | None = None
         self.graph, self.logits = torch.cuda.CUDAGraph(), torch.empty(0)
 
-    def load(self, plan: DecodePlan, tokens: Sequence[int], written: Sequence[int]) -> None:
+    def load(self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]) -> None:
         """Fill the buffers; which rows share a prefix stays until the slots of the batch change."""
         if plan is not self.arranged:
-            slots, cells = plan.cells(self.plan.group_size)
-            self.plan.slot_of_cell.copy_(torch.tensor(slots))
-            self.plan.cell_of_slot[: len(cells)].copy_(torch.tensor(cells))
+            self.plan.arrange(plan, self.state)
             self.arranged = plan
         self.host.zero_()
         positions = [first + count for first, count in zip(plan.first_positions, written, strict=True)]
         self.host[:, : len(tokens)] = torch.tensor([tokens, positions, written])
-        self.state.copy_(self.host, non_blocking=True)
+        self.state[:3].copy_(self.host, non_blocking=True)
 
     def capture(self, pool: tuple[int, int] | None) -> None:
         """Record the step. It is computed once before, on what was loaded, so the replay writes the same again."""
@@ -61,10 +58,8 @@ class Graph:
             self.logits = self._compute()
 
     def _compute(self) -> torch.Tensor:
-        tokens, positions, written = self.state
-        room = self.plan.responses.room
-        self.plan.responses.start_step(written, room)
-        self.plan.mask = hidden_mask(written + 1, room)
+        tokens, positions, written = self.state[:3]
+        self.plan.start_captured(written)
         return self.network.logits(self.network.hidden(tokens[:, None], positions[:, None], plan=self.plan)[:, 0])
 
 
@@ -80,16 +75,18 @@ class GraphedSteps:
     @staticmethod
     def can_capture(network: Network) -> bool:
         """Whether nothing in a step of this network waits for the device, or is made by the host: tokens that go to
-        experts are counted, and what a sliding window hides is another mask at each step."""
+        experts are counted, and what a sliding window hides is another mask at each step in float32."""
         rope = getattr(getattr(network.body, "rotary_emb", None), "rope_type", "default")
         if not isinstance(network, PlainNetwork) or network.group is not None or any(mixtures(network.model)):
             return False
-        has_windows = any(layer.options.window for layer in network.layers)
-        return network.device.type == "cuda" and not has_windows and rope not in _HOST_ROPES
+        has_masks = any(
+            layer.options.window and compiled_attention(network.device, network.model.dtype, layer.head_size) is None
+            for layer in network.layers
+        )
+        return network.device.type == "cuda" and not has_masks and rope not in _HOST_ROPES
 
     def logits(self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]) -> torch.Tensor | None:
         """Logits [rows, V] of a step, valid until the next one; None: it is computed without a graph."""
-        assert isinstance(plan, DecodePlan)
         caches = (*plan.prefixes.keys, *plan.prefixes.values, *plan.responses.keys, *plan.responses.values)
         memory = (plan.responses.room, *plan.prefixes.lengths, *(one.data_ptr() for one in caches))
         if memory != self.memory:

@@ -177,6 +177,13 @@ class Kernels:
         self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
         return out
 
+    def add_and_normalize(
+        self, states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of [..., D] and [..., D], and its norm."""
+        states = states + added
+        return states, self.normalize(states, weight, epsilon)
+
     def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotary positions of the first `num_turned` heads of [..., H, D], in place; returns the whole.
 

@@ -6,15 +6,15 @@ operations: query, key and value come from one product, and so do gate and up. O
 whose linear modules and experts take their products from here meanwhile. The tokens of a mixture of experts are sorted
 by expert, and each expert that was chosen computes its own.
 
-On a CPU the weights are copied into the forms of `products`. `Network.state` identifies the parameters that were
-copied; after an update the engine makes a new network. Elsewhere nothing is copied.
+On a CPU the weights are copied into the forms of `products`, elsewhere those of query, key and value side by side.
+`Network.state` identifies the parameters that were copied; after an update the engine makes a new network.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP or of an
 expert, E experts of a layer, k of them for each token, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,13 +25,16 @@ from quadriga.models.architecture import backbone, head_of
 from quadriga.models.attention import AttentionOptions, AttentionPlan
 from quadriga.models.experts import is_mixture, mixtures
 from quadriga.models.fused import rms_scale
-from quadriga.models.heads import LogitRule, head_logits
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, LogitRule, head_logits, launches_triton
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight
 from quadriga.weight_sync.reshard import Piece
+
+if HAS_TRITON:
+    from quadriga.rollout.native.kernels_triton import TritonKernels
 
 PLAIN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
@@ -47,13 +50,20 @@ State = tuple[tuple[int, int], ...]
 class TorchElementwise:
     """Norms, rotary positions and gates by torch's operators, which round to bfloat16 after each, as in training.
 
-    The compiled loops of `Kernels` compute the same in one pass. All tensors have the model's dtype.
+    `Kernels` and `TritonKernels` compute the same in one pass each. All tensors have the model's dtype.
     """
 
     def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
+
+    def add_and_normalize(
+        self, states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of [..., D] and [..., D], which may take the memory of the second, and its norm."""
+        states = states + added
+        return states, self.normalize(states, weight, epsilon)
 
     def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotary positions of the first heads of [..., H, d], by `cos` and `sin` [..., d]."""
@@ -66,6 +76,9 @@ class TorchElementwise:
         """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
         gate, up = states.chunk(2, -1)
         return silu(gate).mul_(up)
+
+
+Elementwise: TypeAlias = "TorchElementwise | Kernels | TritonKernels"
 
 
 class Network:
@@ -136,7 +149,9 @@ class PlainNetwork(Network):
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
         is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
         loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
-        self.elementwise = TorchElementwise() if loops is None else loops
+        self.elementwise: Elementwise = TorchElementwise() if loops is None else loops
+        if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
+            self.elementwise = TritonKernels()
         made = (forms, self.elementwise, group)
         self.layers = [_Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)]
 
@@ -152,9 +167,11 @@ class PlainNetwork(Network):
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
         cos, sin = cos.contiguous(), sin.contiguous()
+        added = None
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, plan)
-        return self.elementwise.normalize(hidden, self.body.norm.weight, self.body.norm.variance_epsilon)
+            hidden, added = layer(hidden, added, cos, sin, plan)
+        norm = self.body.norm
+        return self.elementwise.add_and_normalize(hidden, added, norm.weight, norm.variance_epsilon)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         own = super().logits(hidden)
@@ -178,7 +195,7 @@ class _Layer:
         layer: Any,
         number: int,
         forms: Forms | None,
-        elementwise: TorchElementwise | Kernels,
+        elementwise: Elementwise,
         group: RolloutGroup | None,
     ) -> None:
         self.number, self.elementwise = number, elementwise
@@ -196,15 +213,27 @@ class _Layer:
             norms += [attention.q_norm, attention.k_norm]
         self.first_norm, self.second_norm, *head_norms = [(norm.weight, norm.variance_epsilon) for norm in norms]
         self.head_norms = head_norms or None
-        self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms)
+        self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms, packs=True)
         self.merge = _Projection((attention.o_proj,), forms, group)
         made = _Mixture if is_mixture(layer.mlp) else _MLP
         self.mlp = made(layer.mlp, forms, elementwise, group)
 
-    def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """`hidden` [B, N, D]; `cos` and `sin` [B, N, d]."""
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden` [B, N, D], without what the layer before adds to it, and what this one adds: a norm sums both.
+        `cos` and `sin` are [B, N, d]."""
         heads, keys, normalize = self.num_heads, self.num_key_heads, self.elementwise.normalize
-        states = self.project(normalize(hidden, *self.first_norm)).unflatten(-1, (-1, self.head_size))
+        if added is None:
+            states = normalize(hidden, *self.first_norm)
+        else:
+            hidden, states = self.elementwise.add_and_normalize(hidden, added, *self.first_norm)
+        states = self.project(states).unflatten(-1, (-1, self.head_size))
         if self.head_norms is not None:
             query, key, value = states.split((heads, keys, keys), 2)
             query_norm, key_norm = self.head_norms
@@ -212,15 +241,16 @@ class _Layer:
         states = self.elementwise.rotate(states, heads + keys, cos, sin).transpose(1, 2)
         query, key, value = states.split((heads, keys, keys), 1)
         mixed = plan.attend(self.number, query, key, value, self.scale, self.options)
-        hidden = hidden + self.merge(mixed.flatten(2))
-        return hidden + self.mlp(normalize(hidden, *self.second_norm))
+        merged = self.merge(mixed.flatten(2))
+        hidden, states = self.elementwise.add_and_normalize(hidden, merged, *self.second_norm)
+        return hidden, self.mlp(states)
 
 
 class _MLP:
     """A gated MLP, or the share of a rank in one."""
 
     def __init__(
-        self, mlp: Any, forms: Forms | None, elementwise: TorchElementwise | Kernels, group: RolloutGroup | None = None
+        self, mlp: Any, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None = None
     ) -> None:
         self.elementwise = elementwise
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
@@ -235,7 +265,7 @@ class _Mixture:
     """A router and its experts, perhaps with one that all tokens share."""
 
     def __init__(
-        self, mlp: Any, forms: Forms | None, elementwise: TorchElementwise | Kernels, group: RolloutGroup | None = None
+        self, mlp: Any, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None = None
     ) -> None:
         assert group is None, "a group's experts are not divided"
         self.router, self.experts = mlp.gate, mlp.experts
@@ -282,14 +312,25 @@ class _Experts:
 
 class _Projection:
     """Linear modules with one input, their outputs side by side; with a group, their sum over its ranks, of which each
-    has some columns."""
+    has some columns. On CUDA a copy of the weights side by side, if it `packs` them, makes it one product."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], forms: Forms | None, summed_over: RolloutGroup | None = None
+        self,
+        modules: Sequence[nn.Module],
+        forms: Forms | None,
+        summed_over: RolloutGroup | None = None,
+        *,
+        packs: bool = False,
     ) -> None:
         self.modules, self.group = modules, summed_over
         self.weight: Weight | None = None
         plain = [module for module in modules if type(module) is nn.Linear]
+        self.factors: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if len(plain) == len(modules) > 1 and forms is None:
+            self.factors = [(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in plain]
+            if packs and len({bias is None for _, bias in self.factors}) == 1:
+                weights, biases = zip(*self.factors, strict=True)
+                self.factors = [(torch.cat(weights), None if biases[0] is None else torch.cat(biases))]
         if forms is not None and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
             biases = None if plain[0].bias is None else [module.bias.detach() for module in plain]
             if self.group is not None and not self.group.is_leader:
@@ -305,8 +346,19 @@ class _Projection:
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             return self.group.add_up(linear(states, module.weight, module.bias if self.group.is_leader else None))
-        outputs = [module(states) for module in self.modules]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        if len(self.factors) == 1:
+            return linear(states, *self.factors[0])
+        if not self.factors:
+            outputs = [module(states) for module in self.modules]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        rows, widths = states.flatten(0, -2).detach(), [len(weight) for weight, _ in self.factors]
+        result = rows.new_empty(len(rows), sum(widths))
+        for (weight, bias), part in zip(self.factors, result.split(widths, 1), strict=True):
+            if bias is None:
+                torch.mm(rows, weight.mT, out=part)
+            else:
+                torch.addmm(bias, rows, weight.mT, out=part)
+        return result.unflatten(0, states.shape[:-1])
 
 
 def description_of(model: PreTrainedModel) -> str:

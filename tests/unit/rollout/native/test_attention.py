@@ -48,7 +48,7 @@ def _plan(
     loops = kernels()
     if loops is None:
         pytest.skip(about_kernels())
-    return CompiledPlan(loops, prefixes, responses, places)
+    return CompiledPlan(loops, prefixes, responses, places, CPU)
 
 
 @pytest.mark.parametrize("kind", [DecodePlan, CompiledPlan])
