@@ -20,10 +20,10 @@ from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from side import Driver, Stopwatch, arguments
 
+# Of a micro-batch, as in the quickstart.
+MAX_PACKED_TOKENS = 384
 # A rendered prompt has 53 tokens; the rest is padding, which the engines never compute.
 MAX_PROMPT_TOKENS = 64
-# As in the quickstart.
-MAX_PACKED_TOKENS = 384
 
 
 def write_rows(path: Path, num_steps: int) -> None:
@@ -41,7 +41,9 @@ def write_rows(path: Path, num_steps: int) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
-def overrides(args: Any, train_file: Path) -> list[str]:
+def overrides(
+    args: Any, train_file: Path, new_tokens: int = workload.NUM_NEW_TOKENS, packed_tokens: int = MAX_PACKED_TOKENS
+) -> list[str]:
     """The command line of `quadriga train` that is this benchmark."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return [
@@ -49,7 +51,7 @@ def overrides(args: Any, train_file: Path) -> list[str]:
         f"data.val_files={train_file}",
         f"data.train_batch_size={workload.NUM_PROMPTS}",
         f"data.max_prompt_length={MAX_PROMPT_TOKENS}",
-        f"data.max_response_length={workload.NUM_NEW_TOKENS}",
+        f"data.max_response_length={new_tokens}",
         "data.shuffle=False",
         f"data.cache_dir={args.scratch}",
         f"actor_rollout_ref.model.path={args.model}",
@@ -58,7 +60,7 @@ def overrides(args: Any, train_file: Path) -> list[str]:
         f"{rollout}.temperature={workload.TEMPERATURE}",
         f"{rollout}.ignore_eos=True",
         f"{actor}.ppo_mini_batch_size={workload.NUM_PROMPTS}",
-        f"{actor}.ppo_max_token_len_per_gpu={MAX_PACKED_TOKENS}",
+        f"{actor}.ppo_max_token_len_per_gpu={packed_tokens}",
         f"{actor}.fsdp_config.model_dtype={args.dtype}",
         f"{actor}.optim.lr={workload.LEARNING_RATE}",
         f"{actor}.optim.betas={list(workload.ADAM_BETAS)}",
@@ -77,10 +79,12 @@ def overrides(args: Any, train_file: Path) -> list[str]:
 
 def main() -> None:
     """Build the trainer, say that it is ready, and take one step per order."""
-    args, driver, watch = arguments(__doc__ or "").parse_args(), Driver(), Stopwatch()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--packed-tokens", type=int, default=MAX_PACKED_TOKENS, help="of a micro-batch")
+    args, driver, watch = parser.parse_args(), Driver(), Stopwatch()
     train_file = Path(args.scratch) / "train.parquet"
     write_rows(train_file, args.steps)
-    run = build_run(load_config(overrides(args, train_file)).config, Timeline())
+    run = build_run(load_config(overrides(args, train_file, args.new_tokens, args.packed_tokens)).config, Timeline())
     trainer = run.trainer
     driver.send(
         "ready",

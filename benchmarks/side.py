@@ -21,7 +21,7 @@ import time
 from argparse import ArgumentParser
 from typing import Any
 
-from workload import SCORES
+from workload import NUM_NEW_TOKENS, SCORES
 
 DTYPES = ("float32", "bfloat16")
 
@@ -61,5 +61,6 @@ def arguments(description: str) -> ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, required=True, help="of the computation")
     parser.add_argument("--reward", choices=sorted(SCORES), required=True)
     parser.add_argument("--steps", type=int, required=True, help="how many steps will be asked for at most")
+    parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS, help="of each completion")
     parser.add_argument("--scratch", required=True, help="an empty folder for whatever must be written")
     return parser

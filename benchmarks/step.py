@@ -4,6 +4,7 @@
     .venv/bin/python benchmarks/step.py --install      # once: TRL's own environment, .venv-trl
     .venv/bin/python benchmarks/step.py                # the table; every sequence has a gradient
     .venv/bin/python benchmarks/step.py --reward task  # the same with the quickstart's own reward
+    python3 benchmarks/step.py --model FOLDER --trl-python python3 --new-tokens 256 --packed-tokens 8192  # on a GPU
 
 Each side is a process of its own that computes one step when it is asked and sleeps otherwise (side.py). The sides
 take turns, so that whatever else the machine does falls on both; the first step of each is left out (it allocates).
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,6 +113,7 @@ def start(name: str, command: list[str], dtype: str, args: Namespace, scratch: P
     folder = scratch / f"{name}-{dtype}"
     folder.mkdir()
     options = {"model": args.model, "dtype": dtype, "reward": args.reward, "steps": args.steps, "scratch": folder}
+    options["new-tokens"] = args.new_tokens
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w", encoding="utf-8") as errors:
@@ -131,7 +134,7 @@ def start(name: str, command: list[str], dtype: str, args: Namespace, scratch: P
 
 def measure(dtype: str, args: Namespace, scratch: Path) -> list[Side]:
     """Both sides in one dtype, taking turns."""
-    quadriga = [sys.executable, str(HERE / "quadriga_side.py")]
+    quadriga = [sys.executable, str(HERE / "quadriga_side.py"), f"--packed-tokens={args.packed_tokens}"]
     trl = [str(args.trl_python), str(HERE / "trl_side.py"), f"--micro-batch={args.trl_micro_batch}"]
     trl += ["--bf16-weights"] if args.trl_bf16_weights else []
     commands = {"quadriga": quadriga, "trl": trl}
@@ -142,7 +145,7 @@ def measure(dtype: str, args: Namespace, scratch: Path) -> list[Side]:
         for number in range(args.steps):
             for side in sides:
                 step = side.step()
-                check_tokens(side, step)
+                check_tokens(side, step, args.new_tokens)
                 print(
                     f"  step {number} {side.name:8} {in_words(step)}{' (left out)' if not number else ''}", flush=True
                 )
@@ -152,9 +155,9 @@ def measure(dtype: str, args: Namespace, scratch: Path) -> list[Side]:
     return sides
 
 
-def check_tokens(side: Side, step: dict[str, Any]) -> None:
+def check_tokens(side: Side, step: dict[str, Any], new_tokens: int) -> None:
     """Tokens per second compare only over equal numbers of tokens."""
-    expected = workload.NUM_SEQUENCES * workload.NUM_NEW_TOKENS
+    expected = workload.NUM_SEQUENCES * new_tokens
     if step["response_tokens"] != expected:
         raise SystemExit(f"benchmark: {side.name} drew {step['response_tokens']} tokens, expected {expected}.")
 
@@ -165,9 +168,9 @@ def in_words(step: dict[str, Any]) -> str:
     return f"{times}, reward {step['reward']:.3f}, others {step['others']:.2f} cores"
 
 
-def table(dtype: str, sides: list[Side]) -> list[str]:
+def table(dtype: str, sides: list[Side], new_tokens: int) -> list[str]:
     """The rows of one dtype: medians, and how many times the last side's tokens per second."""
-    tokens = workload.NUM_SEQUENCES * workload.NUM_NEW_TOKENS
+    tokens = workload.NUM_SEQUENCES * new_tokens
     base = {key: sides[-1].typical(key) for key in ("gen_s", "train_s", "total_s")}
     rows = []
     for side in sides:
@@ -187,13 +190,16 @@ def table(dtype: str, sides: list[Side]) -> list[str]:
 
 
 def machine() -> str:
-    """The processor, its cores and the memory."""
+    """The processor, its cores and the memory, and the accelerator."""
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"model name\s*: (.*)", facts)
     gibibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     flags = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", facts)]
     name = model.group(1) if model else platform.processor()
-    return f"{name} ({', '.join(flags) or 'no wide vectors'}), {os.cpu_count()} cores, {gibibytes:.0f} GiB"
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    cards = subprocess.run(asked, capture_output=True, text=True).stdout.split("\n") if shutil.which(asked[0]) else []
+    cores = f"{name} ({', '.join(flags) or 'no wide vectors'}), {os.cpu_count()} cores, {gibibytes:.0f} GiB"
+    return "; ".join([cores, *filter(None, cards)])
 
 
 def load_average() -> str:
@@ -209,6 +215,8 @@ def read_arguments() -> Namespace:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--reward", choices=sorted(workload.SCORES), default="equal")
     parser.add_argument("--steps", type=int, default=5, help="of each side, the first of which is left out")
+    parser.add_argument("--new-tokens", type=int, default=workload.NUM_NEW_TOKENS, help="of each completion")
+    parser.add_argument("--packed-tokens", type=int, default=384, help="of a micro-batch of Quadriga's")
     parser.add_argument("--sides", nargs="+", choices=("quadriga", "trl"), default=["quadriga", "trl"])
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
     parser.add_argument(
@@ -239,9 +247,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as scratch:
         for dtype in args.dtype:
             sides = measure(dtype, args, Path(scratch))
-            rows += table(dtype, sides)
+            rows += table(dtype, sides, args.new_tokens)
             record[dtype] = [{"side": side.name, "facts": side.facts, "steps": side.steps} for side in sides]
-    shape = f"{workload.NUM_PROMPTS} prompts x {workload.NUM_SAMPLES} samples x {workload.NUM_NEW_TOKENS} new tokens"
+    shape = f"{workload.NUM_PROMPTS} prompts x {workload.NUM_SAMPLES} samples x {args.new_tokens} new tokens"
     print(f"\n{shape}, reward `{args.reward}`, median of {args.steps - 1} steps; {machine()}; ", end="")
     print(f"load average after: {load_average()}\n")
     print("| dtype | | generation s | training s | step s [min, max] | tokens/s | tokens/s, ratio | others, cores |")

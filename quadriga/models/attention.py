@@ -31,7 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
-from quadriga.models.flash import Rows, Scores, Sums, flash_backward, flash_forward
+from quadriga.models.flash import Rows, Scores, Sums, flash_backward, flash_forward, has_cuda_kernel
+from quadriga.models.varlen import PackedRuns, VarlenAttention
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
@@ -181,13 +182,23 @@ class PackedAttention:
         max_padding: float = 0.25,
         block_tokens: int | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.segments, self.max_padding = device, segments, max_padding
         self.block_tokens = block_tokens or _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
         self.masks: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[Segment, list[Rows]] = {}
-        self.blocks: list[_Block] = []
-        for members in _buckets(segments, max_padding, self.block_tokens):
-            self.blocks += self._cut(members[0]) if len(members) == 1 else [self._side_by_side(members)]
+
+    @cached_property
+    def runs(self) -> PackedRuns:
+        """For kernels that take runs of any lengths."""
+        return PackedRuns(self.segments, self.device)
+
+    @cached_property
+    def blocks(self) -> list["_Block"]:
+        """For all others."""
+        blocks: list[_Block] = []
+        for members in _buckets(self.segments, self.max_padding, self.block_tokens):
+            blocks += self._cut(members[0]) if len(members) == 1 else [self._side_by_side(members)]
+        return blocks
 
     def _pieces_of(self, segment: Segment) -> list["Rows"]:
         """Rows [1, block_tokens] of a segment, the last perhaps shorter; the same ones each time."""
@@ -224,6 +235,10 @@ class PackedAttention:
     ) -> Tensor:
         """[1, H, N, D], [1, K, N, D] twice -> [1, N, H, D]."""
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
+        if has_cuda_kernel(query) and options.softcap is None:
+            window = options.window if (options.window or self.runs.longest) < self.runs.longest else None
+            if window is None or not self.runs.has_prefixes:
+                return VarlenAttention.apply(query, key, value, options.sinks, self.runs, scale, window)[None]
         how = _How(scale, options.window, options.softcap, self.masks)
         return _Attention.apply(query, key, value, options.sinks, self.blocks, how)[None]
 

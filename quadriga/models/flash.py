@@ -40,7 +40,7 @@ class Scores:
 def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
     """Query [b, L, H, D], key and value [b, S, K, D] -> [b, L, H, D] and log-sum-exps [b, L, H]."""
     query, key, _ = inputs
-    if _has_cuda_kernel(query) and how.is_plain:
+    if has_cuda_kernel(query) and how.is_plain:
         call = (*inputs, None, None, query.shape[1], key.shape[1], 0.0, how.is_causal, False)
         out, log_sums, *_ = _aten._flash_attention_forward(*call, scale=how.scale)
         return out, log_sums.transpose(1, 2)
@@ -58,7 +58,7 @@ def flash_backward(results: Sequence[Tensor], inputs: Sequence[Tensor], how: Sco
     `results`: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
     has none."""
     (grad, out, log_sums), (query, key, _) = results, inputs
-    if _has_cuda_kernel(query) and how.is_plain:
+    if has_cuda_kernel(query) and how.is_plain:
         rng = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # without dropout unread
         sums, sizes = log_sums.transpose(1, 2).contiguous(), (query.shape[1], key.shape[1])
         call = (grad, *inputs, out, sums, None, None, *sizes, 0.0, how.is_causal, *rng)
@@ -106,7 +106,8 @@ def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
     return scores, value
 
 
-def _has_cuda_kernel(query: Tensor) -> bool:
+def has_cuda_kernel(query: Tensor) -> bool:
+    """Whether CUDA's flash kernels take these queries."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
 

@@ -30,7 +30,7 @@ SIZES: dict[str, Size] = {
     "config": Size(3831, 21, 170),
     "data": Size(3798, 16, 222),
     "engines": Size(4192, 24, 223),
-    "models": Size(3468, 18, 205),
+    "models": Size(3745, 20, 225),
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
@@ -66,7 +66,8 @@ REASONS: dict[str, str] = {
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
-    " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers",
+    " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"
+    " kernels for CUDA: attention of all segments in two calls (varlen.py), norms and gates in one (fused_triton.py)",
     "observe": "metrics of a step in parts;"
     " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",

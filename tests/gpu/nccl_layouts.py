@@ -8,7 +8,7 @@ back.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,21 +34,20 @@ from tests.rehearsal.lines import LINES, LineCoverage
 from tests.rehearsal.stand_in import StandIn
 
 HAS_MEGATRON = find_spec("megatron") is not None
-_TP = Layout(tp=2, has_own_modules=True)
-LAYOUTS: Mapping[str, tuple[Layout, Memory]] = {
+LAYOUTS: dict[str, tuple[Layout, Memory]] = {
     "replicas": (Layout(dp_replicate=2), Memory()),
     "fsdp": (Layout(dp_shard=2), Memory()),
     "fsdp, offloaded": (Layout(dp_shard=2), Memory(offload_weights=True)),
     "tp": (Layout(tp=2), Memory()),
     "sp": (Layout(sp=2), Memory()),
-    **(
-        {f"megatron, tp{of}": (_TP, Memory(offload_weights=bool(of))) for of in ("", ", offloaded")}
-        if HAS_MEGATRON
-        else {}
-    ),
 }
 if HAS_MEGATRON:
     from quadriga.engines.megatron.engine import MegatronEngine
+
+    LAYOUTS |= {
+        f"megatron, tp{of}": (Layout(tp=2, has_own_modules=True), Memory(offload_weights=bool(of)))
+        for of in ("", ", offloaded")
+    }
 
 
 def learn(engine: FSDPEngine) -> torch.Tensor:
@@ -65,11 +64,10 @@ def learnt(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {"log-probs": learn(engine).cpu(), **{name: weight.cpu() for name, weight in engine.weights()}}
 
 
-def run(folder: Path, rank: int, port: int, name: str) -> dict[str, torch.Tensor]:
-    """What one layout has learnt, the same on both ranks."""
-    layout, memory = LAYOUTS[name]
+def run(folder: Path, rank: int, port: int, layout: Layout, memory: Memory, size: int = 2) -> dict[str, torch.Tensor]:
+    """What one layout has learnt, the same on all ranks."""
     device = choose_device("cuda", rank)
-    world = process_group.join(WorkerPlace(rank, 2, rank, 2, master_port=port), device)
+    world = process_group.join(WorkerPlace(rank, size, rank, size, master_port=port), device, also_alone=True)
     if layout.is_whole:
         scorer, read = PolicyScorer(load_causal_lm(folder / "model", dtype=torch.float32, device=device)), None
     else:
@@ -85,16 +83,16 @@ def run(folder: Path, rank: int, port: int, name: str) -> dict[str, torch.Tensor
     )
     assert "on a CPU" not in engine.describe()["weights"]
     result = learnt(engine)
-    require_it_comes_back(engine, folder / name, lambda: learn(engine))
-    ones = RolloutGroup(rank, 2, 2, device).add_up(torch.ones(2, device=device))
-    assert ones.tolist() == [2.0, 2.0]
+    require_it_comes_back(engine, folder / str(port), lambda: learn(engine))
+    ones = RolloutGroup(rank, size, size, device).add_up(torch.ones(2, device=device))
+    assert ones.tolist() == [size] * 2
     process_group.leave(world)
     return result
 
 
 def main(number: int, folder: Path, ports: Sequence[str]) -> None:
     """All layouts, one after the other."""
-    results = {name: run(folder, number, int(port), name) for name, port in zip(LAYOUTS, ports, strict=True)}
+    results = {name: run(folder, number, int(port), *LAYOUTS[name]) for name, port in zip(LAYOUTS, ports, strict=True)}
     torch.save(results, folder / f"{number}.pt")
 
 

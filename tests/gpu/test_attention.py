@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quadriga.models import attention
-from quadriga.models.attention import PackedAttention, Segment
+from quadriga.models.attention import AttentionOptions, PackedAttention, Segment
 
 pytestmark = pytest.mark.gpu
 
@@ -16,10 +16,20 @@ def segments_of(prompt: int, answers: list[int]) -> list[Segment]:
     return [first, *(Segment(start, length, first) for start, length in zip(starts, answers, strict=True))]
 
 
-def results(parts: list[torch.Tensor], segments: list[Segment], device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def results(
+    parts: list[torch.Tensor],
+    segments: list[Segment],
+    device: str,
+    dtype: torch.dtype,
+    window: int | None = None,
+    has_sinks: bool = False,
+) -> list[torch.Tensor]:
     *leaves, outer = (part.to(device, dtype) for part in parts)
+    sinks = [torch.linspace(-1, 1, 12, device=device, dtype=dtype).requires_grad_()] if has_sinks else []
     leaves = [leaf.transpose(1, 2).requires_grad_() for leaf in leaves]
-    out = PackedAttention(segments, torch.device(device)).attend(0, *leaves, scale=0.1)
+    options = AttentionOptions(window, None, *sinks)
+    out = PackedAttention(segments, torch.device(device)).attend(0, *leaves, 0.1, options)
+    leaves += sinks
     return [one.detach().float().cpu() for one in (out, *torch.autograd.grad(out, leaves, outer))]
 
 
@@ -46,6 +56,22 @@ def test_the_device_computes_what_the_cpu_does(
     for ours, theirs in zip(found, expected, strict=True):
         bound = 1e-4 if dtype == torch.float32 else 0.02
         assert (ours - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+@pytest.mark.parametrize(("window", "has_sinks"), [(100, False), (None, True), (33, True)])
+def test_windows_and_sinks(window: int | None, has_sinks: bool, has_prefix: bool) -> None:
+    """Sequences of several lengths; a window hides tokens of a prefix too."""
+    segments = segments_of(270, [300, 700, 9])
+    segments = segments if has_prefix else [Segment(one.start, one.length) for one in segments]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn((1, 1279, heads, 64), generator=generator).bfloat16() for heads in (12, 2, 2, 12)]
+    found, expected = (
+        results(parts, segments, device, kind, window, has_sinks)
+        for device, kind in (("cuda", torch.bfloat16), ("cpu", torch.float))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
 
 
 def test_memory_grows_with_the_tokens() -> None:

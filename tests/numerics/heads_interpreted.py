@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the vocabulary head, interpreted on the CPU, against torch: for test_heads_triton.py.
+"""The Triton kernels of the vocabulary head, of norms and of gated MLPs, interpreted on the CPU, against torch: for
+test_heads_triton.py.
 
 Prints one line for each case that agrees. bfloat16 is left out: the interpreter keeps such numbers as integers of 16
 bits, and its matrix product multiplies those.
@@ -7,7 +8,8 @@ bits, and its matrix product multiplies those.
 
 import torch
 
-from quadriga.models import heads, heads_triton
+from quadriga.models import fused_triton, heads, heads_triton
+from quadriga.models.fused import GatedSiLU, RMSNorm
 from quadriga.models.heads import token_scores
 
 TOKENS, ROWS, HIDDEN = 150, 700, 80  # none of them a multiple of a tile
@@ -48,6 +50,27 @@ def check(dtype: torch.dtype, *, has_bias: bool, wanted: tuple[str, ...], temper
     print(f"agrees: {dtype}, bias {has_bias}, {wanted}, temperature {temperature}", flush=True)
 
 
+def check_fused(*shape: int) -> None:
+    """Norm and gate, and their gradients, in float16 as the functions of `fused` round them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, other, outer = (torch.randn(shape, generator=generator).half() for _ in range(3))
+    weight = torch.randn(shape[-1], generator=generator).half()
+    normed, scales = fused_triton.norm(hidden, weight, 1e-5)
+    grads = fused_triton.norm_gradients(outer, hidden, weight, scales)
+    found = [normed, *grads, fused_triton.gated(hidden, other), *fused_triton.gated_gradients(outer, hidden, other)]
+    expected = []
+    for call, inputs in (
+        (lambda *two: RMSNorm.apply(*two, 1e-5), (hidden, weight)),
+        (GatedSiLU.apply, (hidden, other)),
+    ):
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        expected += [out := call(*leaves), *torch.autograd.grad(out, leaves, outer)]
+    for ours, theirs in zip(found, expected, strict=True):
+        largest = theirs.abs().max().item()
+        torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=2e-3, atol=2e-3 * largest)
+    print(f"agrees: norm and gate, {shape}", flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     heads_triton._ROWS_OF_PART = 256
@@ -55,3 +78,6 @@ if __name__ == "__main__":
     check(torch.float32, has_bias=False, wanted=(), temperature=1.0)
     check(torch.float16, has_bias=True, wanted=("entropy",), temperature=1.3)
     check(torch.float16, has_bias=False, wanted=("sum_pi_squared",), temperature=1.0)
+    check_fused(3, 5, 80, 64)
+    check_fused(1300, 16)  # more tiles of rows than parts of the sum
+    check_fused(7, 1536)

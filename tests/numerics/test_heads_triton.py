@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of the vocabulary head and of decode steps, without a GPU: Triton's interpreter computes them.
+"""The CUDA kernels of the vocabulary head, of norms, gated MLPs and decode steps, without a GPU: Triton's interpreter
+computes them.
 
 What this does not prove: that they are fast, or that a GPU's compiler makes of them what the interpreter does;
 tests/gpu is for that.
@@ -15,7 +16,7 @@ import pytest
 from quadriga.models.heads import HAS_TRITON
 
 
-@pytest.mark.parametrize(("program", "num_cases"), [("heads_interpreted.py", 4), ("decode_interpreted.py", 49)])
+@pytest.mark.parametrize(("program", "num_cases"), [("heads_interpreted.py", 7), ("decode_interpreted.py", 49)])
 @pytest.mark.skipif(not HAS_TRITON, reason="the package triton is not installed, so its kernels were not interpreted")
 def test_kernels_compute_what_torch_does(program: str, num_cases: int) -> None:
     """Of the head values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, half precision,

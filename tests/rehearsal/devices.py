@@ -6,8 +6,9 @@ computes them again into the same memory. The `owner` is a `StandIn` (stand_in.p
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -36,25 +37,52 @@ def wide_sum(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, dtype:
     return torch.add(base, wide_product(left, right, dtype), **out)
 
 
-def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float) -> Any:
+def hidden_pairs(num_queries: int, num_keys: int, is_causal: bool, window: Mapping[str, int]) -> torch.Tensor:
+    """[L, S]: which keys a query does not see; it and as many before it as the window has to its left."""
+    behind = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
+    is_hidden = (behind < 0) & is_causal
+    return is_hidden | (behind > window["window_size_left"]) if window else is_hidden
+
+
+def runs_of(lengths: Any, parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors [tokens, ...] cut at offsets, each run as one row [1, L, ...]."""
+    assert lengths.dtype == torch.int32 and all(len(one) == lengths[-1] for one in parts)
+    return [[one[start:stop][None] for one in parts] for start, stop in pairwise(lengths.tolist())]
+
+
+def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float, **window: int) -> Any:
     """The flash kernel by plain operators; like it, for one half dtype and dense heads."""
-    inputs = (query, key, value)
+    inputs, (queries, keys, longest, most, *rest) = (query, key, value), more
+    if queries is not None:  # runs between these offsets
+        cut = zip(runs_of(queries, [query]), runs_of(keys, [key, value]), strict=True)
+        assert (longest, most) == (int(queries.diff().max()), int(keys.diff().max()))
+        found = [flash_forward(*own, *seen, None, None, 0, 0, *rest, scale=scale, **window) for own, seen in cut]
+        return torch.cat([one[0][0] for one in found]), torch.cat([one[1][0] for one in found], 1), *found[0][2:]
     assert all(one.dtype in HALF and one.dtype == query.dtype and one.stride(-1) == 1 for one in inputs)
-    out, log_sums = plain_forward([one.transpose(1, 2) for one in inputs], Scores(scale, more[5]))
+    bias = torch.zeros(query.shape[1], key.shape[1])
+    bias.masked_fill_(hidden_pairs(*bias.shape, rest[1], window), -torch.inf)
+    out, log_sums = plain_forward([one.transpose(1, 2) for one in inputs], Scores(scale, bias=bias))
     return out.transpose(1, 2), log_sums, *(query.new_empty(0) for _ in range(3))
 
 
-def flash_backward(grad: Any, query: Any, key: Any, value: Any, out: Any, log_sums: Any, *more: Any, scale: Any) -> Any:
+def flash_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, log_sums: Any, *more: Any, scale: Any, **window: int
+) -> Any:
     """Its gradients; the log-sum-exps [b, H, L] as the forward pass gave them. Autograd is out of reach in here."""
-    inputs = (query, key, value, grad, out)
+    inputs, (queries, keys, _, _, *rest) = (query, key, value, grad, out), more
+    if queries is not None:
+        cut = zip(runs_of(queries, [grad, query, out, log_sums.t()]), runs_of(keys, [key, value]), strict=True)
+        found = [
+            flash_backward(g, q, *seen, o, sums.mT.contiguous(), None, None, 0, 0, *rest, scale=scale, **window)
+            for (g, q, o, sums), seen in cut
+        ]
+        return tuple(torch.cat([one[0] for one in ones]) for ones in zip(*found, strict=True))
     assert all(one.dtype == query.dtype and one.stride(-1) == 1 for one in inputs)
     assert log_sums.dtype == torch.float32 and log_sums.is_contiguous() and log_sums.shape[1] == query.shape[2]
     q, k, v, g, o = (one.transpose(1, 2).float() for one in inputs)  # [b, heads, tokens, D]
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     k, v = (one.repeat_interleave(groups[1], 1) for one in (k, v))
-    scores = q @ k.mT * scale
-    if more[5]:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(hidden_pairs(q.shape[2], k.shape[2], rest[1], window), -torch.inf)
     weights = (scores - log_sums[..., None]).exp()
     slopes = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
     gradients = [slopes @ k, *((one.mT @ two).unflatten(1, groups).sum(2) for one, two in ((slopes, q), (weights, g)))]

@@ -12,13 +12,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quadriga.models import heads_triton
+from quadriga.models import fused_triton, heads_triton
 from quadriga.rollout.native import kernels_triton
 
 POINTERS = {
-    "*bf16": "hidden weight bias states added result cos sin query key value own_keys own_values shared_keys"
+    "*bf16": "grad gate up grad_gate grad_up hidden weight bias states added result cos sin query key value own_keys own_values shared_keys"
     " shared_values",
-    "*fp32": "normalizer grad_log_probs grad_entropy entropy sums parts logits temperature peaks sinks",
+    "*fp32": "scales normalizer grad_log_probs grad_entropy entropy sums parts logits temperature peaks sinks",
     "*fp64": "uniforms", "*i64": "places prefix_of prefix_length num_written", "*i32": "likeliest", "*i1": "is_greedy",
     "fp32": "scale softcap epsilon",
 }  # fmt: skip
@@ -39,6 +39,15 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], result: st
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert made.asm["cubin"]
     assert made.metadata.shared <= (163 if capability == 80 else 227) * 1024
+
+
+@pytest.mark.parametrize("columns", [64, 2048, 8192])
+@pytest.mark.parametrize("name", ["_norm_kernel", "_norm_gradients_kernel", "_gate_kernel", "_gate_gradients_kernel"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_kernel_of_norms_and_gates_compiles(name: str, capability: int, columns: int) -> None:
+    """For widths of heads and of hidden states."""
+    shape = {"ROWS": max(1, 2048 // columns), "COLUMNS": columns, "NUMBERS": columns}
+    compiled(getattr(fused_triton, name), capability, shape)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

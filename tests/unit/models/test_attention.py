@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed attention against one dense mask over all packed tokens, values and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from quadriga.models import attention
+from quadriga.models import attention, varlen
 from quadriga.models.attention import PLAIN, AttentionOptions, PackedAttention, Segment
 from quadriga.models.flash import Scores, flash_backward, flash_forward, plain_backward, plain_forward
+from tests.rehearsal import devices
 
 CPU = torch.device("cpu")
 GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4)
@@ -109,6 +112,30 @@ def test_windows_caps_and_sinks_equal_dense_attention(
     torch.testing.assert_close(ours, exact.float(), atol=3e-6, rtol=3e-6)
     for gradient, expected in zip(gradients, torch.autograd.grad(exact, [*parts, *sinks], outer.double()), strict=True):
         torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=GROUPS, window=st.sampled_from([None, 1, 2, 5, 8]), has_sinks=st.booleans())
+def test_the_two_calls_on_cuda_equal_dense_attention(groups, window: int | None, has_sinks: bool) -> None:
+    """Which tokens they are given, and how their results merge. The kernels are plain operators here (tests/gpu has
+    the true ones), in float16 numbers, which round by one in two thousand."""
+    segments = segments_of(groups)
+    *parts, outer = random_parts(sum(segment.length for segment in segments), (4, 2), 8)
+    sinks = [torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)] if has_sinks else []
+    options = AttentionOptions(window, None, *sinks)
+    half = [part.half() for part in parts]
+    kernels = {"forward": devices.flash_forward, "backward": devices.flash_backward}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "has_cuda_kernel", lambda query: True)
+        patch.setattr(
+            varlen, "_aten", SimpleNamespace(**{f"_flash_attention_{key}": one for key, one in kernels.items()})
+        )
+        ours = PackedAttention(segments, CPU).attend(0, *half, 0.9, options)
+        gradients = torch.autograd.grad(ours, [*parts, *sinks], outer.half())
+    exact = dense(segments, *(part.double() for part in half), 0.9, options)
+    torch.testing.assert_close(ours.float(), exact.float(), atol=5e-3, rtol=5e-3)
+    for gradient, expected in zip(gradients, torch.autograd.grad(exact, [*parts, *sinks], outer.double()), strict=True):
+        torch.testing.assert_close(gradient, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_window_that_hides_nothing_changes_no_bit() -> None:
