@@ -16,7 +16,8 @@ from quadriga.models import fused_triton, heads_triton
 from quadriga.rollout.native import kernels_triton
 
 POINTERS = {
-    "*bf16": "grad gate up grad_gate grad_up hidden weight bias states added result cos sin query key value own_keys own_values shared_keys"
+    "*bf16": "grad gate up grad_gate grad_up"
+    " hidden weight bias states added result cos sin query key value own_keys own_values shared_keys"
     " shared_values",
     "*fp32": "scales normalizer grad_log_probs grad_entropy entropy sums parts logits temperature peaks sinks",
     "*fp64": "uniforms", "*i64": "places prefix_of prefix_length num_written", "*i32": "likeliest", "*i1": "is_greedy",
