@@ -414,10 +414,10 @@ class NativeEngine(CausalModelEngine):
                     with PhaseTimer.mark(f"step of version {self.weight_version}"):
                         generation.advance(given_up)
                     self.num_steps += 1
-                    if self.group is not None and scheduler.is_done:
+                    if scheduler.is_done:
                         self._sum_up()
-                        # The members begin anew as well: what is still in the KV cache must be the same everywhere.
-                        generation = Generation(generation.network, scheduler, self.weight_version)
+                        # What comes next finds an empty KV cache on all ranks, whether or not it is here already.
+                        generation.renew(generation.network, self.weight_version, keeps_cache=False)
         except BaseException as error:
             with self._lock:
                 self._has_failed = True
