@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
@@ -55,11 +56,12 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     table = read_table(path, config.data.cache_dir, errors)
     if not 0 <= row < len(table):
         raise DataError("--row", got=f"{row} of {path}", expected=f"0 to {len(table) - 1}")
-    print(f"{path}: {len(table)} rows, {path.stat().st_size / 2**20:.1f} MB")
+    print(f"{path}: {len(table)} rows, {decimal(path.stat().st_size)}")
     print(*_schema(table), sep="\n")
     for number in range(min(num_rows, len(table))):
         print(f"row {number}")
-        print(*(f"  {name}: {_short(value)}" for name, value in table[number].items()), sep="\n")
+        texts = ((name, repr(value)) for name, value in table[number].items())
+        print(*(f"  {name}: {text[:297]}{'...' if len(text) > 297 else ''}" for name, text in texts), sep="\n")
     data = config.data
     is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
     key = data.messages_key if is_chat else data.prompt_key
@@ -67,7 +69,8 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
         print(f"no column {key!r}: data.prompt_key or data.messages_key names the one to measure")
     elif not (config.actor_rollout_ref.model.path or data.tokenizer):
         texts = (json.dumps(one[key], ensure_ascii=False) for some in table.batches([key], BATCH_ROWS) for one in some)
-        print(*_histogram(np.array([len(text) for text in texts]), "characters of JSON"), sep="\n")
+        lengths = np.array([len(text) for text in texts])
+        print(*_histogram(lengths, "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
         encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
         skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
@@ -84,13 +87,32 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     """How long prompts are, which would be left out, and one as the model gets it."""
     data, processor = config.data, build_processor(config) if config.actor_rollout_ref.model.path else None
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
-    workers = data.filter_overlong_prompts_workers
-    meter = PromptMeter(encoder, processor, data)
+    meter, workers = PromptMeter(encoder, processor, data), data.filter_overlong_prompts_workers
     lengths, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
-    _print_left_out(lengths, data.max_prompt_length, [*errors, *found])
-    if lengths[row] != BAD:
-        _print_prompt(config, table, row, encoder, processor)
+    errors, long = [*errors, *found], np.flatnonzero(lengths > data.max_prompt_length)
+    print(f"over data.max_prompt_length={data.max_prompt_length}: {len(long)} of {len(lengths)} rows")
+    print(*(f"  row {number}: {lengths[number]} tokens\n" for number in long[:_LISTED]), sep="", end="")
+    print(f"bad: {len(errors)} rows", *errors[:_LISTED], sep="\n  ")
+    if (rest := max(len(long), len(errors)) - _LISTED) > 0:
+        print(f"  (the first {_LISTED} of each; {rest} more)")
+    if lengths[row] == BAD:
+        print(f"row {row} is one of the bad rows; --row N shows another")
+        return
+    values, where = table[row], f"{table.path} row {row}"
+    messages, media = read_prompt(values, processor, data, where=where)
+    pictures, clips = read_media(media, processor, data, folder=table.path.parent, where=where)
+    text = encoder.render(messages, where=where)
+    print(f"row {row} as the model gets it:\n{text}")
+    _print_tokens(encoder, encoder.encode([text])[0], None)
+    if pictures or clips:
+        print(f"{lengths[row]} tokens with those of all patches of images and videos")
+    for number, clip in enumerate(clips):
+        print(f"video {number}: {len(clip.indices)} of {clip.num_frames} frames, {clip.size[1]} x {clip.size[0]}")
+    for number, picture in enumerate(pictures):
+        print(f"image {number}: {picture.width} x {picture.height}")
+        if (drawn := _drawn(picture)) is not None:
+            print(drawn)
 
 
 def _schema(table: RowTable) -> Iterator[str]:
@@ -115,35 +137,11 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
         return
     marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
     yield "{}: {} to {}, median {}, 90 % up to {}, 99 % up to {}".format(unit, *marks[[0, 4, 1, 2, 3]])
-    counts, edges = np.histogram(lengths, bins=min(_BARS, max(1, len(np.unique(lengths)))))
-    for count, left, right in zip(counts, edges, edges[1:], strict=False):
-        yield f"  {left:7.0f} to {right:7.0f}  {count:8}  {'█' * int(np.ceil(_WIDTH * count / counts.max()))}"
-
-
-def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) -> None:
-    """What data.filter_overlong_prompts and data.on_bad_row=skip would leave out, and why."""
-    long = np.flatnonzero(lengths > limit)
-    print(f"over data.max_prompt_length={limit}: {len(long)} of {len(lengths)} rows")
-    for number in long[:_LISTED]:
-        print(f"  row {number}: {lengths[number]} tokens")
-    print(f"bad: {len(errors)} rows")
-    for error in errors[:_LISTED]:
-        print(f"  {error}")
-    if (rest := max(len(long), len(errors)) - _LISTED) > 0:
-        print(f"  (the first {_LISTED} of each; {rest} more)")
-
-
-def _print_prompt(config: Config, table: RowTable, row: int, encoder: ChatEncoder, processor: Any) -> None:
-    data, where, values = config.data, f"{table.path} row {row}", table[row]
-    messages, media = read_prompt(values, processor, data, where=where)
-    pictures, _ = read_media(media, processor, data, folder=table.path.parent, where=where)
-    text = encoder.render(messages, where=where)
-    print(f"row {row} as the model gets it:\n{text}")
-    _print_tokens(encoder, encoder.encode([text])[0], None)
-    for number, picture in enumerate(pictures):
-        print(f"image {number}: {picture.width} x {picture.height}")
-        if (drawn := _drawn(picture)) is not None:
-            print(drawn)
+    first, last = int(marks[0]), int(marks[4])
+    edges = np.arange(first, last + 1, max(1, -(-(last + 1 - first) // _BARS)))
+    counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))
+    for count, left, right in zip(counts, edges, [*edges[1:] - 1, last], strict=True):
+        yield f"  {left:7} to {right:7}  {count:8}  {'█' * int(np.ceil(_WIDTH * count / counts.max()))}"
 
 
 def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] | None) -> None:
@@ -173,8 +171,3 @@ def _drawn(picture: Any) -> str | None:
         f"\x1b_G{head}m={int(number < len(chunks) - 1)};{chunk}\x1b\\"
         for number, (head, chunk) in enumerate(zip(heads, chunks, strict=True))
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:297]}..."

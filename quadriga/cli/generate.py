@@ -44,14 +44,10 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    temperature, limit = "actor_rollout_ref.rollout.temperature", "data.max_response_length"
-    given = [
-        (temperature, arguments.temperature),
-        (limit, arguments.max_tokens),
-        ("actor_rollout_ref.rollout.n", arguments.n),
-    ]
-    given.append(("data.val_files", json.dumps(arguments.data) if arguments.data else None))
-    arguments.overrides += [f"{key}={value}" for key, value in given if value is not None]
+    rollout, files = "actor_rollout_ref.rollout", json.dumps(arguments.data) if arguments.data else None
+    given = {f"{rollout}.temperature": arguments.temperature, "data.max_response_length": arguments.max_tokens}
+    given |= {f"{rollout}.n": arguments.n, "data.val_files": files}
+    arguments.overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     config = load_from(arguments)
     temperature, limit = config.actor_rollout_ref.rollout.temperature, config.data.max_response_length
     way = f"--temperature {temperature:g}" if temperature else "the likeliest tokens (--temperature 0)"

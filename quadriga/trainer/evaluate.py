@@ -136,7 +136,7 @@ def answer_files(config: Config, output: Path) -> int:
     rows = RLHFDataset(data.val_files, tokenizer, data, build_processor(config), is_train=False, **options)
     if len(rows) != (num_rows := sum(map(len, tables))):
         got = f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or data.val_max_samples"
-        fix = "Set data.truncation=left to shorten long prompts."
+        fix = "Leave both out: a file of fewer rows takes a part, data.truncation=left shortens long prompts."
         raise DataError(where, got=got, expected="all of them", fix=fix)
     output = output.expanduser()
     with unfinished(output, config) as part:

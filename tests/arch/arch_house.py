@@ -25,8 +25,8 @@ class Size(NamedTuple):
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
-    "cli": Size(1064, 10, 44),
-    "compat": Size(2135, 10, 203),
+    "cli": Size(1053, 10, 41),
+    "compat": Size(2147, 10, 203),
     "config": Size(3831, 21, 170),
     "data": Size(3798, 16, 222),
     "engines": Size(4192, 24, 223),
@@ -34,7 +34,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
-    "rollout": Size(9380, 45, 580),
+    "rollout": Size(9378, 45, 580),
     "single_controller": Size(3349, 15, 209),
     "trainer": Size(6281, 31, 386),
     "verl": Size(1810, 6, 127),
@@ -49,7 +49,7 @@ REASONS: dict[str, str] = {
     "what a command has started ends with it; `quadriga verl`, `quadriga config translate`, files of responses",
     "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files; the"
     " specification's programs call the functions of a step, samplers and worker groups by verl's names,"
-    " and its trainer by its constructor",
+    " and its trainer by its constructor; its agent loops with images",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse, in generation too, what a rank keeps of a model;"
@@ -113,6 +113,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
     "quadriga/compat/verl/ray_trainer.py:RayPPOTrainer._update_actor": "stands in for a method of a worker group",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
+    "quadriga/compat/verl/loops.py:AgentLoopBase.process_vision_info": "verl's, which people's loops call",
     "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
     "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",

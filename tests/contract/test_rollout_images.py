@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import quadriga.compat.verl.loops as verl
 from quadriga.config import RolloutConfig
 from quadriga.data.videos import APART, FrameRules, open_video
 from quadriga.data.vision import VisionProcessor, load_processor
@@ -340,6 +341,96 @@ def test_a_later_image_that_cannot_be_shown(tmp_path: Path) -> None:
     assert len(chat.images.pictures) == 1 and chat.images.position_ids.shape[1] == len(chat.token_ids) + 2
     chat.finish("")
     assert chat.images is None and len(chat.token_ids) == 2
+
+
+MESSAGES = [[{"type": "image"}, {"type": "text", "text": " look ?"}]] * 2
+MESSAGES += ["look w1", [{"type": "image"}, {"type": "image"}, {"type": "text", "text": " look"}]]
+NINE = {"type": "text", "text": "w9 "}
+
+
+@register("ours")
+class _Ours(AgentLoop):
+    async def run(self, chat) -> None:
+        chat.begin(chat.sample.messages)
+        await chat.generate(max_tokens=2)
+        chat.append([{"role": "user", "content": [NINE, {"type": "image", "image": SHOWN}]}])
+        await chat.generate(max_tokens=2)
+
+
+@register("ours with tools")
+class _OursWithTools(AgentLoop):
+    async def run(self, chat) -> None:
+        chat.begin(chat.sample.messages)
+        await chat.generate(max_tokens=2)
+        async with ToolBox(self.services.tools, {}, self.services.config.multi_turn, self.services.thread) as tools:
+            [response] = await tools.call_all([ToolCall("look", {"number": 3})])
+        chat.append([{"role": "tool", "name": "look", "tool_call_id": "call00000", "content": response.content}])
+        await chat.generate(max_tokens=2)
+
+
+@verl.register("theirs")
+class _Theirs(verl.AgentLoopBase):
+    """verl's form of `_Ours`; row 1 forgets that its prompt has an image."""
+
+    async def run(self, sampling_params, **kwargs) -> verl.AgentLoopOutput:
+        seen, own = await self.process_vision_info(kwargs["raw_prompt"]), {**sampling_params, "max_tokens": 2}
+        ids = await self.apply_chat_template(kwargs["raw_prompt"], **seen)
+        if kwargs["extra_info"]["forgets"]:
+            ids = self.tokenizer("<user> <|image_pad|>")["input_ids"]
+        asked = {"sampling_params": own, "image_data": seen.get("images")}
+        first = await self.server_manager.complete("a", prompt_ids=ids, **asked)
+        messages = [{"role": "user", "content": [NINE, {"type": "image"}]}]
+        turn = await self.apply_chat_template(messages, images=[SHOWN], remove_system_prompt=True)
+        second = await self.server_manager.complete("a", prompt_ids=[*ids, *first.token_ids, *turn], **asked)
+        response, mask = [*first.token_ids, *turn, *second.token_ids], [1, 1, *[0] * len(turn), 1, 1]
+        return verl.AgentLoopOutput(prompt_ids=ids, response_ids=response, response_mask=mask)
+
+
+@verl.register("theirs with tools")
+class _TheirsWithTools(verl.ToolAgentLoop):
+    """verl's tool loop; each turn of the model is read as a call."""
+
+    async def run(self, sampling_params, **kwargs) -> verl.AgentLoopOutput:
+        self.tool_parser = self
+        return await super().run({**sampling_params, "max_tokens": 2}, **kwargs)
+
+    async def extract_tool_calls(self, response_ids):
+        return "", [verl.FunctionCall(name="look", arguments='{"number": 3}')]
+
+
+def test_loops_of_verl_show_images(tmp_path: Path) -> None:
+    """Those of prompts, tools and users, with tokens, positions, numbers and inputs as our loops have them."""
+    (tmp_path / "look.py").write_text(LOOK)
+    turns = {"enable": True, "function_tool_path": str(tmp_path / "look.py"), "max_assistant_turns": 2}
+    prompts, engine = batch(), HFEngine(tiny_model())
+    messages = [[{"role": "user", "content": content}] for content in MESSAGES]
+    prompts.non_tensor_batch["raw_prompt"] = object_array(messages)
+    processor = load_processor(write_vision_folder(tmp_path / "model"))
+
+    def done(loop: str, forgets: bool = False) -> DataProto:
+        prompts.non_tensor_batch["extra_info"] = object_array([{"forgets": forgets and row == 1} for row in range(4)])
+        config = RolloutConfig(
+            name="hf", mode="async", ignore_eos=True, agent={"default_agent_loop": loop}, multi_turn=turns
+        )
+        lengths = {"prompt_length": WIDTH, "response_length": 40}
+        manager = AgentLoopManager(config, tiny_tokenizer(), **lengths, processor=processor)
+        try:
+            return manager.generate(engine, prompts, seed=7)
+        finally:
+            manager.close()
+
+    for ours, theirs in (("ours", "theirs"), ("ours with tools", "theirs with tools")):
+        wanted, found = done(ours), done(theirs)
+        assert (wanted.batch["input_ids"][:, -40:] == IMAGE).sum(-1).min() > 0
+        for name in ("input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"):
+            torch.testing.assert_close(found.batch[name], wanted.batch[name], msg=name)
+        columns = (one.non_tensor_batch["multi_modal_inputs"] for one in (wanted, found))
+        for one, other in zip(*columns, strict=True):
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(
+        RolloutError, match=r"got images, and other tokens for them, expected those of self\.apply_chat_te"
+    ):
+        done("theirs", forgets=True)
 
 
 class TextEngine(RolloutEngine):

@@ -115,8 +115,8 @@ class RLHFDataset(Dataset):
         else:
             messages, *given = with_parts(messages, images, videos, where=where)
             pictures, clips = read_media(given, self._vision, self.config, folder=Path.cwd(), where=where)
-        text = self._encoder.render(messages, where=where)
-        return row | prompt_columns(text, pictures, clips, self._encoder, self._vision, self.config, where=where)
+        text, options = self._encoder.render(messages, where=where), (self._encoder, self._vision, self.config)
+        return {**row, "raw_prompt": messages, **prompt_columns(text, pictures, clips, *options, where=where)}
 
 
 def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,8 @@ class AsyncLLMServerManager:
 
     def __init__(self, chat: Conversation, services: Services) -> None:
         self.chat, self.services = chat, services
-        self.token_ids, self.log_probs = list[int](), list[float]()
+        # Of what the engine wrote; `last` is what it was given last, with what it wrote then.
+        self.token_ids, self.log_probs, self.last = list[int](), list[float](), list[int]()
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **others: Any
@@ -98,10 +99,13 @@ class AsyncLLMServerManager:
     ) -> TokenOutput:
         """The engine's response to token ids; `sampling_params` are those of `run`, changed or not.
         Raises ConversationOver: there is no room behind `prompt_ids`.
-        Raises RolloutError: pictures, or a sampling parameter that engines do not have."""
+        Raises RolloutError: images that `apply_chat_template` did not render, or a parameter that engines do not have.
+        """
         where, given = "server_manager.generate", dict(sampling_params)
-        if pictures := [name for name, value in others.items() if name.endswith("_data") and value]:
-            raise RolloutError(where, got=", ".join(pictures), expected="token ids alone")
+        images, is_shown = self.chat.images_in(prompt_ids), self.chat.sample.images is not None
+        if images is None and (is_shown or any(value for name, value in others.items() if name.endswith("_data"))):
+            got, expected = "images, and other tokens for them", "those of self.apply_chat_template(messages)"
+            raise RolloutError(where, got=got, expected=expected, fix="Let what follows stand behind them, unchanged.")
         unknown = given.keys() - _SAMPLING - _IGNORED
         if unknown or given.get("repetition_penalty", 1.0) != 1.0 or given.get("n", 1) != 1:
             expected = f"{', '.join(sorted(_SAMPLING))}, max_tokens; no repetition penalty, one response"
@@ -112,7 +116,8 @@ class AsyncLLMServerManager:
             raise ConversationOver("length")
         changes = {name: given[name] for name in _SAMPLING & given.keys()}
         changes |= {name: tuple(changes[name]) for name in ("stop", "stop_token_ids") if name in changes}
-        done = await self.chat.complete(prompt_ids, max_tokens=room, **changes)
+        done = await self.chat.complete(prompt_ids, images, max_tokens=room, **changes)
+        self.last = [*prompt_ids, *done.token_ids]
         self.token_ids += done.token_ids
         self.log_probs += done.log_probs
         reason = "aborted" if done.finish_reason == "abort" else "completed"
@@ -140,10 +145,9 @@ class _Led(AgentLoop):
     async def run(self, chat: Conversation) -> None:
         tokenizer, sampling = chat.encoder.tokenizer, chat.sampling
         messages = chat.sample.messages
-        if messages is None or chat.sample.images is not None:
-            got = "a prompt without its messages" if messages is None else "a prompt with images"
-            fix = "Set data.return_raw_chat=True." if messages is None else "Leave images out."
-            raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="the column raw_prompt", fix=fix)
+        if messages is None:
+            where, got = f"agent loop {chat.sample.agent}", "a prompt without its messages"
+            raise RolloutError(where, got, "the column raw_prompt", "Set data.return_raw_chat=True.")
         server, config = AsyncLLMServerManager(chat, self.services), self._config(chat)
         names = {"trainer_config": DictConfigWrap(config), "data_config": DictConfigWrap(config.data)}
         names |= {"server_manager": server, "tokenizer": tokenizer, "processor": None, "dataset_cls": RLHFDataset}
@@ -202,24 +206,30 @@ class AgentLoopBase(ABC):
         cls._class_initialized = True
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The pictures of a chat: none, prompts with pictures are refused before."""
-        return {}
+        """Images of the prompt, whose messages they are. Its videos go with its tokens."""
+        images = self.server_manager.chat.sample.images
+        return {} if images is None or not images.pictures else {"images": list(images.pictures)}
 
     async def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: Any = None, remove_system_prompt: bool = False, **others: Any
     ) -> list[int]:
         """Token ids of a chat, open for the model's turn; with `remove_system_prompt` those of messages that follow
-        what the model has written last, in which no text of a tool can close a turn."""
-        if pictures := [name for name in ("images", "videos", "audios") if others.get(name)]:
-            raise RolloutError("apply_chat_template", got=", ".join(pictures), expected="messages of text")
-        kwargs, encoder = self.apply_chat_template_kwargs, self.server_manager.chat.encoder
+        what the model has written last, in which no text of a tool can close a turn. `images` are those of these
+        messages, `{"type": "image"}` parts of which show where; a prompt's own need not be given."""
+        server, images = self.server_manager, list(others.get("images") or ())
+        chat, given = server.chat, server.chat.sample.images
+        if others.get("audios") or (others.get("videos") and (remove_system_prompt or given is None)):
+            raise RolloutError("apply_chat_template", got="videos or audios", expected="text and images")
+        kwargs, encoder = self.apply_chat_template_kwargs, chat.encoder
         if kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(kwargs))
         if not remove_system_prompt:
-            return encoder.prompt(messages, tools or ())
+            ids, pictures = encoder.prompt(messages, tools or ()), images or (given.pictures if given else ())
+            return chat.show((), ids, pictures) if given or pictures else ids
         of_role = {"tool": {"name": "unknown", "tool_call_id": "call00000"}}
-        plain = [{**of_role.get(one["role"], {}), **one, "content": encoder.plain(one["content"])} for one in messages]
-        return encoder.following(plain, self.server_manager.token_ids)
+        plain, shown = encoder.plain_messages([{**of_role.get(one["role"], {}), **one} for one in messages])
+        ids, images = encoder.following(plain, server.token_ids), images or [one for one in shown if one is not None]
+        return chat.show(server.last, ids, images, server.token_ids) if images else ids
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -230,7 +240,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
     """One response to the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        messages = list(kwargs["raw_prompt"])
+        ids = await self.apply_chat_template(messages, **await self.process_vision_info(messages))
         found = await self.server_manager.complete(uuid4().hex, prompt_ids=ids, sampling_params=sampling_params)
         own = {"response_mask": [1] * len(found.token_ids), "response_logprobs": found.log_probs, "num_turns": 2}
         return AgentLoopOutput(prompt_ids=ids, response_ids=found.token_ids, **own)
@@ -399,10 +410,11 @@ class ToolAgentLoop(AgentLoopBase):
         with simple_timer("tool_calls", agent_data.metrics):
             found = await asyncio.gather(*(self._call_tool(one, agent_data.tools_kwargs, agent_data) for one in calls))
         agent_data.tool_rewards += [reward for _, reward, _ in found if reward is not None]
-        messages = [
-            {"role": "tool", "name": call.name, "tool_call_id": f"call{number:05d}", "content": response.text or ""}
-            for number, (call, (response, *_)) in enumerate(zip(calls, found, strict=True))
-        ]
+        messages = list[dict[str, Any]]()
+        for number, (call, (response, *_)) in enumerate(zip(calls, found, strict=True)):
+            parts = [{"type": "image", "image": one} for one in response.image or ()]
+            content = [*parts, {"type": "text", "text": response.text or ""}] if parts else response.text or ""
+            messages += [{"role": "tool", "name": call.name, "tool_call_id": f"call{number:05d}", "content": content}]
         return await self._follow(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
@@ -448,7 +460,7 @@ class ToolAgentLoop(AgentLoopBase):
             (response,) = await box.call_all([call])
             if can_be_made:
                 earned = (await box.rewards()).get(name) if instance is None else sum(instance.earned) or None
-        return ToolResponse(text=response.text), earned, {}
+        return ToolResponse(text=response.text, image=list(response.images) or None), earned, {}
 
 
 def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:

@@ -13,9 +13,8 @@ the new messages:
 
 If the model has written the closing token itself, as it mostly does, that one is left out of what is added. An image of
 a later turn has as many tokens as the model has embeddings of it, and positions along three axes, like one of the
-prompt. Tokens
-that no turn of the model follows are left out at the end: they have no loss, and the score of a response stands at its
-last token.
+prompt. Tokens that no turn of the model follows are left out at the end: they have no loss, and the score of a response
+stands at its last token.
 """
 
 import asyncio
@@ -121,7 +120,9 @@ class Conversation:
     processor: Any = None
 
     def __post_init__(self) -> None:
-        self._shown = [] if self.sample.images is None else [self.sample.images]
+        given = self.sample.images
+        # Tokens from the prompt on, and the images that stand in them.
+        self._shown: list[tuple[list[int], Images]] = [] if given is None else [(self.sample.prompt_ids, given)]
         self._own_time: asyncio.Timeout | None = None
         self._own_limit_s = 0.0
         self._num_completions = 0
@@ -154,8 +155,7 @@ class Conversation:
             raise RolloutError(where, got=got, expected="the column raw_prompt", fix="Set data.return_raw_chat=True.")
         prompt_ids = self.encoder.prompt(messages, schemas)
         if (given := self.sample.images) is not None:
-            prompt_ids, shown = self._images(prompt_ids, given.pictures)
-            self._shown = [shown]
+            prompt_ids = self.show((), prompt_ids, given.pictures)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
             names = f" with {len(schemas)} tools" if schemas else ""
@@ -167,12 +167,14 @@ class Conversation:
     @property
     def images(self) -> Images | None:
         """All that the conversation shows, with positions of all its tokens; None: it has been text so far."""
-        tokens = [*self.prompt_ids, *self.token_ids]
-        # Those of a turn that was left out again are of more tokens.
-        found = (one for one in reversed(self._shown) if one.position_ids.shape[1] <= len(tokens))
-        if (last := next(found, None)) is None:
-            return None
-        return last.followed_by(tokens[last.position_ids.shape[1] :])
+        return self.images_in([*self.prompt_ids, *self.token_ids])
+
+    def images_in(self, tokens: Sequence[int]) -> Images | None:
+        """What stands in tokens that begin as the conversation does; None: text."""
+        for known, one in reversed(self._shown):
+            if known == list(tokens[: len(known)]):
+                return one.followed_by(tokens[len(known) :])
+        return None
 
     @property
     def num_assistant_turns(self) -> int:
@@ -245,10 +247,9 @@ class Conversation:
         self.require_another()
         plain, pictures = self.encoder.plain_messages(messages)
         token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())
-        shown = None
         if pictures:
-            tokens, shown = self._with_pictures(token_ids, pictures)
-            token_ids = tokens[len(self.prompt_ids) + len(self.token_ids) :]
+            written = [token for token, is_own in zip(self.token_ids, self.mask, strict=True) if is_own]
+            token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
         parts = ([one["content"]] if isinstance(one["content"], str) else one["content"] for one in plain)
         texts = ["".join(one if isinstance(one, str) else one.get("text", "") for one in some) for some in parts]
         self.messages += [{**message, "content": text} for message, text in zip(plain, texts, strict=True)]
@@ -258,35 +259,32 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        self._shown += [] if shown is None else [shown]
         self.extend(turn, 0, [0.0] * len(token_ids))
 
-    def _with_pictures(self, token_ids: Sequence[int], pictures: Sequence[Any]) -> tuple[list[int], Images]:
-        """The tokens of all that there is and of a turn that shows images, and all images."""
-        written = {token for token, is_own in zip(self.token_ids, self.mask, strict=True) if is_own}
-        if self.processor is not None and not written.isdisjoint(self.processor.media_ids):
-            self.failure = "image_token: the model wrote the token of images itself, and is shown one"
-            raise ConversationOver(self.failure)
-        before = self.images
-        short = [*self.prompt_ids, *self.token_ids] if before is None else before.short_prompt
-        return self._images([*short, *token_ids], [*(before.pictures if before else ()), *pictures])
-
-    def _images(self, short: list[int], pictures: Sequence[Any]) -> tuple[list[int], Images]:
-        """Tokens with as many for each image as the model has embeddings of it, and the images; those of `short` have
-        one. Videos are those of the prompt."""
+    def show(
+        self, before: Sequence[int], token_ids: Sequence[int], pictures: Sequence[Any], written: Sequence[int] = ()
+    ) -> list[int]:
+        """Tokens of a prompt, or of a turn behind the tokens `before`, with as many for each of its images as the model
+        has embeddings of it; `token_ids` have one each. `written` are tokens of the model. Videos are the prompt's.
+        Raises ConversationOver: the model has written the token of images itself."""
         where = f"conversation of row {self.sample.row}"
         if self.processor is None:
             got, expected = "images in a later turn, or beside tools", "text, or a vision-language model"
             fix = "Leave them out; rollout.multi_turn.enable or agent.agent_loop_path must be set with such a model."
             raise RolloutError(where, got=got, expected=expected, fix=fix)
-        videos = () if self.sample.images is None else self.sample.images.videos
+        if not set(written).isdisjoint(self.processor.media_ids):
+            self.failure = "image_token: the model wrote the token of images itself, and is shown one"
+            raise ConversationOver(self.failure)
+        known, given = self.images_in(before), self.sample.images
+        short, shown = (before, ()) if known is None else (known.short_prompt, known.pictures)
+        short, pictures, videos = [*short, *token_ids], [*shown, *pictures], given.videos if given else ()
         try:
             seen = self.processor.conversation(short, pictures, videos, self.encoder.encode, where)
         except DataError as error:
             raise ToolFailedError(error.where, got=error.got, expected=error.expected, fix=error.fix) from error
-        return seen.ids, Images(
-            seen.pictures, seen.inputs, seen.positions, tuple(short), images_key(seen.inputs), videos
-        )
+        key = images_key(seen.inputs)
+        self._shown.append((seen.ids, Images(seen.pictures, seen.inputs, seen.positions, tuple(short), key, videos)))
+        return seen.ids[len(before) :]
 
     def finish(self, reason: str, *, failure: str = "") -> None:
         """Ends it; what stands behind the model's last turn is left out."""
@@ -351,7 +349,7 @@ class TurnEncoder:
         for message in messages:
             content = message["content"]
             if not isinstance(content, str):
-                pictures += [part["image"] for part in content if part["type"] == "image"]
+                pictures += [part.get("image") for part in content if part["type"] == "image"]
                 texts = [self.plain(part.get("text", "")) for part in content]
                 kinds = [{"type": part["type"]} for part in content]
                 content = [one | {"text": text} if text else one for one, text in zip(kinds, texts, strict=True)]

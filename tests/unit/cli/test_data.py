@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.cli.main import main
+from tests.vision_folder import noise, write_vision_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
 WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "one", "two"]
@@ -40,10 +41,12 @@ def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
         capsys, str(file), "--row", "1", "--rows", "1", f"data.tokenizer={folder}", "data.max_prompt_length=3"
     )
     for part in (
-        "9 rows",
+        "9 rows, 3",  # hundred bytes
         "  prompt: str, int\n  level: int, null in 8 rows",
         "row 0\n  prompt: 'one '\n  level: 7\n",
         "tokens: 2 to 4, median 3,",
+        "\n        2 to       2         3  █",
+        "\n        4 to       4         2  █",
         "over data.max_prompt_length=3: 2 of 9 rows\n  row 2: 4 tokens\n  row 5: 4 tokens\n",
         f"bad: 2 rows\n  {file} line 10: got text that is no JSON",
         f"{file} row 8, column 'prompt': got the prompt 5",
@@ -51,7 +54,21 @@ def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
         "3 tokens:\n<user>|one|one\n",
     ):
         assert part in said
-    assert "characters of JSON: " in inspected(capsys, str(file))
+    assert "characters of JSON (tokens with --model): " in inspected(capsys, str(file))
+    said = inspected(capsys, str(file), "--row", "8", f"data.tokenizer={folder}")
+    assert "row 8 is one of the bad rows; --row N shows another\n" in said and "as the model gets it" not in said
+
+
+def test_images_and_videos(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """What stands for them, and how many tokens that is."""
+    model, file = write_vision_folder(tmp_path / "model"), tmp_path / "rows.jsonl"
+    noise(16, 16).save(tmp_path / "a.png")
+    row = {"prompt": "<image> <video> ?", "images": ["a.png"], "videos": [["a.png"] * 4]}
+    file.write_text(json.dumps({"data_source": "", "reward_model": {"ground_truth": ""}, **row}))
+    said = inspected(capsys, str(file), "--model", str(model))
+    assert "<|image_pad|>" in said and "9 tokens:\n" in said
+    assert "\n19 tokens with those of all patches of images and videos\n" in said
+    assert said.endswith("video 0: 4 of 4 frames, 16 x 16\nimage 0: 16 x 16\n")
 
 
 def test_conversations(folder: Path, capsys: pytest.CaptureFixture):
