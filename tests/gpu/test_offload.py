@@ -36,7 +36,9 @@ def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: P
     plain, resting = make_engine(dtype), make_engine(dtype)
     before = torch.cuda.memory_allocated()
     assert "pinned" in resting.rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
-    assert before - torch.cuda.memory_allocated() >= 0.99 * resting.resting["weights"].num_bytes
+    # AdamW's count of steps, one number for each weight, is made then: a block of the allocator's.
+    counts = 512 * len(resting.parameters.masters)
+    assert before - torch.cuda.memory_allocated() + counts >= 0.99 * resting.resting["weights"].num_bytes
     with pytest.raises(EngineError, match="rest on the host"):
         resting.weights()
     expected, got = learn(plain), learn(resting)

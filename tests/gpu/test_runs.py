@@ -66,6 +66,7 @@ def test_five_steps_with_vllm(train: Train, metric_lines: Lines, mode: str) -> N
 
 
 @pytest.mark.skipif(IS_REHEARSAL, reason="Ray's processes do not have the stand-in")
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed here")
 def test_a_step_on_ray(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
     """GRPO in a process that Ray gives a GPU."""
     words = arguments(*COMMON, "trainer.backend=ray", "trainer.total_training_steps=1")

@@ -194,7 +194,7 @@ class NativeEngine(CausalModelEngine):
         computed anew."""
         with self._lock:
             requests = [*self._open, *self._inbox]
-        going = [one for one in requests if not (one.future.done() or one.is_cancelled)]
+        going = [one for one in requests if not (one.future.done() or one.is_given_up)]
         return {request.future: request.completion(self.weight_version) for request in going}
 
     def abort(self) -> None:
@@ -391,7 +391,7 @@ class NativeEngine(CausalModelEngine):
             scheduler.add(added)
             self._open = [*scheduler.running, *scheduler.waiting]
             goes_on = self._is_running = bool(self._work) or not scheduler.is_done
-            given_up = [request for request in self._open if request.is_cancelled]
+            given_up = [request for request in self._open if request.is_given_up]
         for request in added:
             if request.joined is not None:
                 request.joined(self.num_steps)

@@ -114,10 +114,14 @@ class Request:
         self.sampling_log_probs: list[float] = []
         self.routes: list[np.ndarray] = []  # [tokens, L, k] of the prefix, then of one token each
         self.finish_reason: FinishReason | None = None
-        self.is_given_up = False
+        self.is_given_up = False  # it was aborted, or its caller does not wait any more
         self.joined: Callable[[int], None] | None = None
         self.future: Future[Completion] = Future()
+        self.future.add_done_callback(self._note_a_cancel)
         self.restart()
+
+    def _note_a_cancel(self, future: Future[Completion]) -> None:
+        self.is_given_up |= future.cancelled()
 
     def restart(self) -> None:
         """Its KV cache is lost, or there is none yet: all tokens that there are become its prefix."""
@@ -133,11 +137,6 @@ class Request:
     def num_written(self) -> int:
         """Tokens after the prefix that are in the KV cache, once a token was sampled."""
         return max(0, len(self.prompt) + len(self.token_ids) - len(self.prefix) - 1)
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether it was aborted, or its caller does not wait any more."""
-        return self.is_given_up or self.future.cancelled()
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
         """One more token."""
@@ -323,14 +322,17 @@ class Generation:
         return [place_of[request.prefix] for request in requests]
 
     def _step(self) -> None:
-        self._make_room()
         requests = self.scheduler.running
+        written = [request.num_written for request in requests]
+        if max(written) >= self.responses.room:
+            self._make_room(max(written))
+            written = [request.num_written for request in requests]
         if self.plan is None or self.rules is None:  # they last until a slot starts or ends
             if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(self.prefixes.prefixes):
                 self._keep_prefixes()
             self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
             self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
-        tokens, written = [request.token_ids[-1] for request in requests], [request.num_written for request in requests]
+        tokens = [request.token_ids[-1] for request in requests]
         if self.graphs is None or (logits := self.graphs.logits(self.plan, tokens, written)) is None:
             positions = self.plan.start_step(written)
             inputs = torch.tensor(tokens, device=self.device)[:, None]
@@ -340,12 +342,10 @@ class Generation:
                     request.routes.append(route[None])
         self._sample(logits, self.rules, 0)
 
-    def _make_room(self) -> None:
-        """Room for one more token of every slot; requests that find none are preempted."""
+    def _make_room(self, longest: int) -> None:
+        """Room for one more token of every slot, of which the longest has so many; requests that find none are
+        preempted."""
         running = self.scheduler.running
-        longest = max(request.num_written for request in running)
-        if longest < self.responses.room:
-            return
         limit = self._limit()
         room = min(limit, 2 * longest)
         if not self.scheduler.fits(room):
