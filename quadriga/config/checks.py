@@ -254,18 +254,22 @@ def check_async(config: Config) -> Iterator[Finding]:
         return
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
-    streams, on_ray = settings.by_mini_batch, trainer.backend == "ray"
+    streams, on_ray, group_size = settings.by_mini_batch, trainer.backend == "ray", rollout_group_size(config)
+    num_engines, in_groups = rollout_processes(config) // group_size, group_size > 1
     for is_wrong, key, got, expected, fix in (
         (on_ray and "rollout" not in role_pools(trainer), "trainer.placement", str(trainer.placement),
          "actor and rollout in pools of their own", "Such as {actor: training, ref: training, rollout: generation}."),
-        (on_ray and rollout_group_size(config) > 1, f"{ROLLOUT}.tensor_model_parallel_size",
-         str(rollout.tensor_model_parallel_size), "1", "Groups of ranks do not generate beside training."),
+        (in_groups and rollout.name != "native", f"{ROLLOUT}.tensor_model_parallel_size",
+         f"{rollout.tensor_model_parallel_size}, with rollout.name={rollout.name}", "1",
+         f"Take a rank for each engine, or {ROLLOUT}.name=native, whose groups generate beside training."),
+        (in_groups and config.actor_rollout_ref.model.has_adapter, f"{ROLLOUT}.tensor_model_parallel_size",
+         f"{rollout.tensor_model_parallel_size}, with an adapter", "1", "Take a rank for each engine."),
         (on_ray and settings.replay and settings.in_flight == "continue", f"{at}.replay",
          f"{settings.replay}, with in_flight=continue", "null, with trainer.backend=ray",
          "At which of its steps an engine in another process takes weights is not in the record."),
-        (on_ray and settings.deterministic and settings.in_flight == "continue" and rollout_processes(config) > 1,
-         f"{at}.deterministic", f"true, with in_flight=continue and {rollout_processes(config)} ranks that generate",
-         "in_flight=finish, or one rank", "How far each rank is when weights change is a matter of time."),
+        (on_ray and settings.deterministic and settings.in_flight == "continue" and num_engines > 1,
+         f"{at}.deterministic", f"true, with in_flight=continue and {num_engines} engines that generate",
+         "in_flight=finish, or one engine", "How far each one is when weights change is a matter of time."),
         (rollout.name not in ("native", "vllm"), f"{ROLLOUT}.name", rollout.name,
          "native or vllm, which take weights between two tokens and have a version of each", ""),
         (rollout.name == "vllm" and (settings.deterministic or settings.replay), f"{ROLLOUT}.name", "vllm",
@@ -287,12 +291,7 @@ def check_async(config: Config) -> Iterator[Finding]:
     ):  # fmt: skip
         if is_wrong:
             yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
-    if (
-        stale
-        and settings.in_flight == "continue"
-        and trainer.save_freq != -1
-        and (on_ray or not rollout.has_unfinished)
-    ):
+    if stale and settings.in_flight == "continue" and trainer.save_freq != -1 and not rollout.has_unfinished:
         what = "conversations" if has_conversations else "the responses"
         yield f"trainer.save_freq: a save waits until {what} under way have ended."
     if on_ray and stale and trainer.state_copies:

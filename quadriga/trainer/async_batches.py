@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -81,7 +82,7 @@ class AsyncBatches(WeightPublisher):
         self._validation, self._actor, self._config, self._reward = weights, actor, config, reward
         self._prompts, self._settings = prompts, config.async_training
         self._pool = weights if isinstance(weights, StreamPool) else None
-        self.rules = Rules.of(config, num_steps, is_remote=self._pool is not None)
+        self.rules = Rules.of(config, num_steps)
         learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
         if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
             got, fix = "a sampler or a data set that learns from batches", "Set async_training.max_staleness=0."
@@ -93,13 +94,14 @@ class AsyncBatches(WeightPublisher):
         self._num_taken = 0  # groups that have a prompt
         self._streams: dict[int, Any] = {}  # by worker
         self._joining: list[Any] = []  # streams that have no weights yet
-        self._num_workers, self._has_begun = 0, False
+        self._numbers, self._has_begun = count(), False  # of workers
         self._begun: dict[int, DataProto] = {}  # the prompt of a group, one row
         self._under_way: list[UnderWay] = []  # in the checkpoint, and not started yet
         self._complete: dict[int, DataProto] = {}
         self._filters: dict[int, GroupFilter] = {}  # by batch
         self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
         self._saved: dict[str, Any] | None = None
+        self._saving: dict[int, Sequence[UnderWay] | None] = {}  # under way in each worker that saves; None: not told
         self._weights: dict[int, DataProtoFuture] = {}  # by version
         self._unannounced: int | None = None
         self._handed: HandOver | None = None
@@ -244,34 +246,37 @@ class AsyncBatches(WeightPublisher):
             self._filters[batch] = GroupFilter(self._config)
             self._filters[batch].load_state_dict(own)
 
-    def _take_state(self, num_steps: int, under_way: Sequence[UnderWay]) -> None:
-        """All that the run goes on from after a save; in a deterministic run the engine makes no step until it does."""
-        schedule = self.schedule
-        assert schedule is not None
-        with self._changed:
-            self._saved = {
-                "schedule": schedule.state(),
-                "num_steps": num_steps,
-                "begun": dict(self._begun),
-                "under_way": under_way,
-                "groups": dict(self._complete),
-                "rows": list(self._rows),
-                "counts": dict(self._counts),
-                "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
-                "filters": {batch: one.state_dict() for batch, one in self._filters.items()},
-            }
-            self._changed.notify_all()
-            if self.rules.pauses_to_save and not schedule.is_over:
-                self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
+    def _take_state(self, step: int, num_steps: int) -> None:
+        """All that the run goes on from after a save, once each worker has told what it has under way; not in a
+        repetition, which writes none."""
+        if len(told := [own for own in self._saving.values() if own is not None]) < len(self._saving):
+            return
+        self._saving.clear()
+        self._file.add(at=num_steps, save=step)
+        if self._settings.replay is not None:
+            return
+        assert self.schedule is not None
+        self._saved = {
+            "schedule": self.schedule.state(),
+            "num_steps": num_steps,
+            "begun": dict(self._begun),
+            # Others may have ended since their worker told of them.
+            "under_way": [one for own in told for one in own if one[0] in self._begun],
+            "groups": dict(self._complete),
+            "rows": list(self._rows),
+            "counts": dict(self._counts),
+            "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
+            "filters": {batch: one.state_dict() for batch, one in self._filters.items()},
+        }
+        self._changed.notify_all()
 
     def _join(self, stream: Any) -> None:
         """A stream gets weights, and is a worker of the schedule once it has them: those that others generate with, so
         that in a deterministic run the same ones begin a batch."""
         assert self.schedule is not None
-        workers, number = self.schedule.workers.values(), self._num_workers
+        workers, number = self.schedule.workers.values(), next(self._numbers)
         version = min((worker.version for worker in workers), default=self.schedule.published)
         weights = self._weights[version]
-        self._num_workers += 1
         self._joining.append(stream)
 
         def joined(loaded: Future[int]) -> None:
@@ -294,6 +299,9 @@ class AsyncBatches(WeightPublisher):
             del self._streams[number]
             self._idle_since.pop(number, None)
             self.schedule.lost(number)
+            if number in self._saving:
+                self._saving[number] = ()
+                self._take_state(self.schedule.step, 0)
         if lost:
             self._act()
         for stream in new:
@@ -331,30 +339,25 @@ class AsyncBatches(WeightPublisher):
     def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
         """A group has ended."""
         with self._deciding(), self._changed:
-            self._add_group(number, output())
-
-    def _add_group(self, number: int, output: DataProto) -> None:
-        schedule = self.schedule
-        assert schedule is not None
-        begun, group = self._begun.pop(number, None), schedule.groups.get(number)
-        if group is None or begun is None:  # it was dropped meanwhile
-            self._counts["discarded_tokens"] += int(output.batch["response_mask"].sum())
-            return
-        rows = without_passing(repeat_prompts(begun, self.rules.group_size))
-        self._complete[number] = complete = rows.union(output)
-        complete.meta_info = {"metrics": output.meta_info["metrics"]}  # the rest may differ between groups
-        versions = token_versions(output)
-        for sample, own in enumerate(versions):
-            drawn = own[own >= 0]
-            worker = group.running[sample]
-            schedule.ended(worker, number, sample, int(drawn.min()) if len(drawn) else None)
-            if not self._streams[worker].num_open:
-                self._idle_since[worker] = time.perf_counter()
-        if not self.rules.round_size:
-            schedule.graded(number)
-            return
-        self._rounds.setdefault(group.batch, []).append(number)
-        self._grade_round(group.batch)
+            rows, schedule = output(), self.schedule
+            assert schedule is not None
+            begun, group = self._begun.pop(number, None), schedule.groups.get(number)
+            if group is None or begun is None:  # it was dropped meanwhile
+                self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
+                return
+            complete = without_passing(repeat_prompts(begun, self.rules.group_size)).union(rows)
+            complete.meta_info = {"metrics": rows.meta_info["metrics"]}  # the rest may differ between groups
+            self._complete[number] = complete
+            for sample, own in enumerate(token_versions(rows)):
+                drawn, worker = own[own >= 0], group.running[sample]
+                schedule.ended(worker, number, sample, int(drawn.min()) if len(drawn) else None)
+                if not self._streams[worker].num_open:
+                    self._idle_since[worker] = time.perf_counter()
+            if not self.rules.round_size:
+                schedule.graded(number)
+                return
+            self._rounds.setdefault(group.batch, []).append(number)
+            self._grade_round(group.batch)
 
     def _grade_round(self, batch: int) -> None:
         """Grade the complete groups of a batch where they are a whole round."""
@@ -400,7 +403,10 @@ class AsyncBatches(WeightPublisher):
                 case Drop(group, reason, running):
                     for worker in {worker for worker, _ in running}:
                         self._streams[worker].abort(group)
-                    self._drop(group, reason)
+                    self._begun.pop(group, None)
+                    self._counts[f"dropped_{reason}"] += 1
+                    if (rows := self._complete.pop(group, None)) is not None:
+                        self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
         # After a load that was decided with them: else it would be a matter of time which one the engine takes first.
         self._start([one for one in decided if isinstance(one, Start)])
 
@@ -456,23 +462,26 @@ class AsyncBatches(WeightPublisher):
         done.add_done_callback(partial(self._loaded, worker, version))
 
     def _save(self, worker: int, step: int) -> None:
-        """Have the state taken between two steps of a worker, or now, where nothing is under way; not in a repetition,
-        which writes none."""
+        """Have the state taken between two steps of a worker, which waits there if it is deterministic; or now."""
+        schedule, stream = self.schedule, self._streams[worker]
+        assert schedule is not None
 
-        def take(num_steps: int, under_way: Sequence[UnderWay] = ()) -> None:
-            self._file.add(at=num_steps, save=step)
-            if self._settings.replay is None:
-                self._take_state(num_steps, under_way)
+        def take(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+            with self._changed:
+                self._saving[worker] = under_way
+                self._take_state(step, num_steps)
+                if self.rules.pauses_to_save and not schedule.is_over:
+                    self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
         def taken(done: Future[int]) -> None:
             with self._deciding():
                 done.result()
 
-        stream = self._streams[worker]
         if self.rules.saves_running:
+            self._saving[worker] = None
             stream.save(take).add_done_callback(taken)
         elif self._saved is None:  # not of each worker
-            take(stream.engine.num_steps if self._pool is None else 0)
+            self._take_state(step, stream.engine.num_steps if self._pool is None else 0)
 
     def _loaded(self, worker: int, version: int, done: Future[int]) -> None:
         with self._deciding(), self._changed:
@@ -485,13 +494,6 @@ class AsyncBatches(WeightPublisher):
                 # One that comes back begins with the oldest that are in use.
                 last = oldest if self._pool is None else oldest - 1
                 self._weights = {number: own for number, own in self._weights.items() if number > last}
-
-    def _drop(self, number: int, reason: str) -> None:
-        self._begun.pop(number, None)
-        rows = self._complete.pop(number, None)
-        self._counts[f"dropped_{reason}"] += 1
-        if rows is not None:
-            self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
 
     def _state(self) -> str:
         """What a long wait waits for."""

@@ -38,8 +38,8 @@ class Rules:
     saves_running: bool = False
 
     @classmethod
-    def of(cls, config: Config, num_steps: int, *, is_remote: bool) -> "Rules":
-        """Those of a run; `is_remote`: its engines are in processes of their own."""
+    def of(cls, config: Config, num_steps: int) -> "Rules":
+        """Those of a run."""
         settings, data, policy = config.async_training, config.data, config.actor_rollout_ref
         filters = config.algorithm.filter_groups.enable
         return cls(
@@ -54,7 +54,7 @@ class Rules:
             warmup_steps=config.trainer.critic_warmup,
             round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
             part_size=policy.actor.ppo_mini_batch_size if settings.by_mini_batch else 0,
-            saves_running=settings.in_flight == "continue" and policy.rollout.has_unfinished and not is_remote,
+            saves_running=settings.in_flight == "continue" and policy.rollout.has_unfinished,
         )
 
     def version_at(self, step: int) -> int:

@@ -225,11 +225,8 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
         rollout = groups[Role.Rollout]
-        weights = (
-            StreamPool(groups[policy], rollout)
-            if config.async_training.enable
-            else RolloutPool(groups[policy], rollout, rollout_group_size(config))
-        )
+        kind = StreamPool if config.async_training.enable else RolloutPool
+        weights = kind(groups[policy], rollout, rollout_group_size(config))
     return Workers(
         actor=workers[policy],
         rollout=weights if isinstance(weights, RolloutPool) else workers[policy],

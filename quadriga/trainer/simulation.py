@@ -319,7 +319,7 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
         yield f"+ {costs.token_s:g} s a token over the training ranks. `--recorded RUN` has those of a run in lockstep"
     if config.trainer.backend == "local":
         yield "as if training and rollout had processors of their own, which they share in one process"
-    rules = replace(Rules.of(config, NUM_STEPS, is_remote=True), warmup_steps=0, round_size=0)
+    rules = replace(Rules.of(config, NUM_STEPS), warmup_steps=0, round_size=0)
     rules = replace(rules, num_groups=workload.lengths.shape[1], group_size=workload.lengths.shape[2])
 
     def tried(bound: int, train: int) -> Outcome:

@@ -28,9 +28,9 @@ class RemoteStream:
     """`GenerationStream` of an engine in another process.
 
     Args:
-        rank: of the engine in its group.
-        pauses: whether the engine pauses for weights that are not there yet, and after each group that has ended until
-            `done` has returned; else it goes on until they have come.
+        ranks: of the engine; where they are a rollout group, the first one is called, and all get weights.
+        pauses: whether the engine pauses for weights that are not there yet, and after each event until what is called
+            here has returned; else it goes on.
         done: as of `GenerationStream`, in a thread of this one's own.
 
     Attributes:
@@ -38,16 +38,17 @@ class RemoteStream:
         has_ended: whether a group has.
     """
 
-    def __init__(self, group: WorkerGroup[Any], rank: int, done: Done, *, pauses: bool) -> None:
-        self.rank, self.weight_version, self.is_over = rank, -1, False
+    def __init__(self, group: WorkerGroup[Any], ranks: Sequence[int], done: Done, *, pauses: bool) -> None:
+        self.rank, self.num_ranks, self.weight_version, self.is_over = ranks[0], len(ranks), -1, False
         self.error: BaseException | None = None
         self.has_ended = False
-        self._group, self._done, self._pauses = copy(group).use_ranks([rank]), done, pauses
+        self._group, self._done, self._pauses = copy(group).use_ranks(ranks), done, pauses
         self._lock = Lock()  # of the order of calls
         self._unseen: list[Any] = []  # calls whose errors nobody has looked for
         self._open: set[int] = set()
         self._loads: dict[int, Future[int]] = {}
-        self.thread = Thread(target=self._listen, name=f"stream {rank}", daemon=True)
+        self._saves: list[tuple[Callable[[int, list[UnderWay]], None], Future[int]]] = []
+        self.thread = Thread(target=self._listen, name=f"stream {self.rank}", daemon=True)
         self.thread.start()
 
     @property
@@ -76,22 +77,30 @@ class RemoteStream:
             self._call("await_weights", version, keeps_cache=keeps_cache)
         return done
 
+    def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
+        """As of `GenerationStream`, in a thread of this one's own, without the number of steps; the engine waits for it
+        if it `pauses`."""
+        self._saves.append((saved, done := Future()))
+        self._call("hand_out")
+        return done
+
     def abort(self, group: int) -> None:
         """A group is not wanted any more; `done` is not called."""
         self._open.discard(group)
         self._call("abort", group)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        num_ranks = self.num_ranks if method == "give_weights" else 1
         with self._lock:
-            self._unseen += self._group.start_all("call_stream", [((method, *args), kwargs)])
+            self._unseen += self._group.start_all("call_stream", [((method, *args), kwargs)] * num_ranks)
 
     def _listen(self) -> None:
         try:
             while not self.is_over:
-                [asked] = self._group.start_all("stream_events", [((), {})])
+                asked = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
                 with self._lock:
                     calls, self._unseen = self._unseen, []
-                *_, events = self._group.resolve([*calls, asked])
+                events = self._group.resolve([*calls, *asked])[len(calls)]
                 for kind, number, value in events:
                     self._take(kind, number, value)
         except BaseException as error:
@@ -101,8 +110,11 @@ class RemoteStream:
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
-            return
-        if number in self._open:
+        elif kind == "under way":
+            saved, done = self._saves.pop(0)
+            saved(0, value)
+            done.set_result(0)
+        elif number in self._open:
             self._open.discard(number)
             self.has_ended = True
             self._done(number, lambda: value)
@@ -116,8 +128,8 @@ class StreamPool(RolloutPool):
 
     is_lazy = True
 
-    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
-        super().__init__(actor, rollout)
+    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], group_size: int = 1) -> None:
+        super().__init__(actor, rollout, group_size)
         self._streams: dict[int, RemoteStream] = {}
 
     def tend(self, done: Done, *, pauses: bool) -> tuple[list[RemoteStream], list[RemoteStream]]:
@@ -133,8 +145,8 @@ class StreamPool(RolloutPool):
             self._lose(stream.rank, stream.error)
         self._take_back()
         new = [
-            RemoteStream(self._rollout, rank, done, pauses=pauses)
-            for rank in self._rollout.ranks
+            RemoteStream(self._rollout, range(rank, rank + self._group_size), done, pauses=pauses)
+            for rank in self._rollout.ranks[:: self._group_size]
             if rank not in self._streams
         ]
         self._streams |= {stream.rank: stream for stream in new}

@@ -37,7 +37,6 @@ class RolloutWorker(Worker):
         self.config, self.tokenizer = config, tokenizer
         self.weight_version = 0
         self._receiver: WeightReceiver | ReshardedWeights | None = None
-        self.group: RolloutGroup | None = None
         self.stream: ServedStream | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -45,9 +44,8 @@ class RolloutWorker(Worker):
         """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        if (size := rollout_group_size(self.config)) > 1:
+        if rollout_group_size(self.config) > 1:
             self.world = process_group.join(self.place, self.device)
-            self.group = RolloutGroup(self.rank, self.world_size, size, self.device)
         settings = self.config.async_training
         if settings.enable:
             self.stream = ServedStream(self._make(), waits=settings.deterministic)
@@ -61,7 +59,9 @@ class RolloutWorker(Worker):
 
     def _make(self) -> Generation:
         dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
-        own: dict[str, Any] = {"is_beside_training": False, "num_processes": self.world_size, "group": self.group}
+        own: dict[str, Any] = {"is_beside_training": False, "num_processes": self.world_size}
+        if (size := rollout_group_size(self.config)) > 1:  # each engine has its own, for they compute at the same time
+            own["group"] = RolloutGroup(self.rank, self.world_size, size, self.device)
         return Generation(self.config, self.tokenizer, self.device, dtype, **own)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
@@ -116,7 +116,7 @@ class RolloutWorker(Worker):
             self.generation.close()
         if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
-        if self.group is not None:
+        if rollout_group_size(self.config) > 1:
             process_group.leave(self.world)
 
     @property

@@ -11,8 +11,9 @@ publication, or None in their place. With `rollout.mode=async` conversations run
 
 The driver may be another process (`ServedStream`):
 
-    driver, its calls in their order   start  await_weights  give_weights  abort  go_on
-    driver, at the same time           events() <── groups that have ended, weights that were taken, or an error
+    driver, its calls in their order   start  await_weights  give_weights  abort  hand_out  go_on
+    driver, at the same time           events() <── groups that have ended, weights that were taken, what is under way,
+                                                    or an error
 """
 
 import queue
@@ -28,14 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quadriga.background import EventLoopThread
-from quadriga.errors import RolloutError
+from quadriga.background import EventLoopThread, in_background
+from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.sequences import completed, images_of, requests_of
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import CopiedWeights
+from quadriga.weight_sync import CopiedWeights, Piece, tensor_fingerprint
+from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import Generation
 
 Done = Callable[[int, Callable[[], DataProto]], None]
@@ -66,7 +68,12 @@ class GenerationStream:
         assert isinstance(generation.engine, NativeEngine | VLLMEngine), "the configuration is checked before"
         self.generation, self.engine = generation, generation.engine
         self.done = done
-        self._weights = CopiedWeights()
+        self._weights, self.group = CopiedWeights(), generation.group
+        if self.group is not None:
+            assert isinstance(self.engine, NativeEngine), "the configuration is checked before"
+            self._wanted, place = self.engine.wanted_shards(), self.group.device
+            own = {name: torch.empty(box.shape, dtype=kind, device=place) for name, (box, kind) in self._wanted.items()}
+            self.engine.hold_shards(own)
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
 
@@ -117,10 +124,22 @@ class GenerationStream:
 
         def work() -> None:
             if (found := weights()) is not None:
-                copied: WeightCopy = found.get()[0]
-                self._weights.publish(copied.weights.items(), self.engine, version, copied.fingerprints)
+                self._publish(found.get()[0], version)
 
         return self.engine.between_steps(work, keeps_cache=keeps_cache)
+
+    def _publish(self, copied: WeightCopy, version: int) -> None:
+        """Give the engine weights; of a rank of a group its shards, which it cuts from the whole ones."""
+        marks = copied.fingerprints
+        if self.group is None:
+            self._weights.publish(copied.weights.items(), self.engine, version, marks)
+            return
+        if changed := [name for name, one in copied.weights.items() if tensor_fingerprint(one) != marks[name]]:
+            got = f"{len(changed)} of {len(marks)} weights that differ: {name_some(changed)}"
+            raise WeightSyncError(f"weights of version {version}", got=got, expected="what the trainer sent")
+        wholes = {name: Piece((0,) * one.dim(), tuple(one.shape)) for name, one in copied.weights.items()}
+        shards = ((name, wholes[name].view(one, self._wanted[name][0])) for name, one in copied.weights.items())
+        self._weights.publish(((name, one.contiguous()) for name, one in shards), self.engine, version)
 
     def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
         """Between two steps call `saved` with their number so far and what is under way: of groups that have not ended
@@ -131,9 +150,10 @@ class GenerationStream:
         assert isinstance(engine, NativeEngine), "what others have under way is waited for"
 
         def work() -> None:
-            places = {future: (group, row) for group, own in self._open.items() for row, future in enumerate(own)}
+            groups = tuple(self._open.items())  # what another thread begins meanwhile begins anew
+            places = {future: (group, row) for group, own in groups for row, future in enumerate(own)}
             found = {future: future.result() for future in places if future.done()} | engine.unfinished()
-            saved(engine.num_steps, [(*places[one], *_plain(found[one])) for one in found])
+            saved(engine.num_steps, [(*places[one], *_plain(found[one])) for one in found if one in places])
 
         return engine.between_steps(work, keeps_cache=False, recomputes=True)
 
@@ -174,10 +194,8 @@ class GenerationStream:
         self.done(group, futures[0].result if is_whole else partial(self._joined, rows, futures, started))
 
     def _joined(self, rows: DataProto, futures: Sequence[Future[Completion]], started: float) -> DataProto:
-        completions, config = [future.result() for future in futures], self.generation.config
-        for row, completion in enumerate(completions):
-            completion.require_fit(config.data.max_response_length, f"engine, response {row}")
-        length, pad = config.data.max_response_length, self.generation.tokenizer.pad_token_id
+        completions, length = [one.result() for one in futures], self.generation.config.data.max_response_length
+        pad = self.generation.tokenizer.pad_token_id
         return completed(rows, completions, self.engine.weight_version, length, pad, started)
 
 
@@ -185,51 +203,62 @@ class ServedStream(GenerationStream):
     """A stream whose driver is another process, which asks for what has happened.
 
     Args:
-        waits: whether the engine makes no step after a group has ended until the driver has said `go_on`, so that what
-            the driver decides of it holds from that step on.
+        waits: whether the engine makes no step after an event until the driver has said `go_on`, so that what the
+            driver decides of it holds from that step on.
     """
 
     def __init__(self, generation: Generation, *, waits: bool) -> None:
-        super().__init__(generation, self._tell)
+        super().__init__(generation, partial(self._tell, "ended"))
         self._waits, self._changed = waits, Condition()
         self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
         self._given: dict[int, DataProtoFuture | None] = {}  # weights by version
-        self._num_told = self._num_seen = 0  # groups that have ended, and of how many the driver knows
+        self._num_told = self._num_seen = 0  # events, and of how many the driver knows
         self._is_closed = False
+        self._following: Future[None] | None = None  # of another rank of a group: what the first one says
+        if self.group is not None and not self.group.is_leader:
+            self.engine.take_weights = lambda version: self._publish(self._taken(version).get()[0], version)
+            self._following = in_background(self.engine.follow, "rank of a rollout group")
+            self._following.add_done_callback(lambda done: self._happened.put(("over", 0, done.result)))
 
     def await_weights(self, version: int, *, keeps_cache: bool) -> None:
         """At the next step take weights of a version, which `give_weights` brings, before it or after."""
 
-        def weights() -> DataProtoFuture | None:
-            with self._changed:
-                self._changed.wait_for(lambda: version in self._given or self._is_closed)
-                return self._given.pop(version, None)
-
         def told(done: Future[int]) -> None:
             now = self.weight_version
-            self._happened.put(("loaded", version, lambda: (done.result(), now)[1]))
+            self._tell("loaded", version, lambda: (done.result(), now)[1])
 
-        self.load(weights, version, keeps_cache=keeps_cache).add_done_callback(told)
+        self.load(partial(self._taken, version), version, keeps_cache=keeps_cache).add_done_callback(told)
 
     def give_weights(self, version: int, weights: DataProtoFuture | None) -> None:
         """Weights of a version, as `load` takes them. They come into this process here, while the engine goes on."""
         found = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
-            self._given[version] = found
+            if found is not None or self._following is None:  # where the first rank takes none, the others are not told
+                self._given[version] = found
             self._changed.notify_all()
 
+    def hand_out(self) -> None:
+        """At the next step tell what is under way, as `save` does."""
+
+        def failed(done: Future[int]) -> None:
+            if done.exception() is not None:
+                self._happened.put(("under way", 0, done.result))
+
+        self.save(lambda _, found: self._tell("under way", 0, lambda: found)).add_done_callback(failed)
+
     def go_on(self) -> None:
-        """The driver knows of one more group that has ended, and has said what follows from it."""
+        """The driver knows of one more event, and has said what follows from it."""
         with self._changed:
             self._num_seen += 1
             self._changed.notify_all()
 
     def events(self) -> list[tuple[str, int, Any]]:
-        """What has happened since the last call, within a second: ("ended", group, its rows) and ("loaded", version,
-        version of the weights since). Raises what failed."""
+        """What has happened since the last call, within a second: ("ended", group, its rows), ("loaded", version,
+        version of the weights since) and ("under way", 0, what `save` gives). Raises what failed."""
         found = []
         with suppress(queue.Empty):
-            found.append(self._happened.get(timeout=EVENTS_WITHIN_S))
+            # Those of a group's other ranks are errors, which are asked for with the first one's.
+            found.append(self._happened.get(self._following is None, EVENTS_WITHIN_S))
             while True:
                 found.append(self._happened.get_nowait())
         return [(kind, number, value()) for kind, number, value in found]
@@ -238,10 +267,20 @@ class ServedStream(GenerationStream):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        if self._following is not None:
+            self._following.result()
+        elif self.group is not None:
+            self.engine.release()
         super().close()
 
-    def _tell(self, group: int, output: Callable[[], DataProto]) -> None:
-        self._happened.put(("ended", group, output))
+    def _taken(self, version: int) -> DataProtoFuture | None:
+        """Weights of a version, once they are given."""
+        with self._changed:
+            self._changed.wait_for(lambda: version in self._given or self._is_closed)
+            return self._given.pop(version, None)
+
+    def _tell(self, kind: str, number: int, value: Callable[[], Any]) -> None:
+        self._happened.put((kind, number, value))
         if self._waits:
             with self._changed:
                 self._num_told += 1

@@ -34,12 +34,12 @@ SIZES: dict[str, Size] = {
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
-    "rollout": Size(9378, 45, 580),
+    "rollout": Size(9406, 45, 582),
     "single_controller": Size(3349, 15, 209),
-    "trainer": Size(6281, 31, 386),
+    "trainer": Size(6292, 31, 385),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(868, 6, 63),
-    "workers": Size(2252, 13, 132),
+    "workers": Size(2291, 13, 135),
     "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -79,21 +79,22 @@ REASONS: dict[str, str] = {
     " servers that score; `native` computes experts of any gate, bias and order; float16;"
     " weights in profiles; images in later turns, and to servers; a decode step on CUDA by kernels of its own"
     " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
-    " version of each token; what it is told is a file of its own",
+    " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
     " methods that wait beside others",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, updates by mini-batch; checkpoints with sequences under way and"
-    " rounds of dynamic sampling (async_state.py), records that are repeated on Ray; rules beside the schedule;"
+    " rounds of dynamic sampling (async_state.py), of several engines, too; records that are repeated on Ray;"
+    " rules beside the schedule;"
     " what overlap would bring, simulated by the schedule (simulation.py);"
     " prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers; float16; experts of a rollout; programs that generate beside training; bounds that are null",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
-    " process; teachers, loaded or served;"
+    " process, which gets what is under way, and on the ranks of a group; teachers, loaded or served;"
     " experts of a checkpoint; the sizes of models before they are loaded; reward models with images; GLM-4V in vLLM",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"

@@ -2,21 +2,28 @@
 """Generation beside training with rollout ranks of their own, all in this process: the way of the calls is that of a
 run on Ray, which `tests/e2e/ray/test_async_training.py` makes."""
 
+import json
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quadriga.errors import WorkerLostError
+from quadriga.rollout.native.generation import Generation
 from quadriga.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroups
 from quadriga.trainer import build, launch
 from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.async_record import RECORD
+from quadriga.trainer.stream_pool import RemoteStream
 from quadriga.workers.stream import ServedStream
 
 Lines = list[dict[str, Any]]
+ROLLOUT = "actor_rollout_ref.rollout"
 ON = ("async_training.enable=True", "data.max_response_length=24", "trainer.total_training_steps=6")
 APART = (
     "trainer.backend=ray",
@@ -59,14 +66,14 @@ def test_a_rank_that_is_lost_changes_no_number(
     expected = metric_lines(train(*ON, *ALIKE, run="alone"))
     tell, take, lost = ServedStream._tell, AsyncBatches.take, list[ServedStream]()
 
-    def dies(stream: ServedStream, group: int, output: Any) -> None:
-        if group == 9 and not lost:
+    def dies(stream: ServedStream, kind: str, group: int, output: Any) -> None:
+        if (kind, group) == ("ended", 9) and not lost:
             lost.append(stream)
         if stream in lost:
             error = WorkerLostError("rollout[rank 1/2] died in stream_events", got="SIGKILL")
-            stream._happened.put(("ended", group, lambda: (_ for _ in ()).throw(error)))
+            stream._happened.put((kind, group, lambda: (_ for _ in ()).throw(error)))
         else:
-            tell(stream, group, output)
+            tell(stream, kind, group, output)
 
     def late(batches: AsyncBatches, step: int) -> Any:
         if step == 5 and batches._pool is not None:
@@ -104,6 +111,122 @@ def test_a_record_replays_on_several_ranks(
                 assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (metric, name, ours["step"])
 
 
+VARIED = (f"{ROLLOUT}.stop_token_ids=[5,6]", "trainer.save_freq=1")
+"""Responses of all lengths."""
+CONTINUES = {
+    "bounded": (),
+    "keep": ("async_training.kv_on_update=keep",),
+    "streaming": ("async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+}
+
+
+@pytest.mark.parametrize("side", CONTINUES)
+def test_a_deterministic_run_saves_what_is_under_way(
+    side: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one rank of its own: it has the numbers of one process, bit for bit, and so has the run that goes on from each
+    of its checkpoints, in either placement. The driver is slow to decide."""
+    options = (*ON, "async_training.max_staleness=2", "async_training.deterministic=True", *CONTINUES[side])
+    options = (*options, *VARIED, f"{ROLLOUT}.max_num_seqs=12")
+    apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._take
+    monkeypatch.setattr(RemoteStream, "_take", lambda *event: (time.sleep(0.01), take(*event)))
+    expected, unfinished = metric_lines(train(*options, run="one process")), 0
+    first = train(*options, *apart, run="apart")
+    for step, own in {0: apart, 1: apart, 2: (), 4: apart}.items():
+        run = go_on(first, step, train, *options, *own) if step else first
+        unfinished += sum(len(one[2]) for one in unfinished_in(first, step)) if step else 0
+        lines = metric_lines(run)
+        assert [line["step"] for line in lines] == list(range(step + 1, 7))
+        for ours, theirs in zip(lines, expected[step:], strict=True):
+            differ = {name for name in theirs.keys() - set(BY_TIME) if ours[name] != theirs[name]}
+            assert differ == set(), (step, ours["step"])
+    assert unfinished
+
+
+def test_what_several_ranks_have_under_way_goes_on_on_others(
+    train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights that stay as they are responses do not depend on the time: each step learns from those of a run in
+    one process, and those that a checkpoint has begun keep their tokens, by other ranks, more or fewer."""
+    advance = Generation.advance
+    monkeypatch.setattr(Generation, "advance", lambda *step: (time.sleep(0.01), advance(*step)))
+    still = ("actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=3")
+    options = (*ON, *VARIED, *still, "async_training.max_staleness=2")
+    expected, kept = metric_lines(train(*options, run="one process")), 0
+    first = train(*options, *APART, run="apart")
+    many = (*APART, "trainer.resource_pools.generation=[3]")
+    for step, own in {0: (), 2: many, 3: APART, 4: ()}.items():
+        run = go_on(first, step, train, *options, *own) if step else first
+        lines = metric_lines(run)
+        assert [line["step"] for line in lines] == list(range(step + 1, 7))
+        require_alike(lines, expected[step:])
+        kept += num_kept(run, first, step) if step else 0
+    assert kept
+
+
+def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
+    train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had under way starts anew, in the run that goes on and in the one that resumes."""
+    advance, hand_out, lost = Generation.advance, ServedStream.hand_out, list[ServedStream]()
+    monkeypatch.setattr(Generation, "advance", lambda *step: (time.sleep(0.01), advance(*step)))
+
+    def dies(stream: ServedStream) -> None:
+        if len(stream._open) > 1 and not lost:
+            lost.append(stream)
+            error = WorkerLostError("rollout[rank 1/2] died in stream_events", got="SIGKILL")
+            stream._happened.put(("under way", 0, lambda: (_ for _ in ()).throw(error)))
+        else:
+            hand_out(stream)
+
+    still = ("actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=2", "async_training.max_staleness=2")
+    options = (*ON, *VARIED, *still)
+    expected = metric_lines(train(*options, run="one process"))
+    monkeypatch.setattr(ServedStream, "hand_out", dies)
+    first = train(*options, *APART, run="apart")
+    lines = metric_lines(first)
+    assert lost and sum(line.get("async/restarted_groups", 0) for line in lines) >= 1
+    require_alike(lines, expected)
+    for step in (1, 2, 3):
+        require_alike(metric_lines(go_on(first, step, train, *options, *APART)), expected[step:])
+
+
+def go_on(first: Path, step: int, train: Callable[..., Path], *options: str) -> Path:
+    """A run from a checkpoint of another."""
+    run = first.parent / f"from step {step}"
+    shutil.copytree(first / f"global_step_{step}", run / f"global_step_{step}")
+    return train(*options, "trainer.resume_mode=auto", run=run.name)
+
+
+def unfinished_in(run: Path, step: int) -> list[Any]:
+    """Responses of a checkpoint that are under way."""
+    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)["asynchronous"]
+    return [one for one in state["under_way"] if one[4] == "abort" and len(one[2])]
+
+
+def num_kept(run: Path, first: Path, step: int) -> int:
+    """Checks that what a checkpoint has begun went on in a run from it: each of its tokens has its version. Returns how
+    many are older than the checkpoint's weights."""
+    record = (run / f"async_schedule_from_step_{step + 1}.jsonl").read_text(encoding="utf-8").splitlines()
+    learned = {int(group): own for line in record for group, own in json.loads(line).get("groups", {}).items()}
+    num_older = 0
+    for group, row, *_, versions in unfinished_in(first, step):
+        if group in learned:  # else it was left out
+            spans = learned[group][row]
+            ours = [max(start for start in spans if start[1] <= place)[0] for place in range(len(versions))]
+            assert ours == versions.tolist(), (step, group, row)
+            num_older += sum(version < step for version in ours)
+    return num_older
+
+
+def require_alike(lines: Lines, expected: Lines) -> None:
+    """Metrics to float32 rounding, but what depends on the time."""
+    for ours, theirs in zip(lines, expected, strict=True):
+        for name in theirs.keys() - set(BY_TIME):
+            if not name.startswith(("async/", "rollout/")):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, ours["step"])
+
+
 def steps_of(run: Path) -> list[str]:
     """What each step learned from, as the record of a run has it."""
     return [line for line in (run / RECORD).read_text(encoding="utf-8").splitlines() if '"step"' in line]
@@ -113,6 +236,3 @@ def test_the_bound_holds_with_several_ranks(train: Callable[..., Path], metric_l
     lines = metric_lines(train(*ON, *APART, "async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=3"))
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert 1 <= max(line["async/staleness_max"] for line in lines) <= 2
-
-
-ROLLOUT = "actor_rollout_ref.rollout"

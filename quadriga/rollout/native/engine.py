@@ -13,8 +13,8 @@ Consumes: requests and work between two steps from the inbox. Waits for: that wo
 request it ends. Unblocked by: the next request, which makes a new runner.
 
 In a rollout group the leader has requests and runner, and tells the members before each step what the runner took from
-the inbox and what was given up. They do the same with the same seeds, so all ranks have the same tokens; a checksum of
-them is compared when the batch is over.
+the inbox, what was given up, and which weights are to be taken. They do the same with the same seeds, so all ranks have
+the same tokens; a checksum of them is compared with new weights, and when the batch is over.
 """
 
 import asyncio
@@ -52,6 +52,8 @@ from quadriga.weight_sync.reshard import Piece, Wanted
 _GIBIBYTE = 2**30
 _OVER = "over"
 """The message that ends a batch, with the checksum of its tokens."""
+_RENEW = "renew"
+"""The message that newer weights are taken, or the KV cache is computed anew, with the same checksum."""
 _CACHE_SHARE = 0.7
 """Of a GPU's free memory; the rest is for activations and logits, and for a layer that is copied as the cache grows."""
 
@@ -118,6 +120,7 @@ class NativeEngine(CausalModelEngine):
         self._told: dict[int, Request] = {}
         self._num_told = self._checksum = 0
         self._has_failed = False
+        self.take_weights: Callable[[int], None] | None = None  # of a member, of the version that its leader has taken
         self._network: Network | None = None
         self._lock = threading.Lock()
         self._inbox: list[Request] = []
@@ -206,23 +209,47 @@ class NativeEngine(CausalModelEngine):
     def follow(self) -> None:
         assert self.group is not None and not self.group.is_leader
         while (message := self.group.hear(is_idle=True)) is None or message[0] != _OVER:
+            if message and message[0] == _RENEW:
+                self._renew(*message[1:])
+                continue
             with self._computing(message and message[2]) as generation:
-                while True:
-                    added, given_up, _ = message or ((), (), None)
-                    told = self.eos_token_ids, self.tokenizer
-                    requests = [Request(prompt, sampling, *told, images) for prompt, sampling, images in added]
-                    self._told |= enumerate(requests, start=self._num_told)
-                    self._num_told += len(requests)
-                    generation.scheduler.add(requests)
-                    generation.advance([self._told[number] for number in given_up])
-                    if generation.scheduler.is_done:
-                        break
+                while not (self._follow(generation, message) and generation.scheduler.is_done):
                     message = self.group.hear()
             self._sum_up()
-        if message[1] != self._checksum:
+        self._require_same(message[1])
+        self._num_told = self._checksum = 0
+
+    def _follow(self, generation: Generation, message: Any) -> bool:
+        """Do what the leader has told; whether that is a step."""
+        if message and message[0] == _RENEW:
+            self._renew(*message[1:], generation=generation)
+            return False
+        added, given_up, _ = message or ((), (), None)
+        requests = []
+        for prompt, sampling, images, earlier in added:
+            requests.append(Request(prompt, sampling, self.eos_token_ids, self.tokenizer, images))
+            if earlier is not None:
+                requests[-1].go_on_from(earlier)
+        self._told |= enumerate(requests, start=self._num_told)
+        self._num_told += len(requests)
+        generation.scheduler.add(requests)
+        generation.advance([self._told[number] for number in given_up])
+        return True
+
+    def _renew(self, checksum: int, version: int, keeps_cache: bool, generation: Generation | None = None) -> None:
+        """Go on with the weights that the leader has."""
+        self._sum_up(generation)
+        self._require_same(checksum)
+        if version != self.weight_version:
+            assert self.take_weights is not None
+            self.take_weights(version)
+        if generation is not None:
+            generation.renew(self._packed_network(), version, keeps_cache=keeps_cache)
+
+    def _require_same(self, checksum: int) -> None:
+        if checksum != self._checksum:
             got, fix = "other tokens than the leader's", "The ranks compute with other weights, or on other devices."
             raise EngineError(f"native, {self.group}", got=got, expected="the same on all ranks", fix=fix)
-        self._num_told = self._checksum = 0
 
     def release(self) -> None:
         if self.group is None or not self.group.is_leader:
@@ -234,11 +261,12 @@ class NativeEngine(CausalModelEngine):
             self.group.tell((_OVER, self._checksum))
         self._num_told, self._checksum, self._has_failed = 0, 0, False
 
-    def _sum_up(self) -> None:
-        """All requests are done: their tokens go into the checksum."""
-        for request in self._told.values():
-            self._checksum = zlib.crc32(repr(request.token_ids).encode(), self._checksum)
-        self._told.clear()
+    def _sum_up(self, generation: Generation | None = None) -> None:
+        """Tokens of all requests but those that are under way go into the checksum."""
+        going = [] if generation is None else [*generation.scheduler.running, *generation.scheduler.waiting]
+        kept = set(map(id, going))
+        for number in [number for number, request in self._told.items() if id(request) not in kept]:
+            self._checksum = zlib.crc32(repr(self._told.pop(number).token_ids).encode(), self._checksum)
 
     def _tell(self, added: list[Request], given_up: list[Request], max_cache_tokens: int | None) -> None:
         """Let the members make the same step. They preempt where the leader does, whatever memory each has free."""
@@ -249,7 +277,9 @@ class NativeEngine(CausalModelEngine):
             self.group.tell(None)
             return
         numbers = {id(request): number for number, request in self._told.items()}
-        specs = [(one.prompt, one.sampling, one.images) for one in added]
+        version = self.weight_version
+        begun = [one.completion(version) if one.token_ids else None for one in added]
+        specs = [(one.prompt, one.sampling, one.images, own) for one, own in zip(added, begun, strict=True)]
         self.group.tell((specs, [numbers[id(request)] for request in given_up], max_cache_tokens))
 
     def wanted_shards(self) -> Wanted:
@@ -351,6 +381,9 @@ class NativeEngine(CausalModelEngine):
                 with PhaseTimer.mark("new weights"):
                     work()
                 if recomputes or self.weight_version != before:
+                    if self.group is not None:
+                        self._sum_up(generation)
+                        self.group.tell((_RENEW, self._checksum, self.weight_version, keeps_cache))
                     generation.renew(self._packed_network(), self.weight_version, keeps_cache=keeps_cache)
             except BaseException as error:
                 done.set_exception(error)

@@ -7,7 +7,9 @@ What it does not prove: several nodes, GPUs, nor that anything is faster (`bench
 import json
 import os
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.protocol import DataProtoFuture
 from quadriga.trainer.async_batches import AsyncBatches
+from quadriga.trainer.async_record import RECORD
 from quadriga.trainer.stream_pool import RemoteStream
+from tests.e2e.test_async_ranks import num_kept, require_alike, steps_of, unfinished_in
 
 Lines = list[dict[str, Any]]
 ON = ("async_training.enable=True", "data.max_response_length=24", "trainer.total_training_steps=6")
@@ -36,10 +40,13 @@ TEACHER = (
     "use_task_rewards=False",
     "fsdp_config.model_dtype=float32",
 )
+IN_GROUPS = f"{ROLLOUT}.tensor_model_parallel_size=2"
 SIDES = {
     "one step off": (2, ("async_training.preset=one_step_off",)),
     "distillation": (2, ("async_training.preset=one_step_off", *(f"distillation.{key}" for key in TEACHER))),
     "streaming": (1, ("async_training.preset=streaming", "async_training.max_staleness=2", *SMALL)),
+    "two groups": (4, ("async_training.preset=one_step_off",)),
+    "a group": (2, ("async_training.max_staleness=2", *SMALL)),
 }
 
 
@@ -48,15 +55,13 @@ def test_a_deterministic_run_has_the_numbers_of_one_process(
     side: str, ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], teacher: Path
 ) -> None:
     """To float32 rounding: an engine with half of the groups adds up in another order. Validation and checkpoints, too;
-    the run on Ray goes on from one of the run in one process, with what was generated ahead. A teacher has a process of
-    its own."""
-    num_engines, keys = SIDES[side]
+    the run on Ray goes on from one of the run in one process, with what was generated ahead and what is under way. A
+    teacher has a process of its own; rollout groups of two ranks have a shard of the weights on each."""
+    num_ranks, keys = SIDES[side]
     keys = (*keys, f"distillation.path={teacher}") if side == "distillation" else keys
     options = (*ON, *keys, "async_training.deterministic=True", "trainer.save_freq=2", "trainer.test_freq=3")
     alone = train(*options, run="alone")
-    own = (*APART, f"trainer.resource_pools.generation=[{num_engines}]")
-    if side == "streaming":  # there a save would wait for what is under way
-        own = (*own, "trainer.save_freq=-1")
+    own = (*APART, f"trainer.resource_pools.generation=[{num_ranks}]", *((IN_GROUPS,) if "group" in side else ()))
     if side == "distillation":
         own = (*own, "trainer.placement.teacher=scoring", "trainer.resource_pools.scoring=[1]")
     source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
@@ -66,6 +71,50 @@ def test_a_deterministic_run_has_the_numbers_of_one_process(
     for ours, theirs in zip(lines, expected[2:], strict=True):
         assert ours.keys() - set(BY_TIME) == theirs.keys() - set(BY_TIME)
         assert ("actor/distillation_loss" in ours) == (side == "distillation")
+        for name in theirs.keys() - set(BY_TIME):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
+
+
+def test_a_driver_that_is_killed_leaves_what_was_under_way(
+    ray_cluster: str,
+    start_on: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    tmp_path: Path,
+) -> None:
+    """By SIGKILL; a run with three ranks instead of two goes on from its checkpoint. With weights that stay as they are
+    each step learns from the responses of one process, to float32 rounding, whenever it was; those that the checkpoint
+    has begun keep their tokens."""
+    still = (*ON, "async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=2")
+    long = ("data.max_response_length=128", f"{ROLLOUT}.ignore_eos=True", "trainer.total_training_steps=12")
+    options = (*still, *long, "trainer.save_freq=1")
+    expected = metric_lines(train(*options, "trainer.save_freq=-1", run="one process"))
+    process = start_on(ray_cluster, *options, *APART, "trainer.resource_pools.generation=[2]")
+    last, step = tmp_path / "run" / "latest_checkpointed_iteration.txt", 0
+    while not step or not any(one[-1][0] < step for one in unfinished_in(tmp_path / "run", step)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+        step = int(last.read_text()) if last.exists() else 0
+    process.kill()
+    process.wait()
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / f'global_step_{step}'}")
+    run = train(*options, *APART, *source, "trainer.resource_pools.generation=[3]", run="resumed")
+    lines = metric_lines(run)
+    assert [line["step"] for line in lines] == list(range(step + 1, 13))
+    require_alike(lines, expected[step:])
+    assert num_kept(run, tmp_path / "run", step)
+
+
+def test_a_record_replays_on_other_ranks(
+    ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
+) -> None:
+    """With the same groups in each step, each of the same weights, to float32 rounding: by three ranks what two did."""
+    options = (*ON, *APART, "async_training.preset=one_step_off", "async_training.max_staleness=2")
+    first = train(*options, "trainer.resource_pools.generation=[2]", run="first")
+    replay = (f"async_training.replay={first}/{RECORD}", "trainer.resource_pools.generation=[3]")
+    again = train(*options, *replay, run="again")
+    assert steps_of(again) == steps_of(first) and len(steps_of(first)) == 6
+    for ours, theirs in zip(metric_lines(again), metric_lines(first), strict=True):
         for name in theirs.keys() - set(BY_TIME):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
 
@@ -107,6 +156,32 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
         ours, theirs = ((tmp_path / f / f"{step}.jsonl").read_text().splitlines() for f in ("rows", "alone_rows"))
         assert [json.loads(line)["output"] for line in ours] == [json.loads(line)["output"] for line in theirs]
     assert len(lines) == len(metric_lines(alone)) == 6
+
+
+@pytest.mark.slow
+def test_a_group_that_loses_a_rank_restarts_the_run(
+    ray_cluster: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From its checkpoint, with what was under way there, to the numbers of one process."""
+    options = (*ON, "async_training.max_staleness=2", "async_training.deterministic=True", *SMALL)
+    options = (*options, "trainer.save_freq=1")
+    expected, call, killed = metric_lines(train(*options, run="alone")), RemoteStream._call, list[int]()
+
+    def dies(stream: RemoteStream, method: str, *args: Any, **kwargs: Any) -> None:
+        call(stream, method, *args, **kwargs)
+        if method == "give_weights" and args[0] == 3 and not killed:
+            killed.append(stream._group.processes.addresses[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(RemoteStream, "_call", dies)
+    own = (*APART, IN_GROUPS, "trainer.resource_pools.generation=[2]")
+    lines = {line["step"]: line for line in metric_lines(train(*options, *own))}
+    assert killed and capfd.readouterr().out.count("Recovery: ") == 1
+    require_alike([lines[line["step"]] for line in expected], expected)
 
 
 def test_what_fails_in_a_rank_ends_the_run(

@@ -13,6 +13,7 @@ ON_RAY = (
     "trainer.placement={actor: training, ref: training, rollout: generation}",
     "trainer.resource_pools.generation=[2]",
 )
+IN_A_GROUP = (*ON_RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 
 
 def config(*changes: str) -> Config:
@@ -50,7 +51,11 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
         ([*ON_RAY, "async_training.replay=a.jsonl"], "async_training.replay"),
         ([*ON_RAY, "async_training.deterministic=True"], "async_training.deterministic"),
         (
-            [*ON_RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            [*IN_A_GROUP, "actor_rollout_ref.rollout.name=vllm"],
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        ),
+        (
+            [*IN_A_GROUP, "actor_rollout_ref.model.lora_rank=4"],
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
         ),
         (["actor_rollout_ref.rollout.name=hf"], "actor_rollout_ref.rollout.name"),
@@ -94,7 +99,7 @@ def test_ranks_of_their_own_generate_on_ray() -> None:
     problems, notices = findings(*ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish")
     assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
     one = (*ON_RAY[:2], "trainer.resource_pools.generation=[1]", "async_training.deterministic=True")
-    assert findings(*one)[0] == {}
+    assert findings(*one)[0] == findings(*IN_A_GROUP, "async_training.deterministic=True")[0] == {}
 
 
 @pytest.mark.parametrize("change", ["async_training.max_staleness=2", "async_training.on_stale=drop"])
