@@ -105,6 +105,7 @@ REASONS: dict[str, str] = {
 SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/rollout/vllm/library.py:executor.Executor._distributed_args": "what vLLM calls",
     "quadriga/models/experts.py:RouteRecorder._hear": "a hook of torch's modules",
+    "quadriga/rollout/native/generation.py:Request._note_a_cancel": "a callback of a future",
     "quadriga/engines/parallel/tensor.py:_gathered": "the forward of a module",
     "quadriga/data/rl_dataset.py:_measure_batch": "what the processes of a pool call",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",

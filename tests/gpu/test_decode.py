@@ -46,7 +46,7 @@ def generate(model: torch.nn.Module, plans: set[type], temperature: float, **opt
 
 
 def compare(found: list[Completion], expected: list[Completion], bound: float) -> float:
-    """Requires that log-probs agree as far as tokens do; returns the share of tokens before a row's first difference."""
+    """Requires that log-probs agree as far as tokens do. Returns the share of tokens before the first difference."""
     num_equal, num_tokens = 0, 0
     for one, other in zip(found, expected, strict=True):
         pairs = zip(one.token_ids, other.token_ids, one.log_probs, other.log_probs, strict=True)
