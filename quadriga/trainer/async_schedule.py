@@ -418,10 +418,9 @@ class Schedule:
         """The groups of the next step or of its next part, if they are there."""
         batch, size = self._batches.get(self.step + 1), self.rules.num_groups
         if self._drops:
-            chosen, rest = self._kept[:size], self._kept[size:]
-            if len(chosen) < size:
+            if len(self._kept) < size:
                 return None
-            self._kept = rest
+            chosen, self._kept = self._kept[:size], self._kept[size:]
             return chosen
         if batch is None:
             return None

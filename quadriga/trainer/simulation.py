@@ -158,16 +158,15 @@ class Simulation:
                 case Start():
                     self.start(decision)
                 case Load(worker, version):
-                    self.pause(worker)
+                    self.pause(worker, True)
                     if version <= self.published:
                         self.after(self.load_s(worker), partial(self.loaded, worker, version))
                     else:
                         self.awaited.setdefault(version, []).append(worker)
                 case Resume(worker):
-                    self.awaited = {
-                        version: [one for one in ones if one != worker] for version, ones in self.awaited.items()
-                    }
-                    self.go_on(worker)
+                    for ones in self.awaited.values():
+                        ones[:] = [one for one in ones if one != worker]
+                    self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
                 case Drop(group, _, running):
@@ -216,25 +215,16 @@ class Simulation:
         tokens = sum(worker.position - begin for begin in worker.begins.values())
         return self.costs.load_s + self.costs.sequence_s * tokens * self.costs.recomputes
 
-    def pause(self, number: int) -> None:
-        """A worker makes no token."""
+    def pause(self, number: int, is_paused: bool) -> None:
+        """A worker makes no token, or makes them again."""
         self.workers[number].advance(self.now)
-        self.workers[number].is_paused = True
-        self.await_end(number)
-
-    def go_on(self, number: int) -> None:
-        """It makes tokens again."""
-        self.workers[number].advance(self.now)
-        self.workers[number].is_paused = False
+        self.workers[number].is_paused = is_paused
         self.await_end(number)
 
     def loaded(self, number: int, version: int) -> None:
         """A worker has other weights."""
         worker = self.workers[number]
-        self.go_on(number)
-        oldest = min(worker.begins.values(), default=worker.position)
-        while len(worker.versions) > 1 and worker.versions[1][0] <= oldest:
-            worker.versions.pop(0)
+        self.pause(number, False)
         worker.versions.append((worker.position, version))
         self.schedule.loaded(number, version)
 
