@@ -10,14 +10,14 @@
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 from quadriga import __version__
 from quadriga.descendants import Guardian
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
 from quadriga.redact import redacted_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="quadriga [--version] [--traceback] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
-    parser.add_argument(
-        _TRACEBACK_OPTION, action="store_true", help="show where an error arose (also: QUADRIGA_TRACEBACK=1)"
-    )
+    parser.add_argument(_TRACEBACK_OPTION, action="store_true", help="show where an error arose (QUADRIGA_TRACEBACK=1)")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -72,15 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if options.command not in COMMANDS:
-        close = get_close_matches(options.command, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
-        parser.error(f"no command '{options.command}'; {hint}")
+        hint = did_you_mean(options.command, COMMANDS) or f"There are {', '.join(COMMANDS)}."
+        parser.error(f"no command {options.command!r}. {hint}")
     # Where Python code calls this, its other processes are not the command's to end.
     guardian = Guardian() if argv is None and options.command in GUARDED else None
     try:
         return _run(options.command, options.arguments, has_traceback)
     finally:
         if guardian is not None:
+            # Whoever presses Ctrl-C once more wants what is going on here already.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             guardian.close()
 
 

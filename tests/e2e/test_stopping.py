@@ -104,6 +104,20 @@ def test_second_sigterm_ends_at_once(
     assert Checkpoints(tmp_path / "run").steps() == []
 
 
+def test_ctrl_c_once_more_shows_no_traceback(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    """While the command ends what it has started."""
+    process = start(*ENDLESS)
+    wait_for_line(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while process.stdout.readline() != "quadriga train: interrupted\n":
+        assert process.poll() is None
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    assert process.returncode == 130 and not process.stdout.read()
+
+
 def test_kill_while_a_checkpoint_is_written(
     start: Callable[..., subprocess.Popen[str]],
     train: Callable[..., Path],

@@ -77,7 +77,7 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
         main(["train"])
 
 
-@pytest.mark.parametrize(("typed", "said"), [("trian", "did you mean train?"), ("zzz", "there are train, generate")])
+@pytest.mark.parametrize(("typed", "said"), [("trian", "Did you mean 'train'?"), ("zzz", "There are train, generate")])
 def test_an_unknown_command_suggests_the_nearest(capsys, typed: str, said: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main([typed])
