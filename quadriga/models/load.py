@@ -33,6 +33,8 @@ from quadriga.models.fused import fuse
 from quadriga.models.vision import attention_of, is_vision
 from quadriga.models.weight_files import SafetensorFiles, distributed_folder
 
+_FIX = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
+
 
 def load_causal_lm(
     path: str | Path,
@@ -60,12 +62,14 @@ def load_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = way_of(config, trust_remote_code=trust_remote_code)
     attention = {ATTENTION_NAME: way.attention, "sdpa": way.generating}.get(attention, attention)
-    how = {"dtype": dtype, "attn_implementation": attention_of(config, attention)}
-    with _explained(path):
+    how = {"dtype": dtype, "attn_implementation": attention_of(config, attention), "ignore_mismatched_sizes": True}
+    with explained(path):
         model, info = from_pretrained(path, config, trust_remote_code=trust_remote_code, **how)
     head = set() if needs_head else {id(one) for one in head_of(model).parameters()}
-    if missing := sorted(name for name in info["missing_keys"] if id(model.get_parameter(name)) not in head):
-        got = f"no weights for {len(missing)} parameters, first {missing[0]}"
+    shapes = {name: f" of shape {list(one)}, but of {list(other)}" for name, other, one in info["mismatched_keys"]}
+    without = {*info["missing_keys"], *shapes}
+    if missing := sorted(name for name in without if id(model.get_parameter(name)) not in head):
+        got = f"no weights for {len(missing)} parameters, first {missing[0]}{shapes.get(missing[0], '')}"
         fix = "Get the whole model, or take away what does not belong to it from its config.json."
         raise EngineError(f"model {path}", got, "all weights of the model; the missing ones would be random", fix)
     if not way.reason:
@@ -79,7 +83,7 @@ def model_folder(path: str | Path) -> Path | None:
     Raises EngineError: the hub has no such model, or does not respond."""
     if Path(path).is_dir():
         return Path(path)
-    with _explained(path):
+    with explained(path):
         folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.py"]))
     return folder if any(folder.glob("*.safetensors")) else None
 
@@ -96,12 +100,14 @@ def from_pretrained(
     options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        return _auto_class(config).from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    with torch.device("meta"):
-        model_class = type(_auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
-    weights = open_model(path)
-    state = {name: weights.read(name).to(dtype) for name in weights.shapes}
-    model, info = model_class.from_pretrained(None, state_dict=state, **options)
+        model, info = _auto_class(config).from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    else:
+        with torch.device("meta"):
+            model_class = type(_auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+        weights = open_model(path)
+        state = {name: weights.read(name).to(dtype) for name in weights.shapes}
+        model, info = model_class.from_pretrained(None, state_dict=state, **options)
+    # Transformers passes over a file that it cannot read, and over the tokens that end a response with it.
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model, info
@@ -111,7 +117,7 @@ def load_config(
     path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
     """The configuration of a model, with some entries replaced. EngineError: there is none."""
-    with _explained(path):
+    with explained(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
 
 
@@ -126,7 +132,7 @@ def skeleton_causal_lm(
     `auto_class`: of transformers, which makes it, for packed rows; None: by the model's configuration."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
-    with _explained(path):
+    with explained(path):
         # Only parameters are empty. Buffers are small, and most of them are in no file.
         with register_module_parameter_registration_hook(
             lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
@@ -141,8 +147,8 @@ def skeleton_causal_lm(
 
 
 @contextmanager
-def _explained(path: str | Path) -> Iterator[None]:
-    """What transformers raises while it loads a model becomes an EngineError."""
+def explained(path: str | Path, kind: str = "causal language model", fix: str = _FIX) -> Iterator[None]:
+    """What transformers raises while it loads a model of some kind becomes an EngineError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -156,8 +162,7 @@ def _explained(path: str | Path) -> Iterator[None]:
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
                 got = f"{damage.where}, {damage.got}"
-        expected = "a folder or hub name that transformers can load as a causal language model"
-        fix = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
+        expected = f"a folder or hub name that transformers can load as a {kind}"
         raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
 
 

@@ -42,6 +42,12 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     else:
         kind = "hidden states or scores"
         found, expected = _read_by_a_head(scorer, rows, batches)
+    if not expected.isfinite().all():
+        got, fix = (
+            f"{kind} that are not finite, by transformers' own forward",
+            "Its weights are damaged: get them anew.",
+        )
+        raise EngineError(f"{name}, {type(model).__name__}", got, "finite numbers", fix)
     off = (found - expected).abs().nan_to_num(nan=torch.inf).view(len(found), -1).amax(-1)
     if (largest := float(off.max())) > BOUND:
         places = [(row, place) for row, (_, response) in enumerate(rows) for place in range(len(response))]

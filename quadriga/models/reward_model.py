@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
@@ -21,7 +20,7 @@ from quadriga.models.adapter_files import open_model
 from quadriga.models.architecture import backbone, choose_attention, is_packed
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.load import load_causal_lm, load_config, model_folder
+from quadriga.models.load import explained, load_causal_lm, load_config, model_folder
 from quadriga.models.vision import is_vision
 
 _FIX = "Set reward_model.model.path to a model that was trained to score: a sequence classifier with one label."
@@ -43,15 +42,9 @@ def load_reward_model(
             add_score(source).score.weight.data.copy_(files.read(missing.pop()))
         require_judge(path, source, missing)
         return source
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        expected = "a folder or hub name that transformers can load as a sequence classifier"
-        raise EngineError(f"reward model {path}", str(error).strip().splitlines()[0], expected, _FIX) from error
+    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code, "dtype": dtype}
+    with explained(path, "sequence classifier", _FIX):
+        model, info = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **options)
     require_judge(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
     if is_packed(model):
@@ -113,17 +106,13 @@ def fresh_reward_model(
     if is_vision(config):
         return add_score(source)
     config.num_labels, config.pad_token_id = 1, pad_token_id
-    try:
+    with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=torch.float32,
             attn_implementation=source.config._attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, KeyError) as error:
-        expected = "an architecture of which transformers has a sequence classifier"
-        fix, got = "Choose another model for objective=reward_model.", str(error).strip().splitlines()[0]
-        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
     if is_packed(model):
         fuse(model)
     model.base_model.load_state_dict(source.base_model.state_dict())

@@ -208,7 +208,7 @@ def test_packed_in_spite_of_its_layers_is_refused(name: str, folder_of: Callable
 
 
 def test_the_probe_finds_an_error_in_a_head_and_a_body(folder_of: Callable[[str], Path]) -> None:
-    """A cap that is forgotten, and for a critic a window that is. The random numbers of the process stay."""
+    """A cap that is forgotten, for a critic a window, and weights that are NaN. Torch's generator stays."""
     model = load_causal_lm(folder_of("Gemma 2"), dtype=torch.float32)
     critic = ValueScorer(load_causal_lm(folder_of("Mistral"), dtype=torch.float32))
     state = torch.get_rng_state()
@@ -218,6 +218,10 @@ def test_the_probe_finds_an_error_in_a_head_and_a_body(folder_of: Callable[[str]
     wrong.score = lambda *call: {name: one + 0.1 for name, one in PolicyScorer.score(wrong, *call).items()}
     with pytest.raises(EngineError, match=r"Gemma2ForCausalLM: got log-probs that differ by 0\.1"):
         probe(wrong, "actor")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(EngineError, match=r"not finite, by transformers' own forward.*damaged"):
+        probe(PolicyScorer(model), "actor")
     assert probe(critic, "critic") <= 1e-4
     for layer in critic.model.model.layers:
         layer.self_attn.forward = forgetful(layer.self_attn)

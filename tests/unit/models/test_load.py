@@ -50,6 +50,19 @@ def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:
         load_causal_lm(folder, dtype=torch.float32)
 
 
+def test_weights_of_another_shape_are_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "model.norm.weight": torch.zeros(8)}, file, metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"first model\.norm\.weight of shape \[16\], but of \[8\]"):
+        load_causal_lm(folder, dtype=torch.float32)
+
+
+def test_a_broken_generation_config_is_no_silent_loss_of_its_stop_tokens(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(EngineError, match="generation_config"):
+        load_causal_lm(folder, dtype=torch.float32)
+
+
 def test_a_file_that_was_cut_is_named(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
