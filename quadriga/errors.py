@@ -22,7 +22,7 @@ Each says *where: got what, expected what. How to fix.*
 """
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import partial
 from types import TracebackType
@@ -30,9 +30,9 @@ from types import TracebackType
 from quadriga.redact import redacted_text
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """A sentence with the nearest known names, for `fix` below; "" if none is near."""
-    near = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near = [one for one in known if one.casefold() == name.casefold()] or get_close_matches(name, known, cutoff=0.5)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -34,12 +34,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ESTIMATOR = "algorithm.adv_estimator"
 _AS_VERL = "A loss by verl's contract, which returns a scalar, runs with QUADRIGA_VERL=1."
-
-
 _CLIPPED = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
 _MADE_OF = {
     "dapo": f"DAPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with actor_rollout_ref.actor.clip_ratio_high=0.28, "
     "actor_rollout_ref.actor.loss_agg_mode=token-mean and algorithm.filter_groups.enable=True.",
+    "ppo": f"PPO is algorithm.adv_estimator=gae and {_CLIPPED}.",
     "dr_grpo": f"Dr. GRPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with algorithm.norm_adv_by_std_in_grpo=False "
     "and actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm.",
 }

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import Finding, ReadIf, Section, absent, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
-from quadriga.config.types import Count, Meaning, MinusOneOrCount, PathText, Share, TopShare
+from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, Share, TopShare
 from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -104,7 +104,7 @@ class RolloutConfig(LogProbConfig):
     """Whether generation goes on after the end-of-text token, up to `data.max_response_length`."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Token ids that end a response, besides the model's own."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Name] = Field(default_factory=list)
     """Stop strings: texts that end a response; the token that completes one is kept."""
     max_model_len: Annotated[Count | None, _NOT_OF_SERVERS] = None
     """Longest sequence that the engine takes, in tokens. null: `data.max_prompt_length + data.max_response_length`."""

@@ -155,7 +155,7 @@ class ChatEncoder:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             got = f"messages that the chat template refuses ({type(error).__name__}: {error})"
             expected = "messages in the form that the model was trained on"
-            fix = "Correct the row, or change data.apply_chat_template_kwargs."
+            fix = "Correct the row or the template, or change data.apply_chat_template_kwargs."
             raise DataError(where, got=got, expected=expected, fix=fix) from error
         try:
             str(text).encode()

@@ -154,7 +154,7 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
         is_missing = isinstance(truth, float) and math.isnan(truth)
         if "ground_truth" in reward_model and not is_missing:
             return truth
-        got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model))}"
+        got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model)) or 'no key'}"
     raise RewardError(f"{place}, column {column!r}", got, "a dict with 'ground_truth'", "Correct the data file.")
 
 

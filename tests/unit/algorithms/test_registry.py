@@ -144,6 +144,8 @@ def test_options_go_where_they_belong() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
+        ("GSPO", {}, r"Did you mean 'gspo'\?"),
+        ("ppo", {}, r"PPO is algorithm.adv_estimator=gae"),
         ("dapo", {}, r"got 'dapo'.* DAPO is .*clip_ratio_high=0.28.*filter_groups.enable=True"),
         ("gpso", {}, r"policy_loss.loss_mode: got 'gpso'.* Did you mean 'gspo'"),
         ("sapo", {"tau_poss": 1.0}, r"policy_loss \(sapo\): got the option 'tau_poss', .*Did you mean 'tau_pos'"),

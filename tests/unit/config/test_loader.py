@@ -132,6 +132,7 @@ def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
         ("actor_rollout_ref.actor.clip_ratio_c=1.0", "above 1"),
         ("actor_rollout_ref.rollout.top_p=0", "above 0"),
         ("actor_rollout_ref.rollout.top_k=0", "-1 or"),
+        ("actor_rollout_ref.rollout.stop=['']", "not empty"),
         ("actor_rollout_ref.rollout.name=trtllm", "one of native"),
         ("actor_rollout_ref.actor.strategy=veomni", "one of fsdp, fsdp2, megatron"),
         ("trainer.logger=[consle]", "console"),
