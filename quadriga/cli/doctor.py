@@ -80,8 +80,7 @@ def core_requirements() -> list[Requirement]:
             got, fix = "no record of what it needs", "Install it with pip."
             raise ConfigError("quadriga", got=got, expected="an installed package", fix=fix) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    parsed = map(Requirement, declared)
-    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [one for one in map(Requirement, declared) if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
 def requirement_problem(requirement: Requirement, found: str) -> str:

@@ -51,12 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It may stand anywhere, also behind the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
     arguments = [one for one in arguments if one != _TRACEBACK_OPTION]
-    width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="quadriga",
         description="Post-training of language models by reinforcement learning.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {summary}" for name, (_, summary) in COMMANDS.items())
         + "\n\n`quadriga COMMAND --help` says more about each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quadriga [--version] [--traceback] COMMAND ...",
@@ -75,11 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where Python code calls this, its other processes are not the command's to end.
     guardian = Guardian() if argv is None and options.command in GUARDED else None
     try:
-        return _run(options.command, options.arguments, has_traceback)
+        try:
+            return _run(options.command, options.arguments, has_traceback)
+        finally:
+            if guardian is not None:
+                # Whoever presses Ctrl-C once more wants what is going on here already.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        if has_traceback:
+            raise
+        print(f"quadriga {options.command}: interrupted", file=sys.stderr)
+        return 130
     finally:
         if guardian is not None:
-            # Whoever presses Ctrl-C once more wants what is going on here already.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
             guardian.close()
 
 
@@ -89,11 +96,6 @@ def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
         status = getattr(import_module(module), function or "main")(arguments)
         # A pipe that was closed is noticed here, inside the try, and not in the interpreter's last breath.
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        if has_traceback:
-            raise
-        print(f"quadriga {command}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted; what is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
