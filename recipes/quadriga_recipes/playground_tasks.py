@@ -104,13 +104,8 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
         for number in numbers:
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
-                if str(wrong) != right and _is_pair_of(task, part, number + wrong):
+                place = number + wrong
+                is_taken = (part == 1 or place % 3 == 0) if task.num_held_out else (place % 5 == 0) == (part == 1)
+                if str(wrong) != right and is_taken:
                     parts[part].append({"prompt": task.text(number), "chosen": right, "rejected": str(wrong)})
     return parts
-
-
-def _is_pair_of(task: Task, part: int, place: int) -> bool:
-    """Whether training (part 0) or validation (part 1) has it, by the number of the question plus the wrong answer."""
-    if task.num_held_out:
-        return part == 1 or place % 3 == 0
-    return (place % 5 == 0) == (part == 1)
