@@ -135,7 +135,7 @@ def _pickled(value: Any) -> list[_Part]:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    pickler.clear_memo()
+    # Not `clear_memo`: a garbage collection in another thread may follow the memo to what is freed there, and crash.
     return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *pickler.parts]
 
 

@@ -3,6 +3,7 @@
 
 import datetime
 import gc
+import pickle
 import threading
 import weakref
 from pathlib import PurePosixPath
@@ -229,6 +230,32 @@ def test_what_cannot_be_pickled() -> None:
     for value in (threading.Lock(), (part for part in "a generator")):
         with pytest.raises(TypeError, match="cannot pickle"):
             pack_result(value)
+
+
+class Freed:
+    """Pickled as an empty list; what the garbage collector follows while it is freed is in `picklers`."""
+
+    picklers: tuple[list[Any], ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()
+
+    def __del__(self) -> None:
+        Freed.picklers += ([each for each in gc.get_objects() if issubclass(type(each), pickle.Pickler)],)
+
+
+class Made:
+    """Pickled as a list with what nothing but the pickler's memo holds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([Freed()],)
+
+
+def test_the_garbage_collector_does_not_follow_a_memo_whose_objects_are_freed() -> None:
+    # CPython would crash there, and freed memory may give another thread its turn.
+    Freed.picklers = ()
+    assert pack_result(Made()) is not None
+    assert Freed.picklers == ([],)
 
 
 def test_what_comes_out_may_be_written_to(post: Any) -> None:
