@@ -70,7 +70,8 @@ def load_causal_lm(
     without = {*info["missing_keys"], *shapes}
     if missing := sorted(name for name in without if id(model.get_parameter(name)) not in head):
         got = f"no weights for {len(missing)} parameters, first {missing[0]}{shapes.get(missing[0], '')}"
-        fix = "Get the whole model, or take away what does not belong to it from its config.json."
+        fix = "Get the whole model, or take what does not belong to it from its config.json and override_config. "
+        fix += "actor_rollout_ref.model.path, or the key of another role, names it."
         raise EngineError(f"model {path}", got, "all weights of the model; the missing ones would be random", fix)
     if not way.reason:
         fuse(model)
