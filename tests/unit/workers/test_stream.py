@@ -37,7 +37,10 @@ def copies(actor: ActorRolloutRefWorker) -> DataProtoFuture:
 def events(stream: ServedStream, count: int) -> list[tuple[str, int, Any]]:
     found: list[tuple[str, int, Any]] = []
     while len(found) < count:
-        found += stream.events()
+        told = stream.events()
+        for _ in told:
+            stream.go_on()
+        found += told
     return found
 
 
@@ -52,8 +55,6 @@ def test_weights_are_awaited_and_groups_told_of(
     stream.start({5: prompts[:2], 6: prompts[2:]})
     stream.give_weights(4, copies(actor))
     stream.await_weights(4, keeps_cache=True)
-    stream.go_on()
-    stream.go_on()
     told = events(stream, 3)
     groups = {number: rows for kind, number, rows in told if kind == "ended"}
     assert groups.keys() == {5, 6} and stream.num_open == 0 and ("loaded", 4, 4) in told
