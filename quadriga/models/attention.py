@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
-from quadriga.models.flash import Rows, Scores, Sums, flash_backward, flash_forward, has_cuda_kernel
+from quadriga.models.flash import Rows, Scores, Segment, Sums, flash_backward, flash_forward, has_cuda_kernel
 from quadriga.models.varlen import PackedRuns, VarlenAttention
 from quadriga.models.vision import PackedImages
 
@@ -100,15 +100,6 @@ _WIDE_TOKENS = 8192  # up to here results for the backward pass are kept in floa
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A run of packed tokens: [start, start + length), seeing itself causally and all of `prefix`."""
-
-    start: int
-    length: int
-    prefix: "Segment | None" = None
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """Rows of a batch as one run of tokens: what a scorer reads, and the way back to rows."""
 
@@ -169,6 +160,7 @@ class PackedAttention:
     Tokens are computed in blocks. A block sees its own keys causally, then a prefix or earlier tokens of a long segment
     in full; the log-sum-exps merge these results, and the backward pass of each takes the merged one. Masks there are
     only at the edge of a sliding window; beside arguments, results and gradients there is the memory of a block.
+    On CUDA in half precision `VarlenAttention` needs no blocks, but for capped scores and windows beside prefixes.
 
     `segments`: in order of `start`; each packed token belongs to exactly one. A prefix has none itself.
     `max_padding`: how many padded tokens a block may hold for each real one.

@@ -112,6 +112,15 @@ def has_cuda_kernel(query: Tensor) -> bool:
     return query.is_cuda and is_half and query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A run of packed tokens: [start, start + length), seeing itself causally and all of `prefix`."""
+
+    start: int
+    length: int
+    prefix: "Segment | None" = None
+
+
 class Rows:
     """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L]. The padding repeats a
     row's first token: no real query sees it, and its gradient is dropped."""

@@ -31,7 +31,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        if takes_triton(hidden) and weight.dtype == hidden.dtype:
+        ctx.by_triton = takes_triton(hidden) and weight.dtype == hidden.dtype
+        if ctx.by_triton:
             result, scale = fused_triton.norm(hidden, weight, epsilon)
             ctx.save_for_backward(hidden, weight, scale)
             return result
@@ -43,7 +44,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         hidden, weight, scale = ctx.saved_tensors
-        if scale.dim() == 1:
+        if ctx.by_triton:
             grad_hidden, grad_weight = fused_triton.norm_gradients(grad, hidden, weight, scale)
             return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None
         normed = hidden.float().mul_(scale)

@@ -8,14 +8,12 @@ Legend: N packed tokens, R of them continue a prefix, P are in such a prefix, H 
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from quadriga.models.attention import Segment
+from quadriga.models.flash import Segment
 
 _aten = torch.ops.aten
 
@@ -31,7 +29,7 @@ class Runs:
 class PackedRuns:
     """Which packed tokens see which, for the kernels. `segments`: in order of `start`, each token in one of them."""
 
-    def __init__(self, segments: Sequence["Segment"], device: torch.device) -> None:
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.own = Runs([one.length for one in segments], device)
         self.longest = max(one.length + (one.prefix.length if one.prefix else 0) for one in segments)
         groups: dict[Segment, list[Segment]] = {}
@@ -49,7 +47,7 @@ class PackedRuns:
         return [query.index_select(0, self.rows), *(one.index_select(0, self.keys) for one in keys)]
 
 
-def _places(segments: Iterable["Segment"], device: torch.device) -> Tensor:
+def _places(segments: Iterable[Segment], device: torch.device) -> Tensor:
     found = [np.arange(one.start, one.start + one.length) for one in segments]
     return torch.from_numpy(np.concatenate(found)).to(device)
 

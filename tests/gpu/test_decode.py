@@ -74,8 +74,8 @@ def test_triton_decodes_as_torch_does(kind: str, dtype: torch.dtype, temperature
         patch.setattr(heads, "has_compiler", lambda: False)
         plain = generate(model, plans, temperature)
     assert plans == {DecodePlan}
-    bound, share = (0.5, 0.05) if dtype == torch.bfloat16 else (0.1, 0.3)
-    assert compare(graphed, stepwise, bound) > share
+    bound, share = (0.5, 0.1) if dtype == torch.bfloat16 else (0.1, 0.3)
+    assert compare(graphed, stepwise, bound) > 0.5
     assert compare(graphed, plain, bound) > share
 
 
