@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Ray's tests of clusters write an address there, whatever folder their clusters have.
         os.mkdir(f"{folder}/ray")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+        config.pluginmanager.register(FailuresAtOnce(config))
     config.stash[GUARDIAN] = Guardian(folder)
     if config.pluginmanager.hasplugin("hypothesispytest"):
         # A machine that others keep busy is slow, and what is tested is right on it.
@@ -41,6 +42,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("busy")
+
+
+class FailuresAtOnce:
+    """Names a test when it fails, not at the end: a run may be ended before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line(f"\nFAILED {report.nodeid}: {crash.message if crash else report.longrepr}")
+            terminal.flush()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -209,11 +209,14 @@ class ServedStream(GenerationStream):
 
     def __init__(self, generation: Generation, *, waits: bool) -> None:
         super().__init__(generation, partial(self._tell, "ended"))
-        self._waits, self._changed = waits, Condition()
+        self._changed = Condition()
         self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
         self._given: dict[int, DataProtoFuture | None] = {}  # weights by version
         self._num_told = self._num_seen = 0  # events, and of how many the driver knows
         self._is_closed = False
+        if waits:
+            assert isinstance(self.engine, NativeEngine), "the configuration is checked before"
+            self.engine.before_step = lambda _: self._wait_for_driver()
         self._following: Future[None] | None = None  # of another rank of a group: what the first one says
         if self.group is not None and not self.group.is_leader:
             self.engine.take_weights = lambda version: self._publish(self._taken(version).get()[0], version)
@@ -280,12 +283,15 @@ class ServedStream(GenerationStream):
             return self._given.pop(version, None)
 
     def _tell(self, kind: str, number: int, value: Callable[[], Any]) -> None:
+        with self._changed:
+            self._num_told += 1
         self._happened.put((kind, number, value))
-        if self._waits:
-            with self._changed:
-                self._num_told += 1
-                number = self._num_told
-                self._changed.wait_for(lambda: self._num_seen >= number or self._is_closed)
+
+    def _wait_for_driver(self) -> None:
+        """Until it knows of all that has happened. Not where it happens: that may be a call of the driver's own, which
+        finds the response that it asks for ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_seen >= self._num_told or self._is_closed)
 
 
 def _plain(response: Completion) -> list[Any]:

@@ -34,12 +34,12 @@ SIZES: dict[str, Size] = {
     "observe": Size(1648, 13, 108),
     "protocol": Size(1485, 9, 96),
     "rewards": Size(3640, 28, 213),
-    "rollout": Size(9406, 45, 582),
+    "rollout": Size(9408, 45, 582),
     "single_controller": Size(3349, 15, 209),
     "trainer": Size(6292, 31, 385),
     "verl": Size(1810, 6, 127),
     "weight_sync": Size(868, 6, 63),
-    "workers": Size(2291, 13, 135),
+    "workers": Size(2297, 13, 136),
     "": Size(1789, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -94,8 +94,9 @@ REASONS: dict[str, str] = {
     " teachers; float16; experts of a rollout; programs that generate beside training; bounds that are null",
     "weight_sync": "a meeting whose receiver died is given up; whole tensors from the parts of all ranks",
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
-    " process, which gets what is under way, and on the ranks of a group; teachers, loaded or served;"
-    " experts of a checkpoint; the sizes of models before they are loaded; reward models with images; GLM-4V in vLLM",
+    " process, which gets what is under way and is waited for between steps, and on the ranks of a group;"
+    " teachers, loaded or served; experts of a checkpoint; the sizes of models before they are loaded; reward models"
+    " with images; GLM-4V in vLLM",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",

@@ -368,10 +368,12 @@ class NativeEngine(CausalModelEngine):
 
     def _work_between_steps(self, generation: Generation) -> None:
         """What others want done now; the generation goes on with the weights that are there afterwards."""
-        if self.before_step is not None:
-            self.before_step(self.num_steps)
         scheduler = generation.scheduler
-        while self._work:
+        while True:
+            if self.before_step is not None:
+                self.before_step(self.num_steps)
+            if not self._work:
+                break
             with self._lock:
                 work, keeps_cache, recomputes, done = self._work.pop(0)
                 self._open = [*scheduler.running, *scheduler.waiting]

@@ -2,6 +2,7 @@
 """A stream whose driver is another process: what it is told and asked, with the engine in a thread of this one."""
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -62,6 +63,47 @@ def test_weights_are_awaited_and_groups_told_of(
     stream.await_weights(5, keeps_cache=False)
     stream.give_weights(5, None)
     assert events(stream, 1) == [("loaded", 5, 4)], "without weights it keeps the older"
+
+
+def test_what_has_ended_before_its_caller_looks_holds_nobody(
+    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine the engine may be through before the call that asked for it goes on."""
+    work, begin = stream.engine.between_steps, stream.engine.begin
+
+    def late_work(*args: Any, **kwargs: Any) -> Any:
+        wait([done := work(*args, **kwargs)])
+        return done
+
+    def late_begin(*args: Any) -> Any:
+        wait(futures := begin(*args))
+        return futures
+
+    monkeypatch.setattr(stream.engine, "between_steps", late_work)
+    monkeypatch.setattr(stream.engine, "begin", late_begin)
+    stream.give_weights(1, copies(actor))
+    stream.await_weights(1, keeps_cache=False)
+    assert events(stream, 1) == [("loaded", 1, 1)]
+    stream.start({2: prompts[:2], 3: prompts[2:]})
+    assert {(kind, number) for kind, number, _ in events(stream, 2)} == {("ended", 2), ("ended", 3)}
+
+
+def test_the_engine_makes_no_step_before_the_driver_knows(
+    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, request: pytest.FixtureRequest
+) -> None:
+    """Where it waits, nothing that is begun meanwhile goes on."""
+    stream.await_weights(1, keeps_cache=False)
+    stream.give_weights(1, copies(actor))
+    events(stream, 1)
+    stream.start({1: prompts[:2]})
+    while not (told := stream.events()):
+        pass
+    stream.start({2: prompts[2:]})
+    if "waits" in request.node.name:
+        assert stream.events() == [], "a group of a few tokens takes no second"
+    for _ in told:
+        stream.go_on()
+    assert [(kind, number) for kind, number, _ in events(stream, 1)] == [("ended", 2)]
 
 
 def test_what_fails_is_told(stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto) -> None:
