@@ -141,14 +141,13 @@ def run(folder: Path, files: Path, number: int, script: str = __file__) -> str:
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, script, str(number), str(files)],
+            tiny.with_the_tests(sys.executable, script, str(number), str(files)),
             cwd=folder,
             env=os.environ | own,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=tiny.end_with_the_tests,
         )
     try:
         status = process.wait(LIMIT_S)

@@ -95,7 +95,7 @@ class RayRun:
     def _start(self, line: list[str]) -> subprocess.Popen[str]:
         with open(self.folder / "log", "ab") as log:
             process = subprocess.Popen(
-                line,
+                tiny.with_the_tests(*line),
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.PIPE,
@@ -103,7 +103,6 @@ class RayRun:
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                preexec_fn=tiny.end_with_the_tests,
             )
         return process
 

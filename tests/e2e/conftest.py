@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a few thousand weights, a data set of a few rows and a reward that a few steps can raise."""
 
-import ctypes
 import json
 import os
 import signal
@@ -201,11 +200,18 @@ def train(arguments: Callable[..., list[str]], tmp_path: Path) -> Callable[..., 
     return run_here
 
 
-def end_with_the_tests() -> None:
-    """What a process does before the program that the tests start in it: it is killed when they are."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A shell's background jobs, this test run perhaps among them, ignore SIGINT, and so would what they start.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def with_the_tests(*command: str) -> list[str]:
+    """A command that is killed when the process is that starts it: between a fork and the command nothing may run where
+    that process has threads of Ray's.
+
+    A shell's background jobs, this test run perhaps among them, ignore SIGINT, and so would what they start."""
+    program = f"""if True:
+        import ctypes, os, signal, sys
+        ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execv(sys.argv[1], sys.argv[1:])
+    """
+    return [sys.executable, "-IS", "-c", program, *command]
 
 
 @pytest.fixture
@@ -215,7 +221,7 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
 
     def run_apart(*overrides: str, run: str = "run") -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)],
+            with_the_tests(sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)),
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""},
             stdin=subprocess.DEVNULL,
@@ -223,7 +229,6 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=end_with_the_tests,
         )
         started.append(process)
         return process

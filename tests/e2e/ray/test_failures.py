@@ -27,7 +27,7 @@ from quadriga.single_controller.ray import (  # noqa: E402
     calls,
     create_colocated_worker_cls,
 )
-from tests.e2e.conftest import end_with_the_tests  # noqa: E402
+from tests.e2e.conftest import with_the_tests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -96,10 +96,8 @@ def breaking_cluster(ray_folder: Path) -> Iterator[subprocess.Popen[str]]:
     Most of its half minute is Ray's waiting, so it runs beside the other tests.
     """
     program = BREAKING.format(tests=str(Path(__file__).parent), folder=str(ray_folder / "lost"))
-    command = [sys.executable, "-c", program]
-    driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_the_tests
-    )
+    command = with_the_tests(sys.executable, "-c", program)
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     yield driver
     if driver.poll() is None:
         driver.kill()
@@ -365,9 +363,7 @@ group = t.RayWorkerGroup(t.RayResourcePool([2]), t.RayClassWithInitArgs(t.Clumsy
 print("processes", *first, *second, *children, flush=True)
 time.sleep(600)
 """
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests
-    )
+    driver = subprocess.Popen(with_the_tests(sys.executable, "-c", program), stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     line = next(line for line in driver.stdout if line.startswith("processes "))
     first, first_start, second, second_start, *children = map(int, line.split()[1:])

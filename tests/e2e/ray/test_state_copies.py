@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quadriga.models.weight_files import open_weights
-from tests.e2e.conftest import REPOSITORY, end_with_the_tests
+from tests.e2e.conftest import REPOSITORY, with_the_tests
 
 NUM_STEPS = 6
 COMMON = (
@@ -139,12 +139,11 @@ def test_the_neighbour_of_a_lost_node_has_its_copies(
     alone = train(*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", run="alone")
     program = TWO_NODES.format(folder=str(ray_folder / "two"), arguments=arguments(*on_ray, run="disturbed"))
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        with_the_tests(sys.executable, "-c", program),
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
-        preexec_fn=end_with_the_tests,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

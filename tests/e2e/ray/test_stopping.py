@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quadriga.trainer.checkpoint import Checkpoints, verify
-from tests.e2e.conftest import end_with_the_tests
+from tests.e2e.conftest import with_the_tests
 from watching import WAIT_S, assert_nothing_left, titles, wait_for, wait_for_steps
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -126,11 +126,10 @@ def test_a_run_goes_on_with_what_a_lost_node_leaves(
     """One process in place of two: said loudly, and the numbers are those of two up to rounding."""
     program = TWO_NODES.format(folder=str(ray_folder / "two"))
     keeper = subprocess.Popen(
-        [sys.executable, "-c", program],
+        with_the_tests(sys.executable, "-c", program),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=end_with_the_tests,
     )
     assert keeper.stdin and keeper.stdout
     try:
