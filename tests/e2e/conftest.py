@@ -237,7 +237,8 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
     for process in started:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        # What it has started may hold its output for as long as it lives.
+        process.communicate(timeout=120)
 
 
 @pytest.fixture(scope="session")

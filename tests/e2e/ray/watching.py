@@ -28,7 +28,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, count: int) -> Non
     metrics = run / "metrics.jsonl"
 
     def has_them() -> bool:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate(timeout=WAIT_S)[0]
         return metrics.exists() and metrics.read_bytes().count(b"\n") >= count
 
     wait_for(has_them, lambda: f"no line {count} in {metrics}")
