@@ -40,16 +40,13 @@ class ServerLostError(Exception):
 
 class HTTPClient:
     """One server that takes and gives JSON. Threads and event loops may share it.
-
-    Args:
-        error: class of the errors that users see, such as RewardError.
-        setting: configuration key that holds the address.
-        where: what the server is for, before its address in errors.
-        fix: what to do where a request is refused.
-        headers: of every request, beside the content type.
-        timeout_s: seconds without a byte after which the server counts as lost.
-        use_proxies: whether the environment's proxies (HTTP_PROXY ...) are used.
-    """
+    `error`: class of the errors that users see, such as RewardError.
+    `setting`: configuration key that holds the address.
+    `where`: what the server is for, before its address in errors.
+    `fix`: what to do where a request is refused.
+    `headers`: of every request, beside the content type.
+    `timeout_s`: seconds without a byte after which the server counts as lost.
+    `use_proxies`: whether the environment's proxies (HTTP_PROXY ...) are used."""
 
     def __init__(
         self,
@@ -84,16 +81,11 @@ class HTTPClient:
         needs_object: bool = True,
     ) -> Any:
         """The server's reply to one request.
-
-        Args:
-            path: added to the address, without a slash at its beginning.
-            body: sent as JSON.
-            needs_object: whether the reply must be a JSON object. False: JSON of any kind, None where it is no JSON.
-
-        Raises:
-            ServerLostError: see the table of the module.
-            self.error: the server refuses the request.
-        """
+        `path`: added to the address, without a slash at its beginning.
+        `body`: sent as JSON.
+        `needs_object`: whether the reply must be a JSON object. False: JSON of any kind, None where it is no JSON.
+        Raises ServerLostError: see the table of the module.
+        Raises self.error: the server refuses the request."""
         import httpx2
 
         try:
@@ -126,18 +118,13 @@ class HTTPClient:
         sleep: Callable[[float], None] = time.sleep,
     ) -> dict[str, Any]:
         """As `call`, with further attempts where the server is lost, and one deadline for all of them.
-
-        Args:
-            timeout_s: for all attempts and the pauses between them.
-            max_attempts: requests for one reply.
-            backoff_s: pause after the first failure; it doubles with each, up to a minute, and varies by a quarter.
-                The server's Retry-After takes its place.
-            before_attempt: called before each; a rate limit waits here, and its wait counts as well.
-
-        Raises:
-            TimeoutError: no reply in time; it says what the last attempt met.
-            self.error: the server refuses the request, or no attempt brought a reply.
-        """
+        `timeout_s`: for all attempts and the pauses between them.
+        `max_attempts`: requests for one reply.
+        `backoff_s`: pause after the first failure; it doubles with each, up to a minute, and varies by a quarter. The
+        server's Retry-After takes its place.
+        `before_attempt`: called before each; a rate limit waits here, and its wait counts as well.
+        Raises TimeoutError: no reply in time; it says what the last attempt met.
+        Raises self.error: the server refuses the request, or no attempt brought a reply."""
         deadline = time.monotonic() + timeout_s
         trouble = "no attempt has ended"
         for attempt in range(1, max_attempts + 1):
@@ -198,8 +185,7 @@ class HTTPClient:
 def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
     """What is at a web address: headers, and bytes, some at a time; redirections are followed.
 
-    Raises ServerLostError: no answer, another status than 200, or `timeout_s` seconds without a byte.
-    """
+    Raises ServerLostError: no answer, another status than 200, or `timeout_s` seconds without a byte."""
     import httpx2
 
     try:

@@ -50,8 +50,7 @@ def needs_old_log_prob_pass(config: Config) -> bool:
 
     One optimizer step a batch learns from the policy that sampled: its own forward pass gives the same numbers. KL in
     the reward needs them before that, and so does off-policy correction, unless it takes the rollout's own. Where the
-    update repeats the pass's choice of experts, there is one.
-    """
+    update repeats the pass's choice of experts, there is one."""
     correction, repeats = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.router_replay
     if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward or repeats == "old_log_prob":
         return True

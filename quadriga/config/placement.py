@@ -81,8 +81,7 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
     """The roles whose ranks are arranged: the section that says how, by its dotted key, and how many ranks there are.
 
     The reference is arranged as the actor is, also in a pool of its own. Whether there is a critic the advantage
-    estimator decides.
-    """
+    estimator decides."""
     sections = _sections(config)
     for role, pool in role_pools(config.trainer, asked_roles(config)).items():
         if role in sections and (role != "critic" or has_critic):
@@ -203,8 +202,7 @@ def check_layouts(config: Config) -> Iterator[Finding]:
     """Yields sizes that do not divide the ranks, once for each section.
 
     Estimators, which may be users' own, say whether there is a critic: here one is checked for `gae` only, for others
-    before the workers start.
-    """
+    before the workers start."""
     has_critic = config.task == "rl" and config.algorithm.adv_estimator == "gae"
     told: dict[str, ConfigError] = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):

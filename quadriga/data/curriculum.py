@@ -71,10 +71,7 @@ class PassSampler(AbstractSampler):
 class MixtureSampler(PassSampler):
     """Rows of the entries of `data.train_files` by their shares, `data.mixture`: of any rows in a row an entry has its
     share, to a row or two, so that each batch is mixed alike. An entry that is drawn anew in a pass is shuffled anew.
-
-    Raises:
-        DataError: an entry has no rows, or the data set does not know of entries.
-    """
+    Raises DataError: an entry has no rows, or the data set does not know of entries."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -115,8 +112,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
     of it of the last batch that had the row and half of those before. A row that no batch had has p = 1/2. The rows of
     a batch are drawn without replacement; a pass has as many rows as the data set, and may have a row several times.
 
-    With `algorithm.filter_groups` a batch has only the groups that were kept, and the sampler learns from these.
-    """
+    With `algorithm.filter_groups` a batch has only the groups that were kept, and the sampler learns from these."""
 
     FLOOR = 0.02
 

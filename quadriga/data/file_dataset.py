@@ -26,16 +26,11 @@ def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
 
 class FileDataset(Dataset, ABC):
     """Rows of parquet, json and jsonl files, read when the data set is made.
-
-    Args:
-        data_files: a path, a glob, a URL, or a list of these.
-        tokenizer: renders and tokenizes; gets a pad token if it has none.
-        config: the section `data`.
-        is_train: decides whether errors name `data.train_files` or `data.val_files`.
-
-    Raises:
-        DataError: a file that is missing, empty or damaged, or a tokenizer without a chat template.
-    """
+    `data_files`: a path, a glob, a URL, or a list of these.
+    `tokenizer`: renders and tokenizes; gets a pad token if it has none.
+    `config`: the section `data`.
+    `is_train`: decides whether errors name `data.train_files` or `data.val_files`.
+    Raises DataError: a file that is missing, empty or damaged, or a tokenizer without a chat template."""
 
     def __init__(
         self, data_files: FileNames, tokenizer: PreTrainedTokenizerBase, config: Any, *, is_train: bool

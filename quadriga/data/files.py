@@ -55,8 +55,7 @@ class RowTable:
     """The rows of one file `path`, and the names of their `columns`, those of any row.
 
     `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row. The
-    first of them is row `first` of the file.
-    """
+    first of them is row `first` of the file."""
 
     def __init__(
         self,
@@ -119,11 +118,8 @@ class _JsonFacts:
 
 def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[DataError] | None = None) -> RowTable:
     """The rows of a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong.
-
-    Args:
-        cache_dir: the rows of a large file are kept in `rows/` inside it. None: in memory.
-        bad_lines: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
-    """
+    `cache_dir`: the rows of a large file are kept in `rows/` inside it. None: in memory.
+    `bad_lines`: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised."""
     suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
     if suffix not in TABLE_SUFFIXES:
         raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
@@ -160,8 +156,7 @@ def read_blocks(
 ) -> Iterator[RowTable]:
     """The rows of a parquet, json or jsonl file, at most so many at a time, from row `start` on, where a block begins.
 
-    A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`.
-    """
+    A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`."""
     suffix, first = path.suffix.lower(), 0
     if suffix not in _PARQUET:
         facts = _JsonFacts()
@@ -290,14 +285,9 @@ def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
 
 def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> list[Path]:
     """The local files behind `names`, in the order given; those of a glob in alphabetical order.
-
-    Args:
-        cache_dir: remote files are copied to `files/` inside it.
-        where: the key that an error names.
-
-    Raises:
-        DataError: nothing is named, a file does not exist, a glob matches nothing, or a store cannot be read.
-    """
+    `cache_dir`: remote files are copied to `files/` inside it.
+    `where`: the key that an error names.
+    Raises DataError: nothing is named, a file does not exist, a glob matches nothing, or a store cannot be read."""
     listed = [names] if isinstance(names, str | Path) else list(names)
     if not listed or not all(str(name) for name in listed):
         raise DataError(where, got="no file", expected="a path, a glob, a URL or a list of these")
@@ -400,8 +390,7 @@ def make_directory(path: Path, *, where: str) -> Path:
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
     """Yield a path next to `target` for a file or a folder; on success it replaces `target`, on failure it is removed.
 
-    A DataError about the disk names `where`.
-    """
+    A DataError about the disk names `where`."""
     make_directory(target.parent, where=where)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:

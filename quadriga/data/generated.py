@@ -35,10 +35,7 @@ _WHERE = "data.datagen"
 
 class AbstractDataGenerator(ABC):
     """Makes rows. With `state_dict()` and `load_state_dict(state)` its own state is in each checkpoint too.
-
-    Args:
-        config: the section `data.datagen`; `config.options` has what is set as `data.datagen.options.NAME`.
-    """
+    `config`: the section `data.datagen`; `config.options` has what is set as `data.datagen.options.NAME`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -47,8 +44,7 @@ class AbstractDataGenerator(ABC):
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
         """New rows, with the columns that rows of files have, and images by absolute paths or as bytes; perhaps none.
 
-        `dataset` has the rows so far (`dataframe`), and in `batch` the step that was taken, with its rewards.
-        """
+        `dataset` has the rows so far (`dataframe`), and in `batch` the step that was taken, with its rewards."""
 
 
 class _Generated(RLHFDataset):
@@ -57,17 +53,14 @@ class _Generated(RLHFDataset):
 
 class DynamicGenDataset(Dataset):
     """The rows of files, and behind them those that the class of `data.datagen` generates after each training step.
-
-    Args:
-        data_files, tokenizer, config, processor, max_samples, options: as of `RLHFDataset`, which reads the files.
+    `data_files`, `tokenizer`, `config`, `processor`, `max_samples`, `options`: as of `RLHFDataset`, which reads the
+    files.
 
     Attributes:
         batch: the batch of the last step with rewards and advantages; None before the first.
 
-    Raises:
-        ConfigError: the generator cannot be loaded.
-        DataError: the files are wrong.
-    """
+    Raises ConfigError: the generator cannot be loaded.
+    Raises DataError: the files are wrong."""
 
     def __init__(
         self,

@@ -37,8 +37,7 @@ class RowLoader(StatefulDataLoader):
     """A loader that compares the data with those of its state before the sampler is wound forward in them.
 
     What a vision-language model takes of images is added here to batches without it
-    (`data.return_multi_modal_inputs=false`).
-    """
+    (`data.return_multi_modal_inputs=false`)."""
 
     def __iter__(self) -> Any:
         processor = getattr(self.dataset, "processor", None)
@@ -49,8 +48,7 @@ class RowLoader(StatefulDataLoader):
         """Whether a thread may fetch a batch before the step is over; it gets a tokenizer of its own then.
 
         Nothing of a user's may run there, which may draw from generators of the process; nothing may learn from the
-        step; and worker processes are ahead already.
-        """
+        step; and worker processes are ahead already."""
         rows, tokenizer = self.dataset, getattr(self.dataset, "tokenizer", None)
         rows = rows.block if isinstance(rows, StreamedDataset) else rows
         own = type(rows).__getitem__ is RLHFDataset.__getitem__ and type(self.sampler) in _SAMPLERS
@@ -96,11 +94,8 @@ def create_rl_dataset(
     `__getitem__(item)`, which returns a row with the keys of `RLHFDataset.__getitem__`. It may have
     `on_batch_end(batch)`, which gets the `DataProto` of each training step after its update, in the trainer's process,
     and `state_dict()` and `load_state_dict(state)`, which are called with each checkpoint.
-
-    Raises:
-        ConfigError: the class cannot be loaded.
-        DataError: it cannot honour `max_samples`, or the data are wrong.
-    """
+    Raises ConfigError: the class cannot be loaded.
+    Raises DataError: it cannot honour `max_samples`, or the data are wrong."""
     custom, custom_key, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
@@ -155,11 +150,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the `DataProto` of each training step after
     its update and before the next batch is drawn; and `state_dict()` and `load_state_dict(state)`: with them `__iter__`
     goes on from the state, without them a resumed run iterates from the start and skips what was drawn.
-
-    Raises:
-        ConfigError: the class cannot be loaded.
-        DataError: it has `update`, or rows are generated, and worker processes would fetch rows ahead of it.
-    """
+    Raises ConfigError: the class cannot be loaded.
+    Raises DataError: it has `update`, or rows are generated, and worker processes would fetch rows ahead of it."""
     custom, num_workers = data_config.sampler, data_config.dataloader_num_workers
     if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
         where, expected = "data.dataloader_num_workers", "0 with data.datagen"
@@ -204,10 +196,7 @@ def create_dataloader(
 
     `batch_size=None` puts the whole data set into one batch; with `drop_last` an incomplete last batch is left out.
     `collate` makes a batch of rows, where `collate_fn` does not.
-
-    Raises:
-        DataError: the data set is empty, or smaller than the only batch that would be kept.
-    """
+    Raises DataError: the data set is empty, or smaller than the only batch that would be kept."""
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     if num_rows == 0:

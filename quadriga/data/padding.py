@@ -22,10 +22,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 def truncate(ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt") -> list[int]:
     """At most `max_length` of the token ids `ids`, cut as `mode` says.
-
-    Raises:
-        DataError: the mode is `error` and `ids` are too long (it names `where`), or there is no such mode.
-    """
+    Raises DataError: the mode is `error` and `ids` are too long (it names `where`), or there is no such mode."""
     head, tail = _kept_ends(len(ids), max_length, mode, where)
     return [*ids[:head], *ids[len(ids) - tail :]]
 
@@ -82,10 +79,7 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
     """Stack tensors to [B, ...]; put everything else, of whatever shape, into object arrays [B].
-
-    Raises:
-        DataError: rows differ in their keys, or the tensors of a key in their shape.
-    """
+    Raises DataError: rows differ in their keys, or the tensors of a key in their shape."""
     if not data_list:
         raise DataError("collate_fn", got="no rows", expected="at least one")
     if wrong := [row for row in data_list if not isinstance(row, Mapping)]:

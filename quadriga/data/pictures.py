@@ -73,16 +73,11 @@ def as_list(value: Any) -> list[Any]:
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     """An image in RGB, upright by its EXIF orientation, on white where it is transparent.
-
-    Args:
-        value: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
-            file; a dictionary with `bytes`, `path`, or any of these as `image`; a `PIL.Image.Image`.
-        folder: of the data file.
-        where: the row and the number of the image, for errors.
-
-    Raises:
-        DataError: it is none of these, is not there, is no image, or has too many pixels for Pillow.
-    """
+    `value`: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
+    file; a dictionary with `bytes`, `path`, or any of these as `image`; a `PIL.Image.Image`.
+    `folder`: of the data file.
+    `where`: the row and the number of the image, for errors.
+    Raises DataError: it is none of these, is not there, is no image, or has too many pixels for Pillow."""
     source = source_of(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
@@ -134,12 +129,9 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
 
 def source_of(value: Any, folder: Path, where: str, what: str, expected: str) -> Any:
     """An image as it is, or the file or the bytes that an image or a video is to be read from.
-
-    Args:
-        value, folder, where: as for `read_picture`.
-        what: image, or video.
-        expected: the forms that it may have.
-    """
+    `value`, `folder`, `where`: as for `read_picture`.
+    `what`: image, or video.
+    `expected`: the forms that it may have."""
     if isinstance(value, Mapping):
         given = {name: one for name, one in value.items() if one is not None}
         if sizes := [name for name in given if "pixels" in name or "resized" in name]:

@@ -46,20 +46,16 @@ BAD = -1
 
 class RLHFDataset(FileDataset):
     """Prompts from parquet, json and jsonl files, tokenized when they are fetched.
-
-    Args:
-        data_files: a path, a glob, a URL, or a list of these.
-        tokenizer: renders and tokenizes the prompts.
-        config: the section `data`.
-        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
-        is_train: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
-            `data.validation_shuffle` decides how a sample is drawn.
-        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
-        required_columns: columns every file must have; None stands for those that training reads.
-
-    Raises:
-        DataError: a file that is missing, empty, damaged or without a required column, or no row that is short enough.
-    """
+    `data_files`: a path, a glob, a URL, or a list of these.
+    `tokenizer`: renders and tokenizes the prompts.
+    `config`: the section `data`.
+    `processor`: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
+    `is_train`: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
+    `data.validation_shuffle` decides how a sample is drawn.
+    `max_samples`: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
+    `required_columns`: columns every file must have; None stands for those that training reads.
+    Raises DataError: a file that is missing, empty, damaged or without a required column, or no row that is short
+    enough."""
 
     may_be_empty, keeps_lengths = False, True
     """Whether it may be that no row is short enough, or good; whether what was measured is kept in the cache."""
@@ -90,20 +86,15 @@ class RLHFDataset(FileDataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, ready for `collate_fn`. `P` is `data.max_prompt_length`.
-
-        Returns:
-            `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
-            ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-            `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has
-            none; the others may be columns of their own); `item`; `source_row`; and, with `data.return_raw_chat`,
-            `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts` (rendered text). With a
-            processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image and video, and
-            `multi_modal_data` and `multi_modal_inputs` take the place of the columns of both.
-
-        Raises:
-            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images or videos are
-                wrong; it names file and row.
-        """
+        Returns `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the
+        same ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
+        `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has none;
+        the others may be columns of their own); `item`; `source_row`; and, with `data.return_raw_chat`, `raw_prompt`
+        (chat messages), with `data.return_full_prompt`, `full_prompts` (rendered text). With a processor `position_ids`
+        are [3, P], `raw_prompt_ids` have one token for each image and video, and `multi_modal_data` and
+        `multi_modal_inputs` take the place of the columns of both.
+        Raises DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images or videos are
+        wrong; it names file and row."""
         number = int(self._rows[item])
         table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
@@ -169,8 +160,7 @@ class RLHFDataset(FileDataset):
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         """The rows to use: those that are right and not too long, and a sample of them. What is left out is printed.
 
-        Raises DataError: none is left, or a row that would end a run in the middle of it.
-        """
+        Raises DataError: none is left, or a row that would end a run in the middle of it."""
         config, rows, limit = self.config, np.arange(self._ends[-1]), self.config.max_prompt_length
         # A subclass may make its rows of other columns.
         is_own, filters = type(self).__getitem__ is RLHFDataset.__getitem__, config.filter_overlong_prompts
@@ -227,10 +217,7 @@ def read_prompt(
     row: Mapping[str, Any], processor: VisionProcessor | None, config: DataConfig, *, where: str
 ) -> tuple[Messages, list[list[Any]]]:
     """The messages of a row, and its images and its videos, in the order of their places in these.
-
-    Raises:
-        DataError: it has no chat, other images or videos than places for them, or some for a text-only model.
-    """
+    Raises DataError: it has no chat, other images or videos than places for them, or some for a text-only model."""
     at_prompt = f"{where}, column {config.prompt_key!r}"
     messages = as_messages(row.get(config.prompt_key), where=at_prompt)
     media = media_of(row, config)
@@ -253,8 +240,7 @@ def media_sizes(
     """How many embeddings each image of a row has, and which frames are taken of its videos. Pixels are only read
     where damaged rows are left out.
 
-    Arguments and errors as for `read_media`.
-    """
+    Arguments and errors as for `read_media`."""
     if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
         read_media(given, processor, config, folder=folder, where=where)
     counts, clips, (images, videos) = [], [], given
@@ -272,10 +258,7 @@ def read_media(
 ) -> tuple[list[Any], list[Clip]]:
     """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
     processor.
-
-    Raises:
-        DataError: one of them is wrong; it names its column and number.
-    """
+    Raises DataError: one of them is wrong; it names its column and number."""
     images, videos = given
     named = [
         (one, f"{where}, column {config.image_key!r} or a message, image {number}") for number, one in enumerate(images)
@@ -301,10 +284,7 @@ def prompt_columns(
     where: str,
 ) -> dict[str, Any]:
     """What the rollout reads of a rendered prompt, its images and videos, [P] each, as `RLHFDataset` returns it.
-
-    Raises:
-        DataError: the prompt is too long, or its images or videos are wrong.
-    """
+    Raises DataError: the prompt is too long, or its images or videos are wrong."""
     limit, ids = config.max_prompt_length, encoder.encode([text])[0]
     if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
@@ -345,8 +325,7 @@ class PromptMeter:
     """Counts the tokens of prompts, those of images and videos included where there is a processor, and checks rows.
 
     With a `limit` a number only has to tell on which side of it the prompt is: where that takes no tokenizer it is a
-    bound.
-    """
+    bound."""
 
     encoder: ChatEncoder
     processor: VisionProcessor | None
@@ -397,8 +376,7 @@ def prompt_lengths(
     The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
     entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured
     again. Prompts of a vision-language model are measured each time: a path says nothing of the file that lies there.
-    Of an image only the header is read. `num_workers` processes measure.
-    """
+    Of an image only the header is read. `num_workers` processes measure."""
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)

@@ -40,21 +40,15 @@ class RMDataset(TokenizedRows[Pair]):
 
     Read in the tokens that a rollout would have: the rendered prompt, then the response up to its end of sequence.
     Arguments as for `TokenizedRows`.
-
-    Raises:
-        DataError: also for a pair of equal responses, from which nothing can be learned.
-    """
+    Raises DataError: also for a pair of equal responses, from which nothing can be learned."""
 
     columns = ("chosen_key", "rejected_key")
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Pair `item`, padded on the right to `data.max_length` = L.
-
-        Returns:
-            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
-            `num_prompt_tokens`, int64 [], with which both begin. With a processor positions are [2, 3, L], and there
-            are `multi_modal_inputs`.
-        """
+        Returns `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
+        `num_prompt_tokens`, int64 [], with which both begin. With a processor positions are [2, 3, L], and there are
+        `multi_modal_inputs`."""
         pair = self.rows[item]
         sequences = [np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)]
         return {**self.padded(sequences, pair.media), "num_prompt_tokens": torch.tensor(len(pair.prompt))}

@@ -78,10 +78,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
     """Rows of files that are tokenized at once; a subclass defines what a row is.
 
     Arguments as for `FileDataset`, and `processor`, of a vision-language model; None: rows are text.
-
-    Raises:
-        DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and number.
-    """
+    Raises DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and
+    number."""
 
     columns: tuple[str, ...]
     """Keys of the section `data` that name the columns of a row."""
@@ -162,8 +160,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         """`input_ids`, `attention_mask`, `position_ids`: int64 [sequences, `data.max_length`], padded on the right.
 
         With a processor positions are [sequences, 3, `data.max_length`], and `multi_modal_inputs` are what the model
-        takes of the images and videos, which are read.
-        """
+        takes of the images and videos, which are read."""
         length = self.config.max_length
         input_ids = torch.full((len(sequences), length), int(self.tokenizer.pad_token_id), dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
@@ -294,11 +291,8 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, padded on the right to `data.max_length` = L.
-
-        Returns:
-            `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
-            With a processor positions are [3, L], and there are `multi_modal_inputs`.
-        """
+        Returns `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
+        With a processor positions are [3, L], and there are `multi_modal_inputs`."""
         row = self.rows[item]
         columns = self.padded([row.ids], row.media)
         tensors = {name: values[0] for name, values in columns.items() if name != "multi_modal_inputs"}
@@ -357,11 +351,8 @@ def text_parts(
 
     What follows its last turn is left out. `tools` are passed to the template, where the row has some, and so are
     `options`, further arguments.
-
-    Raises:
-        DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes earlier
-            turns in another way once later ones follow.
-    """
+    Raises DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes
+    earlier turns in another way once later ones follow."""
     if not (turns := [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]):
         got = f"a chat of {len(messages)} messages, none of them by the assistant"
         fix = "Leave the row out, or name the column of the whole chat with data.messages_key."
@@ -404,8 +395,7 @@ def prompt_and_response(messages: Messages, encoder: ChatEncoder, *, where: str)
 def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eos_token_id: int | None) -> Conversation:
     """The token ids of the parts of a conversation put together; `is_response` tells the assistant's turns.
 
-    `eos_token_id` ends a turn: it is put behind the last one if the template does not write it there.
-    """
+    `eos_token_id` ends a turn: it is put behind the last one if the template does not write it there."""
     ids: list[int] = []
     learned: list[bool] = []
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):

@@ -48,16 +48,12 @@ class _Block(RLHFDataset):
 
 class StreamedDataset(Dataset):
     """Rows as `RLHFDataset` returns them, without end; they are asked for in order.
-
-    Args:
-        data_files, tokenizer, config, processor, is_train: as of `RLHFDataset`.
+    `data_files`, `tokenizer`, `config`, `processor`, `is_train`: as of `RLHFDataset`.
 
     Attributes:
         block: the rows that are in memory.
 
-    Raises:
-        DataError: a file is wrong, or one of its rows, when its block is read.
-    """
+    Raises DataError: a file is wrong, or one of its rows, when its block is read."""
 
     def __init__(
         self, data_files: FileNames, tokenizer: Any, config: DataConfig, processor: Any = None, *, is_train: bool = True

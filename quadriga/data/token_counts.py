@@ -45,10 +45,7 @@ _ODD = (0, 0x1C, 0x1D, 0x1E, 0x1F)
 
 class TokenCounter:
     """Counts tokens of texts.
-
-    Args:
-        tokenizer: of transformers; its texts bring their special tokens.
-    """
+    `tokenizer`: of transformers; its texts bring their special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._backend = tokenizer, getattr(tokenizer, "backend_tokenizer", None)
@@ -65,8 +62,7 @@ class TokenCounter:
     def bounds(self, texts: Sequence[str], limit: int | None) -> np.ndarray:
         """At least and at most so many tokens has each text, int64 [texts, 2].
 
-        They are equal, or both at most `limit`, or both above it; with None they are equal.
-        """
+        They are equal, or both at most `limit`, or both above it; with None they are equal."""
         found = np.zeros((len(texts), 2), dtype=np.int64)
         if self.cuts is None:
             ids = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -140,8 +136,7 @@ def _most(text: bytes) -> int:
 
 def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     """Where a tokenizer that is described as in tokenizer.json tokenizes what is on each side alone, uint8 [65536]:
-    `_BETWEEN` and `_BEFORE` at `256 * first + second` of two bytes. None: all texts have to be tokenized.
-    """
+    `_BETWEEN` and `_BEFORE` at `256 * first + second` of two bytes. None: all texts have to be tokenized."""
     alternatives = _alternatives(_pattern(description))
     # White space but its last space is taken, and that one where nothing else does.
     if not {(one,) for one in _SPACES[:2]} <= {tuple(part.text for part in parts) for parts in alternatives}:

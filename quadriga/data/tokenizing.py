@@ -29,11 +29,8 @@ def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """A tokenizer with what training needs: a pad token, and its chat template or `chat_template` (Jinja, or a file).
-
-    Raises:
-        DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template that writes
-            what messages say.
-    """
+    Raises DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template that writes
+    what messages say."""
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -57,8 +54,7 @@ def _template_of(file: str) -> str:
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
     """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
 
-    Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere.
-    """
+    Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere."""
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         where = f"tokenizer {name}"
         got = "a vocabulary without a token: what transformers makes of a folder without a tokenizer"
@@ -97,8 +93,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     the column.
 
     Content parts that are all text become one text: templates of language models know no parts, and some would write
-    them out as Python does.
-    """
+    them out as Python does."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     roles = [isinstance(one, Mapping) and one.get("role") for one in prompt] if isinstance(prompt, Sequence) else []
@@ -121,11 +116,8 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
 
 class ChatEncoder:
     """Renders and tokenizes prompts as the rollout will see them.
-
-    Args:
-        tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-        template_kwargs: arguments for the chat template; `add_generation_prompt` is true unless they say otherwise.
-    """
+    `tokenizer`: has a chat template, unless `template_kwargs` brings one as `chat_template`.
+    `template_kwargs`: arguments for the chat template; `add_generation_prompt` is true unless they say otherwise."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         for key in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):

@@ -102,10 +102,7 @@ class FrameRules:
     @classmethod
     def of(cls, told: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> "FrameRules":
         """Those that `video_settings` tell of a model of this type; what `data.mm_processor_kwargs` sets replaces them.
-
-        Raises:
-            DataError: an option that does not act in this model.
-        """
+        Raises DataError: an option that does not act in this model."""
         is_glm, size = kind == "glm4v", told.get("size") or {}
         edge = 128 * (32 if kind.startswith("qwen3_vl") else 28) ** 2
         low, high = (16 * 28**2, 60_000 * 28**2) if is_glm else (edge, 6 * edge)
@@ -136,10 +133,7 @@ class FrameRules:
 
     def clip(self, video: Video, *, where: str) -> Clip:
         """The frames that are taken of a video, and their size; nothing is read.
-
-        Raises:
-            DataError: its sides differ too much.
-        """
+        Raises DataError: its sides differ too much."""
         fps = video.fps or self.fps
         indices = self._indices(video.num_frames, fps, video.seconds)
         size = self._size(len(indices), video.height, video.width, where)
@@ -249,17 +243,12 @@ def video_settings(path: str | Path) -> dict[str, Any]:
 
 def open_video(value: Any, *, folder: Path, where: str) -> Video:
     """A video of a row, its frames not read yet.
-
-    Args:
-        value: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H, W, 3] or
-            [T, 3, H, W] of uint8; or a dictionary with one of these as `video`, `frames`, `path` or `bytes`, where
-            `fps` beside images or an array says how fast they were taken.
-        folder: of the data file; relative paths start there, or else in the working directory.
-        where: the row, the column and the number of the video, for errors.
-
-    Raises:
-        DataError: it is none of these, is not there, is no video that can be read, or has no frame.
-    """
+    `value`: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H, W, 3] or [T, 3, H, W]
+    of uint8; or a dictionary with one of these as `video`, `frames`, `path` or `bytes`, where `fps` beside images or an
+    array says how fast they were taken.
+    `folder`: of the data file; relative paths start there, or else in the working directory.
+    `where`: the row, the column and the number of the video, for errors.
+    Raises DataError: it is none of these, is not there, is no video that can be read, or has no frame."""
     fps = None
     while isinstance(value, Mapping) and all(value.get(name) is None for name in ("bytes", "path", "url")):
         given = {name: one for name, one in value.items() if one is not None}

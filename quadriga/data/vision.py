@@ -100,15 +100,10 @@ class VisionProcessor:
 
     def inputs(self, pictures: Sequence[Any], clips: Sequence[Clip] = (), *, where: str) -> dict[str, torch.Tensor]:
         """What the model takes of images and videos.
-
-        Returns:
-            `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64, where there are images;
-            `pixel_values_videos` and `video_grid_thw`, and where positions count seconds `second_per_grid_ts` [videos]
-            float32, where there are videos.
-
-        Raises:
-            DataError: the processor refuses one of them.
-        """
+        Returns `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64, where there are images;
+        `pixel_values_videos` and `video_grid_thw`, and where positions count seconds `second_per_grid_ts` [videos]
+        float32, where there are videos.
+        Raises DataError: the processor refuses one of them."""
         inputs: dict[str, torch.Tensor] = {}
         if pictures:
             try:
@@ -181,11 +176,8 @@ class VisionProcessor:
 
         `ids` have one token for each image and each video; `limit` counts tokens, those of images and videos included;
         `encode` is needed for the times of a model whose frames stand apart.
-
-        Raises:
-            DataError: ids and images or videos do not belong together, or the prompt is too long. One with images or
-                videos is not cut.
-        """
+        Raises DataError: ids and images or videos do not belong together, or the prompt is too long. One with images or
+        videos is not cut."""
         for what, token, given in (("image", self.image_token_id, pictures), ("video", self.video_token_id, clips)):
             if (count := ids.count(token) if token is not None else 0) != len(given):
                 got = f"{count} {what} tokens in the rendered prompt, for {len(given)} {what}s"
@@ -217,8 +209,7 @@ class VisionProcessor:
     ) -> list[int]:
         """Each image token of `ids` as often as its image has embeddings, and for each video token those of its clip.
 
-        `counts` are of the next images, `clips` the next videos.
-        """
+        `counts` are of the next images, `clips` the next videos."""
         expanded = list[int]()
         for one in ids:
             if one == self.image_token_id:
@@ -259,15 +250,10 @@ class VisionProcessor:
         Text counts on by one in all three. An embedding of an image or a video has the position where that begins, plus
         its place in it along each axis, along time in places for each second where the model counts those; text
         behind goes on from the largest of these, as in the models' own code and in vLLM.
-
-        Args:
-            ids: P tokens.
-            image_grid_thw, video_grid_thw: [images, 3] and [videos, 3]: patches along time, height and width.
-            second_per_grid_ts: [videos] seconds from one patch to the next along time.
-
-        Returns:
-            positions [3, P] int64, and by how much a token behind them is further than its place in the row.
-        """
+        `ids`: P tokens.
+        `image_grid_thw`, `video_grid_thw`: [images, 3] and [videos, 3]: patches along time, height and width.
+        `second_per_grid_ts`: [videos] seconds from one patch to the next along time.
+        Returns positions [3, P] int64, and by how much a token behind them is further than its place in the row."""
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
         images = iter([(grid, 1.0) for grid in ([] if image_grid_thw is None else image_grid_thw)])
@@ -317,10 +303,7 @@ def with_parts(
     A part is made of each `<image>` and `<video>` in a text, whose image or video is the next one of those given.
     Content that is a list of parts already may hold `{"type": "image"}`, likewise, or a part that brings its image:
     `{"type": "image", "image": ...}`, and so for videos. With None for videos `<video>` is text.
-
-    Raises:
-        DataError: there are more or fewer places than the row has images, or videos.
-    """
+    Raises DataError: there are more or fewer places than the row has images, or videos."""
     tags = {"image": IMAGE} | ({} if videos is None else {"video": VIDEO})
     result = [{**message, "content": _parts(message.get("content"), tags, where)} for message in messages]
     places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
@@ -343,8 +326,7 @@ def refuse_media(
     """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
 
     `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row,
-    and `column` that of the messages, `data.prompt_key` if it is None.
-    """
+    and `column` that of the messages, `data.prompt_key` if it is None."""
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
     at_prompt, expected = f"{where}, column {column or config.prompt_key!r}", "text, or a vision-language model"
@@ -397,10 +379,7 @@ def load_processor(
 
     transformers' own needs torchvision; this one does not. `options`, those of `data.mm_processor_kwargs`, replace what
     the model's files say.
-
-    Raises:
-        DataError: Pillow or the processor's file is missing, or there are options for a text-only model.
-    """
+    Raises DataError: Pillow or the processor's file is missing, or there are options for a text-only model."""
     kind = "" if Path(path).is_file() else PretrainedConfig.get_config_dict(path)[0].get("model_type", "")
     if kind not in VISION_TYPES:
         if options:
@@ -438,10 +417,7 @@ def load_processor(
 
 def as_vision(processor: Any) -> VisionProcessor | None:
     """A processor of transformers as a `VisionProcessor` for images; a `VisionProcessor`, and None, as they are.
-
-    Raises:
-        DataError: its images are not those of `VISION_TYPES`.
-    """
+    Raises DataError: its images are not those of `VISION_TYPES`."""
     if processor is None or isinstance(processor, VisionProcessor):
         return processor
     where = f"processor {type(processor).__name__}"

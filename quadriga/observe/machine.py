@@ -76,8 +76,7 @@ def release_free_memory() -> bool:
 
     Training and generation allocate in different patterns; without this each leaves holes for the other, and the
     resident memory of a run creeps up. An engine like vLLM's has an allocator of its own: what torch's keeps is lost
-    to it.
-    """
+    to it."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

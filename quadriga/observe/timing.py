@@ -19,8 +19,7 @@ class PhaseTimer:
     """Seconds spent in each named phase; phases may nest, and an outer phase includes its inner ones.
 
     A phase that is entered again adds to its sum. A phase open inside itself is counted once. One timer belongs to
-    one thread; `current` may be read from another (a watchdog, a progress bar).
-    """
+    one thread; `current` may be read from another (a watchdog, a progress bar)."""
 
     # Makes a block visible in a profile of this process, while there is one.
     mark: ClassVar[Callable[[str], AbstractContextManager[Any]]] = nullcontext

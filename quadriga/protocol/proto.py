@@ -254,8 +254,7 @@ class DataProto:
     def chunk(self, chunks: int) -> "list[DataProto]":
         """Exactly `chunks` parts, as views: 7 rows in 4 chunks are 2 2 2 1, 3 rows 1 1 1 0.
 
-        An empty part has every column, with no rows. `padding` beforehand makes all parts equal.
-        """
+        An empty part has every column, with no rows. `padding` beforehand makes all parts equal."""
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
         size, larger = divmod(len(self), chunks)
@@ -274,8 +273,7 @@ class DataProto:
 
         A part without rows adds only its `meta_info`, so ranks that had nothing to do need no columns.
         `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must be equal in the parts
-        that have it. A single part is not copied.
-        """
+        that have it. A single part is not copied."""
         if not data:
             raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
@@ -363,8 +361,7 @@ class DataProto:
     def union(self, other: "DataProto") -> "DataProto":
         """Add the columns and facts of `other`, which has the same rows, in place; returns self.
 
-        Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs.
-        """
+        Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs."""
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             fix = "Repeat or select rows first."
             raise ProtocolError(f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix)
@@ -378,8 +375,7 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
         """Each row becomes `n_split` rows: `split_keys` give one part of their second dimension to each.
 
-        A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B.
-        """
+        A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B."""
         chosen = set(split_keys or ())
         tensor_keys, arrays = self._tensor_keys(), self.non_tensor_batch
         check_names("DataProto.unfold_column_chunks", chosen, [*tensor_keys, *arrays])

@@ -47,8 +47,7 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
     """`value` with the tensors inside plain dictionaries, lists and tuples replaced by PackedTensor.
 
     A list is searched only if its first entry may hold a tensor; a tensor that is overlooked is pickled by torch,
-    slower and just as exact. Objects that occur more than once (repeated rows) stay one object.
-    """
+    slower and just as exact. Objects that occur more than once (repeated rows) stay one object."""
     if id(value) in memo:
         return memo[id(value)][0]
     kind = type(value)

@@ -71,15 +71,12 @@ def default_compute_score(
 ) -> dict[str, Any]:
     """Grade one response by the rule that belongs to its data source.
     Returns "score", the reward, and "pred", the answer that was read from the response.
-
-    Args:
-        data_source: the data set's name, a key of `GRADERS`.
-        solution_str: the response, decoded.
-        ground_truth: the right answer, in the form the grader expects.
-        extra_info: what else the row says.
-        options: the grader's own options (`method="flexible"` for GSM8K). One that has a grader's name holds a dict of
-            options for that grader alone (`code={"total_s": 5}`): so one run may grade several kinds of data.
-    """
+    `data_source`: the data set's name, a key of `GRADERS`.
+    `solution_str`: the response, decoded.
+    `ground_truth`: the right answer, in the form the grader expects.
+    `extra_info`: what else the row says.
+    `options`: the grader's own options (`method="flexible"` for GSM8K). One that has a grader's name holds a dict of
+    options for that grader alone (`code={"total_s": 5}`): so one run may grade several kinds of data."""
     name = grader_name(data_source)
     own = options.get(name, {})
     if not isinstance(own, Mapping):

@@ -59,8 +59,7 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Its scalar stands for the rows of a micro-batch. It becomes the same number on each of their tokens, so large that
     it counts as much as these rows do by `loss_agg_mode`: for a mean of that mode the sum over all micro-batches and
-    ranks is exactly the mean over the mini-batch.
-    """
+    ranks is exactly the mean over the mini-batch."""
     name = getattr(function, "__name__", "the policy loss")
 
     def loss(*, config: Any, rollout_is_weights: Tensor | None = None, **fields: Tensor) -> Any:

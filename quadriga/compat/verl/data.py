@@ -34,8 +34,7 @@ class RLHFDataset(Dataset):
         _build_messages(row)                   the chat of a row
         __getitem__(item)                      the row with `raw_prompt`; tokens are added to what it returns
 
-    Arguments are those of `quadriga.data.RLHFDataset`.
-    """
+    Arguments are those of `quadriga.data.RLHFDataset`."""
 
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1, **others: Any

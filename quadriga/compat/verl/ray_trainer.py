@@ -34,25 +34,22 @@ _STAY = ("data_source", "reward_model", "extra_info", "uid")
 @dataclass(eq=False)
 class RayPPOTrainer:
     """The trainer of PPO and its relatives.
-
-    Args:
-        config: of this package (`quadriga.config.load_config`).
-        tokenizer, processor: the tokenizer is that of `data.tokenizer` or of the model where this is None.
-        role_worker_mapping: class of the worker of a role, also as `ray.remote(cls)`; a subclass of this package's,
-            which roles that are left out have.
-        resource_pool_manager: the pools and who runs in which, on Ray. None: as the section `trainer` says.
-        reward_fn, val_reward_fn: reward managers of verl's contract or of this package. None: as the configuration
-            says; in validation, as in training.
-        train_dataset, val_dataset, train_sampler: None: by `create_rl_dataset` and `create_rl_sampler`.
-        collate_fn: makes a batch of rows.
+    `config`: of this package (`quadriga.config.load_config`).
+    `tokenizer`, `processor`: the tokenizer is that of `data.tokenizer` or of the model where this is None.
+    `role_worker_mapping`: class of the worker of a role, also as `ray.remote(cls)`; a subclass of this package's, which
+    roles that are left out have.
+    `resource_pool_manager`: the pools and who runs in which, on Ray. None: as the section `trainer` says.
+    `reward_fn`, `val_reward_fn`: reward managers of verl's contract or of this package. None: as the configuration
+    says; in validation, as in training.
+    `train_dataset`, `val_dataset`, `train_sampler`: None: by `create_rl_dataset` and `create_rl_sampler`.
+    `collate_fn`: makes a batch of rows.
 
     Attributes:
         actor_rollout_wg, ref_policy_wg, critic_wg, rm_wg: worker groups from `init_workers` on; None: there is none. A
             method waits for its outputs, `METHOD.remote` returns a future of them, whose `get()` waits.
         loop: the trainer of this package behind it.
 
-    Raises ConfigError: what is given contradicts the configuration, or a class is not one of the role.
-    """
+    Raises ConfigError: what is given contradicts the configuration, or a class is not one of the role."""
 
     config: Config
     tokenizer: Any = None

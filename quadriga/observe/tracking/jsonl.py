@@ -26,8 +26,7 @@ SAMPLES_FILE = "samples.jsonl"
 class JsonlBackend(TrackingBackend):
     """Appends to the two files, after removing what a process that died wrote behind the last checkpoint.
 
-    A run that starts anew in a directory with files of another keeps those under a numbered name.
-    """
+    A run that starts anew in a directory with files of another keeps those under a numbered name."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._metrics = _LineFile(facts.directory / METRICS_FILE, facts)

@@ -163,14 +163,11 @@ def run_remotely(
 ) -> Iterator[Run]:
     """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
     Raises RewardError: the server does not answer, or reports an error of its own each time.
-
-    Args:
-        cases: the tests; calls of functions in Python only.
-        limits: of one test; `time_s` and `memory_megabytes` are sent, the others are the server's.
-        url: of the server; `/run_code` is added if it is not there.
-        language: as the server names it.
-        parallel: requests at the same time.
-    """
+    `cases`: the tests; calls of functions in Python only.
+    `limits`: of one test; `time_s` and `memory_megabytes` are sent, the others are the server's.
+    `url`: of the server; `/run_code` is added if it is not there.
+    `language`: as the server names it.
+    `parallel`: requests at the same time."""
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")
     address = url if url.endswith("/run_code") else f"{url.rstrip('/')}/run_code"

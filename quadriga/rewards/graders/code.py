@@ -59,18 +59,13 @@ def compute_score(
     **limits: float,
 ) -> dict[str, Any]:
     """The share of the tests that pass, or, without partial credit, 1 if all do and 0 if not.
-
-    Args:
-        parallel: tests at the same time.
-        total_s: seconds for all tests together; keep it below reward_model.timeout_s.
-        sandbox_url: address of a Sandbox Fusion server. None: programs run on this machine, contained.
-        language: of the programs; other than "python" needs `sandbox_url`.
-        limits: of one test, the fields of `Limits`.
-
-    Raises:
-        ValueError: the ground truth holds no tests, or there is no such option.
-        RewardError: programs cannot be contained here, or the server does not answer.
-    """
+    `parallel`: tests at the same time.
+    `total_s`: seconds for all tests together; keep it below reward_model.timeout_s.
+    `sandbox_url`: address of a Sandbox Fusion server. None: programs run on this machine, contained.
+    `language`: of the programs; other than "python" needs `sandbox_url`.
+    `limits`: of one test, the fields of `Limits`.
+    Raises ValueError: the ground truth holds no tests, or there is no such option.
+    Raises RewardError: programs cannot be contained here, or the server does not answer."""
     known = Limits._fields
     if unknown := [name for name in limits if name not in known]:
         raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(known)})")

@@ -33,8 +33,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """`score` for the right number, `format_score` for a wrong one in the right form, 0 where no number is found.
 
-    The ground truth is the number, or the data set's whole worked answer that ends in `#### number`.
-    """
+    The ground truth is the number, or the data set's whole worked answer that ends in `#### number`."""
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
     if (answer := extract_solution(solution_str, method)) is None:
         return {"score": 0.0, "pred": None}

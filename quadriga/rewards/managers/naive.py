@@ -94,8 +94,7 @@ class PrimeRewardManager(NaiveRewardManager):
     """Grades each sample on its own, many at the same time; a score is "acc" too, where a grader brings none.
 
     Options (`reward_model.reward_kwargs`): `num_processes`, samples graded at the same time (all cores of the machine
-    if it is not given), and `timeout_s`, seconds for one of them (`reward_model.timeout_s` if it is not given).
-    """
+    if it is not given), and `timeout_s`, seconds for one of them (`reward_model.timeout_s` if it is not given)."""
 
     options = ("num_processes", "timeout_s")
 
@@ -147,8 +146,7 @@ class DapoRewardManager(NaiveRewardManager):
         reward = score + min(0, (max_resp_len - len - length) / len * penalty_factor)
 
     Options (`reward_model.reward_kwargs`): `max_resp_len`, in tokens, and `overlong_buffer_cfg` with `enable`, `len`
-    (tokens), `penalty_factor`, and `log` (the punishment goes to the extras, as "overlong_reward" and "overlong").
-    """
+    (tokens), `penalty_factor`, and `log` (the punishment goes to the extras, as "overlong_reward" and "overlong")."""
 
     options = ("overlong_buffer_cfg", "max_resp_len")
 
