@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -38,38 +39,29 @@ class ServerLostError(Exception):
         self.retry_after_s = retry_after_s
 
 
+@dataclass(eq=False, repr=False)  # its headers may hold a key
 class HTTPClient:
-    """One server that takes and gives JSON. Threads and event loops may share it.
-    `error`: class of the errors that users see, such as RewardError.
-    `setting`: configuration key that holds the address.
-    `where`: what the server is for, before its address in errors.
-    `fix`: what to do where a request is refused.
-    `headers`: of every request, beside the content type.
-    `timeout_s`: seconds without a byte after which the server counts as lost.
-    `use_proxies`: whether the environment's proxies (HTTP_PROXY ...) are used."""
+    """One server that takes and gives JSON. Threads and event loops may share it."""
 
-    def __init__(
-        self,
-        url: str,
-        error: type[QuadrigaError],
-        *,
-        setting: str,
-        where: str = "",
-        fix: str = "",
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
-        use_proxies: bool = False,
-    ) -> None:
-        parts = urlsplit(url)
+    url: str
+    error: type[QuadrigaError]  # class of the errors that users see, such as RewardError
+    _: KW_ONLY
+    setting: str  # configuration key that holds the address
+    where: str = ""  # what the server is for; in errors its address follows
+    fix: str = ""  # what to do where a request is refused
+    headers: Mapping[str, str] | None = None  # of every request, beside the content type
+    timeout_s: float = 600.0  # seconds without a byte after which the server counts as lost
+    use_proxies: bool = False  # whether the environment's proxies (HTTP_PROXY ...) are used
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise error(setting, got=repr(url), expected="an address such as http://host:8000")
-        self.url, self.where = url.rstrip("/"), f"{where}, {url}" if where else url
-        self.timeout_s = timeout_s
-        self._error, self._fix = error, fix
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
+            raise self.error(self.setting, got=repr(self.url), expected="an address such as http://host:8000")
+        self.url, self.where = self.url.rstrip("/"), f"{self.where}, {self.url}" if self.where else self.url
+        self.headers = {"Content-Type": "application/json", **(self.headers or {})}
         # The machine's certificates, a private authority's among them, not those of a package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
-        self._options: dict[str, Any] = {"verify": verify, "trust_env": use_proxies}
+        self._options: dict[str, Any] = {"verify": verify, "trust_env": self.use_proxies}
 
     def call(
         self,
@@ -138,12 +130,9 @@ class HTTPClient:
             except ServerLostError as lost:
                 trouble, pause_s = str(lost), lost.retry_after_s
             if attempt == max_attempts:
-                raise self._error(
-                    self.where,
-                    got=f"{trouble} (the last of {max_attempts} attempts)",
-                    expected="a reply in JSON",
-                    fix="See whether the service is up, and lower the rate of requests if it is busy.",
-                )
+                got = f"{trouble} (the last of {max_attempts} attempts)"
+                fix = "See whether the service is up, and lower the rate of requests if it is busy."
+                raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
             if pause_s is None:
                 # Many callers that failed together must not come back together.
                 pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1)) * random.uniform(0.75, 1.25)
@@ -154,7 +143,7 @@ class HTTPClient:
 
     def _request(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         url, content = f"{self.url}/{path}" if path else self.url, None if body is None else json.dumps(body).encode()
-        return {"url": url, "content": content, "headers": self._headers, "timeout": timeout_s}
+        return {"url": url, "content": content, "headers": self.headers, "timeout": timeout_s}
 
     def _content(self, reply: "httpx2.Response", path: str, needs_object: bool) -> Any:
         status, text = reply.status_code, reply.content.decode("utf-8", "replace")
@@ -164,12 +153,8 @@ class HTTPClient:
             retry_after_s = min(_LONGEST_PAUSE_S, float(wait)) if wait.isdecimal() else None
             raise ServerLostError(f"status {status}: {text[:_LONGEST_QUOTE]}", retry_after_s)
         if status != 200:
-            raise self._error(
-                f"{self.where}/{path}" if path else self.where,
-                got=f"status {status}: {text[:_LONGEST_QUOTE]}",
-                expected="status 200",
-                fix=self._fix,
-            )
+            where, got = f"{self.where}/{path}" if path else self.where, f"status {status}: {text[:_LONGEST_QUOTE]}"
+            raise self.error(where, got=got, expected="status 200", fix=self.fix)
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -184,15 +169,11 @@ class HTTPClient:
 @contextmanager
 def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
     """What is at a web address: headers, and bytes, some at a time; redirections are followed.
-
     Raises ServerLostError: no answer, another status than 200, or `timeout_s` seconds without a byte."""
     import httpx2
 
     try:
-        with (
-            httpx2.Client(timeout=timeout_s, follow_redirects=True) as client,
-            client.stream("GET", url) as reply,
-        ):
+        with httpx2.Client(timeout=timeout_s, follow_redirects=True) as client, client.stream("GET", url) as reply:
             if reply.status_code != 200:
                 raise ServerLostError(f"status {reply.status_code}")
             yield reply.headers, reply.iter_bytes()

@@ -46,20 +46,17 @@ _WHERE = "reward_model.reward_kwargs"
 _PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\}")
 
 
+@dataclass(kw_only=True)
 class RateLimit:
     """At most so many requests, and so many tokens (prompts and replies together), in any 60 seconds. Threads may share
     it. `wait` blocks for so many seconds of `clock`, or until `notify` of the condition it is given."""
 
-    def __init__(
-        self,
-        *,
-        requests_per_minute: int | None = None,
-        tokens_per_minute: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[threading.Condition, float], Any] = threading.Condition.wait,
-    ) -> None:
-        self._max_requests, self._max_tokens = requests_per_minute, tokens_per_minute
-        self._clock, self._wait = clock, wait
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Condition, float], Any] = threading.Condition.wait
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         # One entry a request, the oldest first: [when, tokens].
         self._window: deque[list[float]] = deque()
@@ -69,17 +66,17 @@ class RateLimit:
         """Wait for room for a request of about so many tokens; TimeoutError at the deadline, a time of the clock."""
         with self._changed:
             while True:
-                now = self._clock()
+                now = self.clock()
                 while self._window and self._window[0][0] <= now - WINDOW_S:
                     self._num_tokens -= self._window.popleft()[1]
-                has_requests = self._max_requests is None or len(self._window) < self._max_requests
-                has_tokens = self._max_tokens is None or self._num_tokens + num_tokens <= self._max_tokens
+                has_requests = self.requests_per_minute is None or len(self._window) < self.requests_per_minute
+                has_tokens = self.tokens_per_minute is None or self._num_tokens + num_tokens <= self.tokens_per_minute
                 # A request larger than a minute's tokens goes alone: it would never fit.
                 if not self._window or (has_requests and has_tokens):
                     break
                 if now >= deadline:
                     raise TimeoutError("the judge's limit on requests or tokens per minute left no room in time")
-                self._wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
+                self.wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
             entry = [now, float(num_tokens)]
             self._window.append(entry)
             self._num_tokens += num_tokens
