@@ -6,8 +6,9 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,6 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
     A file is run once in a process, and again only if its text has changed. Raises ConfigError: no such file, one whose
     name does not end in .py, or one that raises; the error shows where.
-
     `path`: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
     `where`: the key that errors name."""
     text = str(path)
@@ -98,13 +98,17 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
         got = f"{name}, a subclass of {', '.join(parent.__name__ for parent in found.__bases__)}"
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     names = [key for key in own if fits(vars(module)[key]) and not key.startswith("_")]
-    raise ConfigError(
-        where,
-        got=got,
-        expected=f"a {'function' if base is None else f'subclass of {base.__module__}.{base.__name__}'} in "
-        f"{module.__file__} ({', '.join(names) or 'it has none'})",
-        fix=did_you_mean(name, names) or (f"Write `class {name}({base.__name__})` there." if base else ""),
-    )
+    wanted = "function" if base is None else f"subclass of {base.__module__}.{base.__name__}"
+    expected = f"a {wanted} in {module.__file__} ({', '.join(names) or 'it has none'})"
+    fix = did_you_mean(name, names) or (f"Write `class {name}({base.__name__})` there." if base else "")
+    raise ConfigError(where, got=got, expected=expected, fix=fix)
+
+
+def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function, or the `__init__` of a class, takes."""
+    parameters = signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
 def _append_to_path(*folders: Path) -> None:

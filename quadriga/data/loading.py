@@ -5,10 +5,10 @@ The order of the rows depends on `data.seed` alone. The loader's state (`state_d
 position inside an epoch and the generator of the sampler: a resumed run sees the rows that the other would have seen.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from quadriga.data.streaming import StreamedDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
-from quadriga.user_file import import_file, member_of
+from quadriga.user_file import import_file, member_of, taken
 
 _SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 
@@ -105,17 +105,14 @@ def create_rl_dataset(
         assert custom.name is not None
         cls = member_of(import_file(custom.path, custom_key), custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
-    optional = {"is_train": is_train, "max_samples": max_samples}
-    parameters = inspect.signature(cls).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    taken = {name: value for name, value in optional.items() if takes_all or name in parameters}
-    if max_samples >= 0 and "max_samples" not in taken:
+    own = taken(cls, {"is_train": is_train, "max_samples": max_samples})
+    if max_samples >= 0 and "max_samples" not in own:
         where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
         fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."
         raise DataError(where, got=f"{max_samples}, which {cls.__name__} does not take", expected=expected, fix=fix)
-    given = {"data_files": data_paths, "tokenizer": tokenizer, "config": data_config, "processor": processor, **taken}
+    given = {"data_files": data_paths, "tokenizer": tokenizer, "config": data_config, "processor": processor, **own}
     try:
-        inspect.signature(cls).bind(**given)
+        signature(cls).bind(**given)
     except TypeError as error:
         expected = "parameters data_files, tokenizer, config and processor"
         raise ConfigError(custom_key, got=f"{cls.__name__}.__init__ ({error})", expected=expected) from error
@@ -166,11 +163,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
             fix = "Worker processes would fetch rows before the sampler has seen the batch before them."
             raise DataError(where, got=got, expected=f"0 with {cls.__name__}, which learns from each batch", fix=fix)
         if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
-            print(
-                f"data.sampler: {cls.__name__} has update() and no state_dict(): a resumed run draws other rows than "
-                "one that was not interrupted.",
-                flush=True,
-            )
+            told = "a resumed run draws other rows than one that was not interrupted"
+            print(f"data.sampler: {cls.__name__} has update() and no state_dict(): {told}.", flush=True)
         return cls(data_source=dataset, data_config=data_config)
     if isinstance(dataset, StreamedDataset):
         return SequentialSampler(dataset)

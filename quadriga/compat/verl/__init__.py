@@ -106,9 +106,8 @@ def install() -> None:
     os.environ[VARIABLE] = os.environ.get(VARIABLE) or "1"
     if PathFinder.find_spec("verl") is not None and "QUADRIGA_VERL_TOLD" not in os.environ:
         os.environ["QUADRIGA_VERL_TOLD"] = "1"
-        print(
-            f"verl is installed; with {VARIABLE}={os.environ[VARIABLE]} `import verl` takes quadriga's names instead."
-        )
+        asked = f"{VARIABLE}={os.environ[VARIABLE]}"
+        print(f"verl is installed; with {asked} `import verl` takes quadriga's names instead.")
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
         del sys.modules[name]
     sys.meta_path.insert(0, Finder())

@@ -25,19 +25,12 @@ from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
 from quadriga.compat.verl import is_before
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
+from quadriga.user_file import taken
 
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 _ALWAYS = ("token_level_rewards", "response_mask", "index")
 """What every estimator of verl's may take; other fields of the batch only where it has no default for them."""
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes."""
-    parameters = signature(function).parameters
-    if any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:

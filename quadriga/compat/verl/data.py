@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from quadriga.compat.verl.algorithms import taken
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.rl_dataset import prompt_columns, read_media
@@ -22,6 +21,7 @@ from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import as_vision, load_processor, refuse_media, with_parts
 from quadriga.errors import DataError
+from quadriga.user_file import taken
 
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
@@ -133,7 +133,6 @@ def process_video(
     video: Any, nframes: int | None = None, fps: float | None = None, fps_min_frames: int = 4, fps_max_frames: int = 768
 ) -> Tensor:
     """The frames that are taken of a video, [T, 3, H, W] uint8, resized for patches of 14 pixels.
-
     `video`: a path, {"video": ...} or a list of images, with `nframes`, `fps`, `min_frames` and `max_frames` beside it.
     """
     told = dict(video) if isinstance(video, dict) else {"video": video}

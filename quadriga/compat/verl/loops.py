@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from quadriga.compat.verl import is_before
-from quadriga.compat.verl.algorithms import taken
 from quadriga.compat.verl.data import RLHFDataset
 from quadriga.compat.verl.tools import Instance, Open, ToolResponse, simple_timer, tool_of
 from quadriga.errors import RolloutError
@@ -33,6 +32,7 @@ from quadriga.rollout.agent_loop.interactions import UserSimulator
 from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox
+from quadriga.user_file import taken
 
 LoopClass = TypeVar("LoopClass", bound=type)
 ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")

@@ -44,11 +44,9 @@ class RayPPOTrainer:
     `train_dataset`, `val_dataset`, `train_sampler`: None: by `create_rl_dataset` and `create_rl_sampler`.
     `collate_fn`: makes a batch of rows.
 
-    Attributes:
-        actor_rollout_wg, ref_policy_wg, critic_wg, rm_wg: worker groups from `init_workers` on; None: there is none. A
-            method waits for its outputs, `METHOD.remote` returns a future of them, whose `get()` waits.
-        loop: the trainer of this package behind it.
-
+    From `init_workers` on `actor_rollout_wg`, `ref_policy_wg`, `critic_wg` and `rm_wg` are worker groups, or None: a
+    method waits for its outputs, `METHOD.remote` returns a future of them, whose `get()` waits. `loop` is the trainer
+    of this package behind it.
     Raises ConfigError: what is given contradicts the configuration, or a class is not one of the role."""
 
     config: Config

@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from quadriga.background import EventLoopThread
-from quadriga.compat.verl.algorithms import taken
 from quadriga.compat.verl.scores import default_compute_score
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
@@ -32,6 +31,7 @@ from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
 from quadriga.rewards.samples import Samples, collect, read_samples
 from quadriga.rewards.scoring import ScoreFunction
+from quadriga.user_file import taken
 
 RawRewardFn = Callable[..., Any]
 
