@@ -65,11 +65,10 @@ class RowTable:
         digest: str | None = None,
         first: int = 0,
     ) -> None:
-        self.first = first
         self.path, self._rows, self._is_json = path, rows, json_columns is not None
         self.columns = tuple(rows.column_names if json_columns is None else json_columns)
         self.schema = rows.schema if json_columns is None else None  # JSON has none
-        self._digest = digest
+        self._digest, self.first = digest, first
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -155,7 +154,6 @@ def read_blocks(
     path: Path, num_rows: int, start: int = 0, bad_lines: list[DataError] | None = None
 ) -> Iterator[RowTable]:
     """The rows of a parquet, json or jsonl file, at most so many at a time, from row `start` on, where a block begins.
-
     A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`."""
     suffix, first = path.suffix.lower(), 0
     if suffix not in _PARQUET:
@@ -302,7 +300,11 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
-        filesystem, root = _store_of(name, is_url=is_url)
+        if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
+            filesystem = ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0])
+            root = name.removeprefix("s3://")
+        else:
+            filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
         filesystem.invalidate_cache()  # it may have listed an earlier version in this process
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
@@ -323,15 +325,6 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         if not path.is_file():
             raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
     return [Path(path) for path in found]
-
-
-def _store_of(name: str, *, is_url: bool) -> tuple[Any, str]:
-    """Where a file lies, for fsspec, and its path there."""
-    if not is_url:
-        return url_to_fs(str(Path(name).expanduser()))
-    if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
-        return ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0]), name.removeprefix("s3://")
-    return url_to_fs(name)
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:
@@ -389,7 +382,6 @@ def make_directory(path: Path, *, where: str) -> Path:
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
     """Yield a path next to `target` for a file or a folder; on success it replaces `target`, on failure it is removed.
-
     A DataError about the disk names `where`."""
     make_directory(target.parent, where=where)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"

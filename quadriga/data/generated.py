@@ -43,7 +43,6 @@ class AbstractDataGenerator(ABC):
     @abstractmethod
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
         """New rows, with the columns that rows of files have, and images by absolute paths or as bytes; perhaps none.
-
         `dataset` has the rows so far (`dataframe`), and in `batch` the step that was taken, with its rewards."""
 
 
@@ -55,10 +54,6 @@ class DynamicGenDataset(Dataset):
     """The rows of files, and behind them those that the class of `data.datagen` generates after each training step.
     `data_files`, `tokenizer`, `config`, `processor`, `max_samples`, `options`: as of `RLHFDataset`, which reads the
     files.
-
-    Attributes:
-        batch: the batch of the last step with rewards and advantages; None before the first.
-
     Raises ConfigError: the generator cannot be loaded.
     Raises DataError: the files are wrong."""
 
@@ -73,7 +68,7 @@ class DynamicGenDataset(Dataset):
         **options: Any,
     ) -> None:
         self.config, datagen, base = config, config.datagen, AbstractDataGenerator
-        self.batch: DataProto | None = None
+        self.batch: DataProto | None = None  # of the last step, with rewards and advantages
         cls = member_of(import_file(str(datagen.path), _WHERE), str(datagen.name), _WHERE, base=base)
         self.data_generator = cls(datagen)
         options |= {"tokenizer": tokenizer, "config": config, "processor": processor}

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadriga.errors import DataError
+from quadriga.protocol.columns import object_array
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -101,8 +102,5 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
                 raise DataError(f"collate_fn, key {key!r}", got=got, expected="one shape", fix=fix)
             columns[key] = torch.stack(values)
         else:
-            # Assigned one by one: numpy would otherwise make a matrix of lists that happen to be of equal length.
-            columns[key] = np.empty(len(values), dtype=object)
-            for position, value in enumerate(values):
-                columns[key][position] = value
+            columns[key] = object_array(values)
     return columns

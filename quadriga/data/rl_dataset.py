@@ -14,7 +14,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,13 +45,9 @@ BAD = -1
 
 
 class RLHFDataset(FileDataset):
-    """Prompts from parquet, json and jsonl files, tokenized when they are fetched.
-    `data_files`: a path, a glob, a URL, or a list of these.
-    `tokenizer`: renders and tokenizes the prompts.
-    `config`: the section `data`.
+    """Prompts from parquet, json and jsonl files, tokenized when they are fetched. Arguments as for `FileDataset`, and
     `processor`: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
-    `is_train`: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
-    `data.validation_shuffle` decides how a sample is drawn.
+    `is_train`: also whether `data.shuffle` or `data.validation_shuffle` decides how a sample is drawn.
     `max_samples`: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
     `required_columns`: columns every file must have; None stands for those that training reads.
     Raises DataError: a file that is missing, empty, damaged or without a required column, or no row that is short
@@ -123,10 +119,8 @@ class RLHFDataset(FileDataset):
     def dataframe(self) -> datasets.Dataset:
         """The rows in use as they stand in the files."""
         tables = [table.to_arrow() for table in self._tables]
-        return cast(
-            datasets.Dataset,
-            datasets.Dataset(pa.concat_tables(tables, promote_options="permissive")).select(self._rows),
-        )
+        rows = datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
+        return cast(datasets.Dataset, rows.select(self._rows))
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""
@@ -159,7 +153,6 @@ class RLHFDataset(FileDataset):
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         """The rows to use: those that are right and not too long, and a sample of them. What is left out is printed.
-
         Raises DataError: none is left, or a row that would end a run in the middle of it."""
         config, rows, limit = self.config, np.arange(self._ends[-1]), self.config.max_prompt_length
         # A subclass may make its rows of other columns.
@@ -243,12 +236,10 @@ def media_sizes(
     Arguments and errors as for `read_media`."""
     if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
         read_media(given, processor, config, folder=folder, where=where)
-    counts, clips, (images, videos) = [], [], given
-    for number, image in enumerate(images):
-        place = f"{where}, column {config.image_key!r} or a message, image {number}"
+    counts, clips, (images, videos) = [], [], _placed(given, config, where)
+    for image, place in images:
         counts.append(processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place))
-    for number, video in enumerate(videos):
-        place = f"{where}, column {config.video_key!r} or a message, video {number}"
+    for video, place in videos:
         clips.append(processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place))
     return counts, clips
 
@@ -259,18 +250,20 @@ def read_media(
     """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
     processor.
     Raises DataError: one of them is wrong; it names its column and number."""
-    images, videos = given
-    named = [
-        (one, f"{where}, column {config.image_key!r} or a message, image {number}") for number, one in enumerate(images)
-    ]
-    pictures = [read_picture(one, folder=folder, where=place) for one, place in named]
+    images, videos = _placed(given, config, where)
+    pictures = [read_picture(one, folder=folder, where=place) for one, place in images]
     clips = []
-    for number, one in enumerate(videos):
+    for one, place in videos:
         assert processor is not None
-        place = f"{where}, column {config.video_key!r} or a message, video {number}"
-        rules = processor.frame_rules(place)
-        clips.append(rules.read(open_video(one, folder=folder, where=place), where=place))
+        clips.append(processor.frame_rules(place).read(open_video(one, folder=folder, where=place), where=place))
     return pictures, clips
+
+
+def _placed(given: Sequence[Sequence[Any]], config: DataConfig, where: str) -> Iterator[list[tuple[Any, str]]]:
+    """The images of a row, and its videos, each with its place in words."""
+    for what, key, values in zip(("image", "video"), (config.image_key, config.video_key), given, strict=True):
+        at = f"{where}, column {key!r} or a message, {what}"
+        yield [(one, f"{at} {number}") for number, one in enumerate(values)]
 
 
 def prompt_columns(
@@ -405,23 +398,21 @@ def prompt_lengths(
 
 
 def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> tuple[np.ndarray, list[DataError]]:
-    starts = range(0, len(table), BATCH_ROWS)
-    num_workers = min(num_workers, len(starts))
+    batches = [range(start, min(start + BATCH_ROWS, len(table))) for start in range(0, len(table), BATCH_ROWS)]
+    num_workers = min(num_workers, len(batches))
     lengths, errors = list[np.ndarray](), list[DataError]()
 
     def told() -> str:
-        return f"{len(lengths)} of {len(starts)} batches of {BATCH_ROWS} rows are there"
+        return f"{len(lengths)} of {len(batches)} batches of {BATCH_ROWS} rows are there"
 
     with waiting(f"the token counts of {table.path}", told), ExitStack() as stack:
         if num_workers > 1:
             # A forked process has the tokenizer and the rows at once; elsewhere than on Linux forking is not safe.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(meter, table))
-            measured: Iterable[tuple[np.ndarray, list[DataError]]] = stack.enter_context(pool).map(
-                _measure_batch, starts
-            )
+            measured = stack.enter_context(pool).map(_measure_batch, batches)
         else:
-            measured = (meter.measure(table, range(start, min(start + BATCH_ROWS, len(table)))) for start in starts)
+            measured = (meter.measure(table, rows) for rows in batches)
         for counts, found in measured:
             lengths.append(counts)
             errors += found
@@ -439,7 +430,7 @@ def _start_worker(*work: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _measure_batch(start: int) -> tuple[np.ndarray, list[DataError]]:
+def _measure_batch(rows: range) -> tuple[np.ndarray, list[DataError]]:
     assert _work is not None
     meter, table = _work
-    return meter.measure(table, range(start, min(start + BATCH_ROWS, len(table))))
+    return meter.measure(table, rows)

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quadriga.data.sft_dataset import (
-    ASSISTANT,
-    RowMedia,
-    TextPart,
-    TokenizedRows,
-    conversation,
-    prompt_and_response,
-)
+from quadriga.data.sft_dataset import ASSISTANT, RowMedia, TextPart, TokenizedRows, conversation
 from quadriga.data.tokenizing import Messages, as_messages
 from quadriga.errors import DataError
 
@@ -71,9 +64,6 @@ class RMDataset(TokenizedRows[Pair]):
                 messages = chat if chat[: len(before)] == before else [*before, *chat]
             chats.append((place, messages))
         return chats
-
-    def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        return prompt_and_response(chat, self.encoder, where=where)
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str) -> Pair:
         if parts[0].text != parts[2].text:

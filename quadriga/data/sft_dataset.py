@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -126,9 +126,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         """The conversations of a row, which show the same images, each with its place in words."""
 
-    @abstractmethod
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        """One of them as pieces of text."""
+        """One of them as pieces of text: here the last turn of the assistant, and all before it."""
+        *before, response = text_parts(chat, self.encoder, where=where)
+        return [TextPart("".join(part.text for part in before), False), response]
 
     @abstractmethod
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str) -> Row:
@@ -219,11 +220,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if (processor := self.processor) is None:
             return tokens
         own = ([], []) if media is None else (media.images, media.clips)
-        for token, what, given in zip(processor.media_ids[:2], ("image", "video"), own, strict=False):
-            if (count := sum(one.count(token) for one in tokens)) != len(given):
-                got = f"{count} {what} tokens in the rendered chat, for {len(given)} {what}s"
-                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
-                raise DataError(where, got=got, expected="one for each", fix=fix)
+        processor.check_places(list(chain.from_iterable(tokens)), *own, where=where)
         counts, clips = map(iter, own)
         return [processor.expand(one, counts, clips, self.encoder.encode) for one in tokens]
 
@@ -340,8 +337,7 @@ class SFTDataset(MultiTurnSFTDataset):
             raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
         return [(where, [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}])]
 
-    def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        return prompt_and_response(chat, self.encoder, where=where)
+    parts_of = TokenizedRows.parts_of
 
 
 def text_parts(
@@ -386,15 +382,8 @@ def text_parts(
     return parts
 
 
-def prompt_and_response(messages: Messages, encoder: ChatEncoder, *, where: str) -> list[TextPart]:
-    """A conversation as two parts, the last turn of the assistant and all before it; as `text_parts` otherwise."""
-    *before, response = text_parts(messages, encoder, where=where)
-    return [TextPart("".join(part.text for part in before), False), response]
-
-
 def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eos_token_id: int | None) -> Conversation:
     """The token ids of the parts of a conversation put together; `is_response` tells the assistant's turns.
-
     `eos_token_id` ends a turn: it is put behind the last one if the template does not write it there."""
     ids: list[int] = []
     learned: list[bool] = []

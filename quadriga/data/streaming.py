@@ -49,16 +49,12 @@ class _Block(RLHFDataset):
 class StreamedDataset(Dataset):
     """Rows as `RLHFDataset` returns them, without end; they are asked for in order.
     `data_files`, `tokenizer`, `config`, `processor`, `is_train`: as of `RLHFDataset`.
-
-    Attributes:
-        block: the rows that are in memory.
-
     Raises DataError: a file is wrong, or one of its rows, when its block is read."""
 
     def __init__(
         self, data_files: FileNames, tokenizer: Any, config: DataConfig, processor: Any = None, *, is_train: bool = True
     ) -> None:
-        self.block = _Block(data_files, tokenizer, config, processor, is_train=is_train)
+        self.block = _Block(data_files, tokenizer, config, processor, is_train=is_train)  # the rows in memory
         self.config, self.tokenizer, self.processor = config, tokenizer, self.block.processor
         self._files = [table.path for table in self.block._tables]
         order = f"shuffled among {config.streaming} at a time" if config.shuffle else "in the order of the files"

@@ -61,7 +61,6 @@ class TokenCounter:
 
     def bounds(self, texts: Sequence[str], limit: int | None) -> np.ndarray:
         """At least and at most so many tokens has each text, int64 [texts, 2].
-
         They are equal, or both at most `limit`, or both above it; with None they are equal."""
         found = np.zeros((len(texts), 2), dtype=np.int64)
         if self.cuts is None:

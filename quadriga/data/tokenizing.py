@@ -38,22 +38,18 @@ def load_tokenizer(
         fix = "Check data.tokenizer and actor_rollout_ref.model.path."
         raise DataError(where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix) from error
     if chat_template is not None:
-        tokenizer.chat_template = chat_template if "{" in chat_template else _template_of(chat_template)
+        try:
+            is_text = "{" in chat_template
+            tokenizer.chat_template = chat_template if is_text else Path(chat_template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            got, expected = f"{chat_template!r} ({error})", "a chat template in Jinja, or a file with one"
+            raise DataError(_TEMPLATE, got=got, expected=expected, fix="Check the path.") from error
     check_tokenizer(tokenizer, str(path))
     return tokenizer
 
 
-def _template_of(file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        expected = "a chat template in Jinja, or a file with one"
-        raise DataError(_TEMPLATE, got=f"{file!r} ({error})", expected=expected, fix="Check the path.") from error
-
-
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
     """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
-
     Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere."""
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         where = f"tokenizer {name}"

@@ -146,9 +146,8 @@ class FrameRules:
         def decode() -> torch.Tensor:
             return torch.cat([self._resized(frame, clip.size) for frame in video.read(clip.indices)])
 
-        return replace(
-            clip, frames=DECODED.get(video.source, (clip.indices, clip.size), decode, lambda one: one.nbytes)
-        )
+        frames = DECODED.get(video.source, (clip.indices, clip.size), decode, lambda one: one.nbytes)
+        return replace(clip, frames=frames)
 
     def grid(self, clip: Clip) -> tuple[int, int, int]:
         """Patches along time, height and width."""

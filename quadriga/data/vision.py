@@ -18,7 +18,7 @@ Shapes: P tokens of the expanded prompt.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,7 @@ class VisionPrompt:
         if self.clips:
             data["video"] = [one.frames.numpy() for one in self.clips if one.frames is not None]
             data["video_metadata"] = [one.metadata() for one in self.clips]
-        return {
-            "raw_prompt_ids": self.short_ids,
-            "multi_modal_data": data,
-            "multi_modal_inputs": dict(self.inputs),
-        }
+        return {"raw_prompt_ids": self.short_ids, "multi_modal_data": data, "multi_modal_inputs": dict(self.inputs)}
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,7 @@ class VisionProcessor:
     name: str  # the model's folder or name, for errors
     frames: FrameRules | None = None  # how videos are cut; None: prompts that have some are refused
     tokens_per_second: float | None = None  # places along time for it; None: one for each patch along time
-    bounds: tuple[int, int] = field(
-        default=(0, 0)
-    )  # before and behind the patches of one time, where frames stand apart
+    bounds: tuple[int, int] = (0, 0)  # before and behind the patches of one time, where frames stand apart
     video_bounds: tuple[int, int] | None = None  # between these tokens that of images stands for one of a video
 
     def __post_init__(self) -> None:
@@ -178,11 +172,7 @@ class VisionProcessor:
         `encode` is needed for the times of a model whose frames stand apart.
         Raises DataError: ids and images or videos do not belong together, or the prompt is too long. One with images or
         videos is not cut."""
-        for what, token, given in (("image", self.image_token_id, pictures), ("video", self.video_token_id, clips)):
-            if (count := ids.count(token) if token is not None else 0) != len(given):
-                got = f"{count} {what} tokens in the rendered prompt, for {len(given)} {what}s"
-                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
-                raise DataError(where, got=got, expected="one for each", fix=fix)
+        self.check_places(ids, pictures, clips, where=where)
         if ids and ids[-1] in (self.image_token_id, self.video_token_id):
             got = "a prompt that ends with an image or a video"
             fix = "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text."
@@ -204,11 +194,18 @@ class VisionProcessor:
         positions, _ = self.get_rope_index(expanded, **grids)
         return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
 
+    def check_places(self, ids: list[int], images: Sequence[Any], videos: Sequence[Any], *, where: str) -> None:
+        """Refuse (DataError) token ids in which there is not one token for each image and each video."""
+        for what, token, given in (("image", self.image_token_id, images), ("video", self.video_token_id, videos)):
+            if (count := ids.count(token) if token is not None else 0) != len(given):
+                got = f"{count} {what} tokens in the rendered chat, for {len(given)} {what}s"
+                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
+                raise DataError(where, got=got, expected="one for each", fix=fix)
+
     def expand(
         self, ids: Sequence[int], counts: Iterator[int], clips: Iterator[Clip], encode: Encode | None = None
     ) -> list[int]:
         """Each image token of `ids` as often as its image has embeddings, and for each video token those of its clip.
-
         `counts` are of the next images, `clips` the next videos."""
         expanded = list[int]()
         for one in ids:
@@ -404,15 +401,9 @@ def load_processor(
         loaded.size = type(loaded.size)(**{**dict(loaded.size), **given})
     names = ("image", "video") if is_glm else ("vision",)
     bounds = [(getattr(settings, f"{one}_start_token_id"), getattr(settings, f"{one}_end_token_id")) for one in names]
-    return VisionProcessor(
-        loaded,
-        settings.image_token_id,
-        settings.video_token_id,
-        str(path),
-        FrameRules.of(video_settings(path), kind, options),
-        getattr(settings.vision_config, "tokens_per_second", None),
-        *bounds,
-    )
+    frames = FrameRules.of(video_settings(path), kind, options)
+    rate = getattr(settings.vision_config, "tokens_per_second", None)
+    return VisionProcessor(loaded, settings.image_token_id, settings.video_token_id, str(path), frames, rate, *bounds)
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:

@@ -160,8 +160,8 @@ def test_places_and_images_must_agree(dataset):
         ("which ?", [image], "got 0 <image> in the prompt, and 1 images"),
         ("<image> ?", [], "got 1 <image> in the prompt, and 0 images"),
         ("<video> ?", [], "got 1 <video> in the prompt, and 0 videos, expected one for each, where it stands"),
-        ("<|image_pad|> ?", [], "got 1 image tokens in the rendered prompt, for 0 images"),
-        ("<|video_pad|> ?", [], "got 1 video tokens in the rendered prompt, for 0 videos"),
+        ("<|image_pad|> ?", [], "got 1 image tokens in the rendered chat, for 0 images"),
+        ("<|video_pad|> ?", [], "got 1 video tokens in the rendered chat, for 0 videos"),
         ([{"role": "user", "content": [{"type": "audio"}]}], [], "got the part \"{'type': 'audio'}\" of a message"),
     ]:
         name = "t.jsonl" if not images else "t.parquet"
