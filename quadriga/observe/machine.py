@@ -145,12 +145,12 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def taking_part(where: str, expected: str = "all ranks to take part") -> Iterator[None]:
+def taking_part(where: str) -> Iterator[None]:
     """Collectives of several ranks. Raises PeerLostError: one failed, because another rank is gone."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        fix = "Look for the error of another rank: this one was only left alone by it."
-        raise PeerLostError(where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix) from error
+        got, fix = str(error).strip().partition("\n")[0], "Look for the error of another rank: it left this one alone."
+        raise PeerLostError(where, got=got, expected="all ranks to take part", fix=fix) from error

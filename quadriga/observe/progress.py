@@ -116,7 +116,6 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 
 class Progress(AbstractContextManager["Progress"]):
     """A bar on a terminal, a bar and a curve in a notebook, or a line per step in a log.
-
     `total`: the number of steps, which may change between updates.
     `initial`: steps done before this process (a resumed run); they do not enter the pace.
     `console`: where to print; standard output by default. It decides between bar and lines.

@@ -29,7 +29,6 @@ stop_requested = threading.Event()  # where it is set, the training of this proc
 @contextmanager
 def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     """Inside, SIGTERM is a request. In a thread that is not the main one, which gets no signals, nothing changes.
-
     `fallback`: says what stands if the process is killed before the step ends; a step may take longer than the grace.
     """
     if threading.current_thread() is not threading.main_thread():

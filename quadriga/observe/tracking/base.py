@@ -74,10 +74,9 @@ class RecordedSteps:
         self._last: dict[str, int] = json.loads(self._path.read_text()) if is_known else {}
         self._before = dict(self._last)
         if (last := max(self._before.values(), default=-1)) >= self._first:
-            print(
-                f"{backend} has the run up to step {last}: steps from {self._first} on are not recorded a second time. "
-                f"Without {self._path.with_name(f'.{backend}_run_id')} they go to a new run there."
-            )
+            file = self._path.with_name(f".{backend}_run_id")
+            told = f"steps from {self._first} on are not recorded a second time. Without {file} they go to a new run"
+            print(f"{backend} has the run up to step {last}: {told} there.")
 
     def has(self, kind: str, step: int) -> bool:
         """Whether the service has what is to be recorded of a step."""

@@ -30,25 +30,24 @@ STEP_AXIS = "step"
 PARAMS_PER_REQUEST = 100
 METRICS_PER_REQUEST = 1000
 PARAM_CHARACTERS = 6000
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
 
 
-def require(module: str, *, logger: str, install: str) -> ModuleType:
+def require(logger: str) -> ModuleType:
     """Import the package of a backend; a `ConfigError` says how to get it."""
+    module, package = _MODULES[logger], "mlflow-skinny" if logger == "mlflow" else logger
     try:
         return import_module(module)
     except ImportError as error:
         got = f"no usable package {module} ({error})"
-        fix = f"Install it with: pip install {install}; or take {logger} out of trainer.logger."
+        fix = f"Install it with: pip install {package}; or take {logger} out of trainer.logger."
         raise ConfigError(f"trainer.logger={logger}", got=got, expected="it to be installed", fix=fix) from error
-
-
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
 
 
 def check_services(names: Sequence[str]) -> None:
     """Import what `trainer.logger` names, before anything is loaded; a `ConfigError` says what is missing."""
     for name in [one for one in names if one in _MODULES]:
-        module = require(_MODULES[name], logger=name, install="mlflow-skinny" if name == "mlflow" else name)
+        module = require(name)
         if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
             try:
                 module.login(verify=False)  # on a terminal it asks for a key
@@ -61,7 +60,7 @@ class TensorboardBackend(TrackingBackend):
     """Scalars, the configuration as text, and samples as one table "samples". There is no place for how a run ended."""
 
     def __init__(self, facts: RunFacts) -> None:
-        module = require("torch.utils.tensorboard", logger="tensorboard", install="tensorboard")
+        module = require("tensorboard")
         # TensorBoard hides every event from purge_step on that an earlier process wrote.
         place = str(facts.directory / "tensorboard")
         self._writer = module.SummaryWriter(log_dir=place, purge_step=facts.first_step)
@@ -92,16 +91,11 @@ class WandbBackend(TrackingBackend):
     itself; so the training step is a metric of its own, which the charts use as their axis."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._wandb = require("wandb", logger="wandb", install="wandb")
+        self._wandb = require("wandb")
         identity = facts.load_id("wandb")
-        self._run = self._wandb.init(
-            project=facts.project_name,
-            name=facts.experiment_name,
-            config=dict(facts.config),
-            dir=str(facts.directory),
-            id=identity,
-            resume="allow" if identity else None,
-        )
+        named = {"project": facts.project_name, "name": facts.experiment_name, "id": identity}
+        resume = "allow" if identity else None
+        self._run = self._wandb.init(**named, config=dict(facts.config), dir=str(facts.directory), resume=resume)
         facts.save_id("wandb", self._run.id)
         self.steps = RecordedSteps(facts, "wandb", identity)
         self._run.define_metric(STEP_AXIS)
@@ -129,7 +123,7 @@ class MlflowBackend(TrackingBackend):
     name are written out: "mean@8" becomes "mean_at_8"."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._mlflow = require("mlflow", logger="mlflow", install="mlflow-skinny")
+        self._mlflow = require("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             # MLflow wants this consent before it writes plain files; they are what a run's own directory wants.
@@ -176,17 +170,12 @@ class SwanlabBackend(TrackingBackend):
     its online mode; a run kept on disk begins a new one."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._swanlab = require("swanlab", logger="swanlab", install="swanlab")
+        self._swanlab = require("swanlab")
         is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
         identity = facts.load_id("swanlab") if is_online else None
-        continued = {"id": identity, "resume": "allow"} if identity else {}
-        self._run = self._swanlab.init(
-            project=facts.project_name,
-            experiment_name=facts.experiment_name,
-            config=dict(facts.config),
-            logdir=str(facts.directory / "swanlog"),
-            **continued,
-        )
+        named = {"project": facts.project_name, "experiment_name": facts.experiment_name}
+        named |= {"id": identity, "resume": "allow"} if identity else {}
+        self._run = self._swanlab.init(**named, config=dict(facts.config), logdir=str(facts.directory / "swanlog"))
         if self._run.id:
             facts.save_id("swanlab", self._run.id)
         self.steps = RecordedSteps(facts, "swanlab", identity)

@@ -4,13 +4,15 @@
 import pytest
 
 from quadriga.errors import ConfigError
+from quadriga.observe.tracking import services
 from quadriga.observe.tracking.base import RecordedSteps, sample_columns
-from quadriga.observe.tracking.services import flatten, require
+from quadriga.observe.tracking.services import flatten
 
 
-def test_a_missing_package_is_answered_with_how_to_get_it():
+def test_a_missing_package_is_answered_with_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(services._MODULES, "wandb", "surely_not_a_module")
     with pytest.raises(ConfigError) as caught:
-        require("surely_not_a_module", logger="wandb", install="wandb")
+        services.require("wandb")
     assert str(caught.value) == (
         "trainer.logger=wandb: got no usable package surely_not_a_module (No module named 'surely_not_a_module'), "
         "expected it to be installed. Install it with: pip install wandb; or take wandb out of trainer.logger."
