@@ -72,17 +72,14 @@ class Settings(TypedDict, total=False):
 class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` gives each once it is taken.
     Raises QuadrigaError: what the command would say, and when it would.
-
-    Args:
-        model: a Hugging Face folder or name, a run's directory or checkpoint, or a `Run`.
-        data: rows. Text as `prompt` is a message of the user; `data_source` and `reward_model` may be missing, a column
-            `ground_truth` then stands for the second.
-        reward: a function, called by the names of its arguments (`quadriga.rewards.by_name`); a list of functions, each
-            alone or as `(function, weight)`; `file.py` or `file.py:function`. None: the built-in graders.
-        callbacks: each is called with the `Step` after each step.
-        task: rl, sft or reward_model.
-        settings: as `Settings` says.
-    """
+    `model`: a Hugging Face folder or name, a run's directory or checkpoint, or a `Run`.
+    `data`: rows. Text as `prompt` is a message of the user; `data_source` and `reward_model` may be missing, a column
+    `ground_truth` then stands for the second.
+    `reward`: a function, called by the names of its arguments (`quadriga.rewards.by_name`); a list of functions, each
+    alone or as `(function, weight)`; `file.py` or `file.py:function`. None: the built-in graders.
+    `callbacks`: each is called with the `Step` after each step.
+    `task`: rl, sft or reward_model.
+    `settings`: as `Settings` says."""
 
     def __init__(
         self,
@@ -254,9 +251,7 @@ def train(model: Any = None, data: Rows = None, reward: Any = None, **settings: 
 
 def sft(model: Any = None, data: Rows = None, **settings: Any) -> Run:
     """Supervised fine-tuning, as `quadriga sft` does; `settings` are the arguments of `Trainer`.
-
-    Rows have `messages`, or `prompt` and `response`; with `task="reward_model"`: `prompt`, `chosen` and `rejected`.
-    """
+    Rows have `messages`, or `prompt` and `response`; with `task="reward_model"`: `prompt`, `chosen` and `rejected`."""
     return Trainer(model, data, **{"task": "sft"} | settings).run()
 
 
@@ -383,8 +378,13 @@ class _Draft:
             if not rows:
                 self.values[key] = [str(one) for one in files] if is_list else files
                 return num_rows
+        elif isinstance(given, pd.DataFrame):
+            rows = given.to_dict("records")
+        elif hasattr(given, "with_format") and hasattr(given, "__getitem__"):
+            # A `datasets.Dataset` gives what it has stored: images as bytes.
+            rows = given.with_format("arrow")[:].to_pylist()
         else:
-            rows = _rows_of(given)
+            rows = list(given)
         label = key.rpartition(".")[2].removesuffix("_files")
         if not rows:
             raise DataError(label, got="no rows", expected="at least one")
@@ -436,9 +436,8 @@ class _Draft:
             size = self.values["data.train_batch_size"] = self._batch_size(num_rows)
         if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
-        if "val_before_train" not in trainer.model_fields_set and not self.values.get(
-            "data.val_files", config.data.val_files
-        ):
+        has_validation = self.values.get("data.val_files", config.data.val_files)
+        if not has_validation and "val_before_train" not in trainer.model_fields_set:
             self.values["trainer.val_before_train"] = False
         if trainer.rollout_data_dir is None:
             self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
@@ -456,15 +455,6 @@ class _Draft:
         size = max(size - size % num_processes, 1)
         print(f"data.train_batch_size: {size} prompts a step ({num_rows} rows, {of}, {num_responses} responses each)")
         return size
-
-
-def _rows_of(given: Any) -> list[Any]:
-    if isinstance(given, pd.DataFrame):
-        return given.to_dict("records")
-    if hasattr(given, "with_format") and hasattr(given, "__getitem__"):
-        # A `datasets.Dataset` gives what it has stored: images as bytes.
-        return given.with_format("arrow")[:].to_pylist()
-    return list(given)
 
 
 def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:

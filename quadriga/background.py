@@ -92,9 +92,6 @@ class Restarts(Generic[T]):
             self._running[number] = in_background(partial(self._start, number), f"{self._name} {number}")
 
 
-T = TypeVar("T")
-
-
 class EventLoopThread:
     """An event loop that goes on while the caller's thread or loop is blocked. It does not keep the process alive."""
 

@@ -166,8 +166,7 @@ class Guardian:
     """Ends what this process has started from here on, when `close` is called or the process ends, by whatever signal.
 
     It looks at the descendants every second, and knows others by a mark in their environment. Shared memory that they
-    have mapped is removed once all of them have ended that had, and `folder` at the end.
-    """
+    have mapped is removed once all of them have ended that had, and `folder` at the end."""
 
     def __init__(self, folder: str = "") -> None:
         mark = uuid.uuid4().hex

@@ -37,13 +37,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 class QuadrigaError(Exception):
-    """An error that says at which key, file or method it arose, what was found and expected, and what to do.
+    """An error that says at which key, file or method it arose, what was found and expected, and what to do."""
 
-    Attributes:
-        worker: the worker it comes from, as in "actor[rank 3/8 on 10.0.0.2]"; "": it arose in this process. That
-            worker's traceback is then a note of the error.
-    """
-
+    # The worker it comes from, as in "actor[rank 3/8 on 10.0.0.2]", whose traceback is a note of it; "": this process.
     worker: str = ""
 
     def __init__(self, where: str, got: str = "", expected: str = "", fix: str = "") -> None:

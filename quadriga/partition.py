@@ -15,15 +15,10 @@ class Parts:
     """Parts that grow evenly: each item goes to the cheapest part that has room for it.
 
     Offered the costliest items first this is the LPT rule (longest processing time first), whose largest part is at
-    most 4/3 of the best one. Of equally cheap parts the first is taken.
-
-    Attributes:
-        items: [R] what each part holds, in the order in which it was given.
-        costs: [R] the sum of the items' costs in each part.
-        room: [R] what each part can still hold, in the units of `size`.
-    """
+    most 4/3 of the best one. Of equally cheap parts the first is taken."""
 
     def __init__(self, room: Sequence[float]) -> None:
+        # Of each part, [R]: its items as they came, the sum of their costs, and its room, in the units of `size`.
         self.items: list[list[Any]] = [[] for _ in room]
         self.costs, self.room = np.zeros(len(room)), np.array(room, dtype=np.float64)
 
@@ -51,12 +46,7 @@ def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def buckets(
-    items: Iterable[T],
-    num_bytes: Callable[[T], int],
-    max_bytes: int,
-    put: Callable[[T, int], U],
-    *,
-    alignment: int = 1,
+    items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int, put: Callable[[T, int], U], *, alignment: int = 1
 ) -> Iterator[list[U]]:
     """Pack a stream of items, in order, into buckets of at most `max_bytes`; a larger item has a bucket of its own.
     `put`: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A

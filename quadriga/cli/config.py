@@ -90,7 +90,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_from(options: argparse.Namespace, *, for_training: bool = False, task: str = "rl") -> Config:
     """The configuration that parsed arguments name, for a task unless they name one.
-
     Notices are printed on standard error, so that what is on standard output stays YAML."""
     overrides = [*options.overrides, *(["trainer.backend=ray"] if getattr(options, "ray", False) else [])]
     loaded = load_config(overrides, options.config_files, for_training=for_training, task=task)

@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> int:
     for notice in translation.notices:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
-        return _show(translation)
+        print(to_yaml(Tree(translation.ours).nested()), end="")
+        for title, found in (("Cannot be taken", translation.refused), ("Not on this machine", translation.machine)):
+            if found:
+                print(f"\n{title}:", *found, sep="\n  ", file=sys.stderr)
+        return 2 if translation.refused else 0
     if problems := translation.refused + translation.machine:
         raise combined(problems)
     module, _, name = RUNS[translation.entry.run].partition(":")
@@ -79,24 +83,15 @@ def version_of(text: str) -> str:
     return found[0]
 
 
-def _show(translation: Line) -> int:
-    print(to_yaml(Tree(translation.ours).nested()), end="")
-    for title, problems in (("Cannot be taken", translation.refused), ("Not on this machine", translation.machine)):
-        if problems:
-            print(f"\n{title}:", *problems, sep="\n  ", file=sys.stderr)
-    return 2 if translation.refused else 0
-
-
 def _check_file(file: Path, version: str) -> int:
     """One result a line; a line of the file may name its version as `set`."""
-    accepted = lines = 0
+    accepted = 0
     try:
         texts = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         got = getattr(error, "strerror", None) or str(error)
         raise ConfigError("--check-file", got=f"'{file}': {got}", expected="JSON, one line each") from error
     for number, text in enumerate(texts, start=1):
-        lines += 1
         try:
             asked = json.loads(text)
             name, program, words = asked.get("id", number), asked["entry"], list(map(str, asked["args"]))
@@ -108,5 +103,5 @@ def _check_file(file: Path, version: str) -> int:
         result = {"id": name, "accepted": not refused, "refused": refused, "notices": found.notices}
         accepted += not refused
         print(json.dumps(result | {"machine": machine}, ensure_ascii=False))
-    print(f"accepted {accepted} of {lines}")
-    return 0 if accepted == lines else 2
+    print(f"accepted {accepted} of {len(texts)}")
+    return 0 if accepted == len(texts) else 2

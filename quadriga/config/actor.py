@@ -182,7 +182,6 @@ class ParallelConfig(Section):
 
     def layout(self, world_size: int, where: str, megatron: "MegatronConfig | None" = None) -> Layout:
         """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them.
-
         `megatron`: its settings, where it is the training engine."""
         sp, tp, ep = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size, self.expert_parallel_size
         fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size

@@ -20,25 +20,19 @@ _ROLE_WORDS = {
 
 
 class BatchPlan:
-    """One training step of the actor in numbers.
-
-    Attributes:
-        num_prompts, num_sequences: prompts that a step takes, and the responses that it generates and learns from.
-        num_mini_batches: mini-batches of one pass over the batch; the last may be smaller.
-        is_on_policy: whether the only update is made by the policy that sampled: old log-probs equal current ones.
-        micro_batch_sequences, num_micro_batches: sequences of a micro-batch, and micro-batches of a whole mini-batch;
-            None: cut by tokens, so they depend on the lengths.
-    """
+    """One training step of the actor in numbers."""
 
     def __init__(self, config: Config) -> None:
         actor, responses = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         self.num_prompts = config.data.train_batch_size
-        self.num_sequences = self.num_prompts * responses
+        self.num_sequences = self.num_prompts * responses  # that a step generates and learns from
         self.mini_batch_prompts = min(actor.ppo_mini_batch_size, self.num_prompts)
         self.mini_batch_sequences = self.mini_batch_prompts * responses
-        self.num_mini_batches = -(-self.num_prompts // self.mini_batch_prompts)
+        self.num_mini_batches = -(-self.num_prompts // self.mini_batch_prompts)  # of one pass; the last may be smaller
         self.num_optimizer_steps = self.num_mini_batches * actor.ppo_epochs
+        # Whether the only update is made by the policy that sampled: old log-probs equal current ones.
         self.is_on_policy = self.num_optimizer_steps == 1
+        # None: micro-batches are cut by tokens, so both depend on the lengths.
         micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
         self.micro_batch_sequences = micro and min(micro, self.mini_batch_sequences)
         self.num_micro_batches = micro and -(-self.mini_batch_sequences // micro)

@@ -149,7 +149,6 @@ def is_key_of_verl(key: str, task: str) -> bool:
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
     """Keys with what they take, their default and their meaning; those found by name come first.
-
     With `words` only keys that have each of them in their name or meaning, or their phrase (`kv cache`) as an alias."""
     wanted, patterns = [word.lower() for word in words], aliases().get(" ".join(words).lower(), ())
     named, others = [], []

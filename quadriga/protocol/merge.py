@@ -24,7 +24,6 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 def deep_equal(left: Any, right: Any) -> bool:
     """Whether two values are equal all the way down: NaN equals NaN, and cycles end.
-
     A pair of containers that is met again while it is being compared is taken as equal."""
     pairs: list[tuple[Any, Any]] = [(left, right)]
     seen: set[tuple[int, int]] = set()
@@ -159,7 +158,6 @@ def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str,
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`meta_info` of concatenated parts: any entry but the metrics must be equal wherever it is.
-
     Metrics (a dictionary, or a list of them, in each part) become name -> list of the parts' values."""
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}

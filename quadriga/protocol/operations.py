@@ -20,7 +20,6 @@ Resolve = Callable[[Sequence[Any]], list[Any]]
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append copies of the first rows, cyclically, until `size_divisor` divides the number of rows.
-
     Returns the data (the same object if there is nothing to add, or no row to copy) and the number of rows added."""
     if size_divisor < 1:
         raise ProtocolError(f"pad_dataproto_to_divisor: got divisor {size_divisor}, expected 1 or more")
@@ -40,7 +39,6 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """(B, ...) as (new_batch_size, B / new_batch_size, ...): consecutive rows become one row; views.
-
     For work on groups that must stay together, such as the responses to one prompt."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
@@ -77,7 +75,6 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
 
     Every rank must call it. Numbers of rows may differ, zero included; columns may not. `meta_info` stays the caller's
     own.
-
     Raises ProtocolError: on every rank alike, if their columns differ in name, shape or dtype."""
     ranks: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(ranks, DataProto(data.batch, data.non_tensor_batch), group=process_group)

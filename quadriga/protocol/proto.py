@@ -80,17 +80,11 @@ class DataProtoItem:
 @dataclass(eq=False, repr=False)
 class DataProto:
     """Columns and facts of a batch.
-    Raises ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size.
+    Raises ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size."""
 
-    Attributes:
-        batch: tensor columns, a TensorDict with one batch dimension; None: there are none.
-        non_tensor_batch: other columns, numpy arrays whose first dimension is the batch.
-        meta_info: what is true of the whole batch.
-    """
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    batch: TensorDict | None = None  # tensor columns, with one batch dimension; None: there are none
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # other columns, arrays with the batch first
+    meta_info: dict[str, Any] = field(default_factory=dict)  # what is true of the whole batch
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
@@ -253,7 +247,6 @@ class DataProto:
 
     def chunk(self, chunks: int) -> "list[DataProto]":
         """Exactly `chunks` parts, as views: 7 rows in 4 chunks are 2 2 2 1, 3 rows 1 1 1 0.
-
         An empty part has every column, with no rows. `padding` beforehand makes all parts equal."""
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
@@ -360,7 +353,6 @@ class DataProto:
 
     def union(self, other: "DataProto") -> "DataProto":
         """Add the columns and facts of `other`, which has the same rows, in place; returns self.
-
         Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs."""
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             fix = "Repeat or select rows first."
@@ -374,7 +366,6 @@ class DataProto:
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
         """Each row becomes `n_split` rows: `split_keys` give one part of their second dimension to each.
-
         A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B."""
         chosen = set(split_keys or ())
         tensor_keys, arrays = self._tensor_keys(), self.non_tensor_batch

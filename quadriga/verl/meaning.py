@@ -361,7 +361,6 @@ def profiled_ranks(line: "Line", key: str, value: Any) -> None:
 
 def rejection(line: "Line", key: str, value: Any) -> None:
     """Rejection by level alone with a lower bound of its own, and a veto of single tokens, as 0.6.1 wrote them.
-
     Its bounds are of trained over rollout probabilities; those of k1 here, as from 0.8 on, of rollout over trained."""
     section = "algorithm.rollout_correction"
     names = ("rs", "token_veto_threshold", "rs_threshold", "rs_threshold_lower")

@@ -321,7 +321,6 @@ def _all(states: Any) -> bool | None:
 
 def launched(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """The program that a command line starts, as a module or a script, and its words; None: it starts none.
-
     The processes that torchrun is asked for go before the words, as `trainer.nnodes` and `trainer.n_gpus_per_node`."""
     sizes: list[str] = []
     for number, word in enumerate(words):

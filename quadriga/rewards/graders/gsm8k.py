@@ -32,7 +32,6 @@ def compute_score(
     score: float = 1.0,
 ) -> dict[str, Any]:
     """`score` for the right number, `format_score` for a wrong one in the right form, 0 where no number is found.
-
     The ground truth is the number, or the data set's whole worked answer that ends in `#### number`."""
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
     if (answer := extract_solution(solution_str, method)) is None:

@@ -64,7 +64,6 @@ def _decimal(digits: str, *, is_negative: bool) -> Decimal:
 
 def plain_math(text: str) -> str:
     r"""LaTeX in which four things that readers of mathematics take amiss are written plainly.
-
     `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, and `\varnothing` `\emptyset`."""
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
     text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{int(found[3])}", text)

@@ -43,7 +43,6 @@ def compute_score(
 
     The ground truth is the entry's answer, used where `extra_info` does not hold the whole entry. Without
     `task`, its name is the entry's `metadata["source_dataset"]`.
-
     Raises ValueError: there is no entry, or no such task.
     Raises MissingKeyError: the entry is incomplete. What else a scorer raises over a faulty entry goes up as it is."""
     entry = _entry(ground_truth, extra_info or {})
