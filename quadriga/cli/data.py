@@ -125,9 +125,8 @@ def _schema(table: RowTable) -> Iterator[str]:
                 for name, value in row.items():
                     types[name][type(value).__name__] += value is not None
     for name, found in types.items():
-        kind = (
-            ", ".join(one for one, n in found.items() if n) if table.schema is None else table.schema.field(name).type
-        )
+        in_json = ", ".join(one for one, count in found.items() if count)
+        kind = in_json if table.schema is None else table.schema.field(name).type
         yield f"  {name}: {kind}{f', null in {num_nulls[name]} rows' if num_nulls[name] else ''}"
 
 
