@@ -17,6 +17,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+import datasets
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -372,16 +373,16 @@ class _Draft:
         files = getattr(self.config.data, key.rpartition(".")[2]) if given is None else given
         if given is None and not files:
             return 0
-        is_list = isinstance(files, list) and bool(files)
-        if isinstance(files, str | Path) or (is_list and all(isinstance(one, str | Path) for one in files)):
+        listed = files if isinstance(files, list) else [files]
+        if listed and all(isinstance(one, str | Path) for one in listed):
             rows, num_rows = self._read(files, key)
             if not rows:
-                self.values[key] = [str(one) for one in files] if is_list else files
+                self.values[key] = files
                 return num_rows
         elif isinstance(given, pd.DataFrame):
             rows = given.to_dict("records")
-        elif hasattr(given, "with_format") and hasattr(given, "__getitem__"):
-            # A `datasets.Dataset` gives what it has stored: images as bytes.
+        elif isinstance(given, datasets.Dataset):
+            # As they are stored: images as bytes.
             rows = given.with_format("arrow")[:].to_pylist()
         else:
             rows = list(given)
