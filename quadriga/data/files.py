@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -296,11 +297,15 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
 def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     is_url = "://" in name
     # The question mark of a web address starts its query.
-    is_pattern = any(sign in name for sign in ("*[" if is_url else "*[?")) and not Path(name).exists()
+    is_pattern = has_magic(name.replace("?", "") if is_url else name) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
-        filesystem, root = _store_of(name, is_url=is_url)
+        if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
+            filesystem = ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0])
+            root = name.removeprefix("s3://")
+        else:
+            filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
         filesystem.invalidate_cache()  # it may have listed an earlier version in this process
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
@@ -321,13 +326,6 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         if not path.is_file():
             raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
     return [Path(path) for path in found]
-
-
-def _store_of(name: str, *, is_url: bool) -> tuple[Any, str]:
-    """Where a file lies, for fsspec, and its path there."""
-    if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
-        return ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0]), name.removeprefix("s3://")
-    return url_to_fs(name if is_url else str(Path(name).expanduser()))
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:
