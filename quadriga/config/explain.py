@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from quadriga.config.keys import leaf_keys
-from quadriga.config.placement import asked_roles, role_pools, rollout_group_size, rollout_processes
+from quadriga.config.placement import asked_roles, role_pools, rollout_devices, rollout_group_size, rollout_ranks
 from quadriga.config.root import Config, spelled
 from quadriga.config.yaml_text import to_yaml
 from quadriga.redact import redacted
@@ -219,9 +219,10 @@ def _processes(config: Config) -> Iterator[str]:
         where = "on one machine" if len(counts) == 1 else f"on {len(counts)} machines ({' + '.join(map(str, counts))})"
         each = "" if max(counts) == 1 else f", which share a machine's cores ({max(counts)} to a machine)"
         yield f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}"
-    if (size := rollout_group_size(config)) > 1:
-        groups = _count(rollout_processes(config) // size, "rollout group")
-        yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the weights that generate"
+    for what, size in {"rollout group": rollout_group_size(config), "vLLM engine": rollout_devices(config)}.items():
+        if size > 1:
+            groups = _count(sum(rollout_ranks(config)) // size, what)
+            yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the weights that generate"
     if len(pools) > 1:
         yield "pools take turns, so a process has the threads that it would have if there were no other pool"
     if restarts := trainer.max_worker_restarts:

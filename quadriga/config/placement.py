@@ -123,24 +123,33 @@ def with_fewer_processes(config: Config) -> Iterator[Config]:
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
         smaller = config.model_copy(update={"trainer": trainer.model_copy(update={"resource_pools": pools})})
-        if not any(isinstance(finding, ConfigError) for finding in check_layouts(smaller)):
+        findings = (*check_layouts(smaller), *_check_groups(smaller))
+        if not any(isinstance(finding, ConfigError) for finding in findings):
             yield smaller
 
 
-def rollout_processes(config: Config) -> int:
-    """How many processes have the rollout: the policy's, or those of a pool of its own."""
+def rollout_ranks(config: Config) -> list[int]:
+    """Ranks on each machine that have the rollout: the policy's, or those of a pool of its own."""
     if config.trainer.backend != "ray":
-        return 1
+        return [1]
     given = role_pools(config.trainer)
     pool = next((given[role] for role in ("rollout", *POLICIES) if role in given), None)
-    return 0 if pool is None else sum(config.trainer.processes_of(pool))
+    return [] if pool is None else config.trainer.processes_of(pool)
+
+
+def rollout_devices(config: Config) -> int:
+    """How many devices each process of the rollout has: beside training on Ray those of the processes that vLLM starts
+    in the place of as many ranks."""
+    rollout, is_beside = config.actor_rollout_ref.rollout, config.async_training.enable
+    is_several = is_beside and config.trainer.backend == "ray" and rollout.name == "vllm"
+    return rollout.tensor_model_parallel_size if is_several else 1
 
 
 def rollout_group_size(config: Config) -> int:
-    """How many ranks hold one rollout engine together; 1: there are no groups."""
+    """How many processes hold one rollout engine together; 1: there are no groups."""
     rollout = config.actor_rollout_ref.rollout
     is_spanned = rollout.name in SPANNING and config.trainer.backend == "ray"
-    return rollout.tensor_model_parallel_size if is_spanned else 1
+    return rollout.tensor_model_parallel_size // rollout_devices(config) if is_spanned else 1
 
 
 def sglang_problem(config: Config) -> ConfigError | None:
@@ -176,7 +185,7 @@ def sends_parts(config: Config) -> bool:
 
 def _check_groups(config: Config) -> Iterator[Finding]:
     """Yields what rollout groups cannot be made of."""
-    size, num_ranks = rollout_group_size(config), rollout_processes(config)
+    size, devices, counts = rollout_group_size(config), rollout_devices(config), rollout_ranks(config)
     where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
     # Where the device is chosen later, the engine refuses it as it starts.
     problems = ((sglang_problem(config), "cuda", "with"), (experts_problem(config), "cpu", "without"))
@@ -186,9 +195,10 @@ def _check_groups(config: Config) -> Iterator[Finding]:
             yield problem if config.trainer.device == device else told
     # Without Ray vLLM and SGLang start processes of their own.
     asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
-    if num_ranks % asked:
-        got, fix = f"groups of {asked}, of {num_ranks} ranks", "More ranks: --ray and trainer.n_gpus_per_node."
-        yield wrong(where, got, "a number that divides the ranks that generate", fix)
+    if sum(counts) % asked or any(count % devices for count in counts):
+        got, of = f"groups of {asked * devices}, of {sum(counts)} ranks", " on each machine" if devices > 1 else ""
+        fix = "More ranks: --ray and trainer.n_gpus_per_node."
+        yield wrong(where, got, f"a number that divides the ranks that generate{of}", fix)
     if size > 1 and not rollout.request_seeds:
         fix = "Set it to true, or tensor_model_parallel_size to 1."
         got, why = f"false, with groups of {size} ranks", "true: the ranks draw alike by each response's seed"

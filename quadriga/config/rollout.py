@@ -117,7 +117,7 @@ class RolloutConfig(LogProbConfig):
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
     tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
-    ranks there are n/k groups. `sglang`, and `vllm` without Ray, start so many processes of their own instead."""
+    ranks there are n/k groups. `sglang`, and `vllm` without Ray or beside training, start k processes instead."""
     expert_parallel_size: Count = 1
     """Expert parallelism of generation: with `tensor_model_parallel_size` here too each rank of an engine has some of
     the experts of every layer, whole; with 1 a part of each. Above 1 for `vllm` on GPUs."""

@@ -14,7 +14,6 @@ request brings its own seed.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Condition
@@ -35,6 +34,7 @@ from quadriga.rollout.interface import (
     Sampling,
     SamplingParams,
 )
+from quadriga.rollout.third_party import process_environment
 from quadriga.weight_sync.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -52,22 +52,15 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     `num_shares` of them; 0: as many as makers.
     """
     engines: list[E] = []
-    before = os.environ.get("OMP_NUM_THREADS")
-    if (shares := num_shares or len(makers)) > 1:
-        threads = int(before) if before and before.isdecimal() else torch.get_num_threads()
-        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // shares))
+    shares = num_shares or len(makers)
     try:
-        for make in makers:
-            engines.append(make())
+        with process_environment(shares if shares > 1 else 0):
+            for make in makers:
+                engines.append(make())
     except BaseException:
         for engine in engines:
             engine.close()
         raise
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return engines
 
 

@@ -4,10 +4,12 @@
 import base64
 import io
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
@@ -34,6 +36,23 @@ SEED_BITS = 63
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 """`processed_logprobs` are those of the distribution that tokens are drawn from, after temperature and filters;
 `raw_logprobs` those of the model, before both. The words are vLLM's."""
+
+
+@contextmanager
+def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
+    """The environment for processes that this one starts meanwhile: so many share its threads, and have these
+    variables."""
+    own = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(own) if own.isdecimal() else torch.get_num_threads()
+    variables |= {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
 
 
 def data_urls(images: Images, engine: str) -> list[str]:

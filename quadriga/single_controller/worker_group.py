@@ -247,7 +247,8 @@ class WorkerGroups:
     """The worker groups of a run, one per role: all in this process, each with one worker.
 
     A backend with processes of its own is a subclass, which ends what it has started. It reads the other arguments: the
-    pool of each role, the processes on each node of each pool, device and limits of time, and Ray's environment.
+    pool of each role, the processes on each node of each pool and how many devices each has, if not one, device and
+    limits of time, and Ray's environment.
     """
 
     groups: dict[str, WorkerGroup[Any]]
@@ -260,6 +261,7 @@ class WorkerGroups:
         pools: Mapping[str, Sequence[int]],
         settings: TrainerConfig,
         runtime_env: Mapping[str, Any] | None = None,
+        devices: Mapping[str, int] | None = None,
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
-from quadriga.config.placement import POLICIES, asked_roles, role_pools, rollout_group_size
+from quadriga.config.async_training import AsyncTrainingConfig
+from quadriga.config.placement import POLICIES, asked_roles, role_pools, rollout_devices, rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
@@ -187,7 +188,11 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[R
             raise ConfigError(f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}")
         workers[role] = ClassWithInitArgs(cls, config, tokenizer, *([] if role in classes else [role]))
     under = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
-    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, placement.pools, config.trainer, under)
+    pools, devices = dict(placement.pools), dict[str, int]()
+    if (size := rollout_devices(config)) > 1:
+        pool = placement.roles["rollout"]
+        pools[pool], devices[pool] = [count // size for count in pools[pool]], size
+    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, pools, config.trainer, under, devices)
 
 
 def state_copies(config: Config) -> Any:
@@ -246,6 +251,7 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
     policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
     homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
     processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
+    config = config.model_copy(update={"async_training": AsyncTrainingConfig()})  # there is no training
     policies = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False)
     grader = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
     workers = {role: policies if role == Role.ActorRollout else grader for role in roles}

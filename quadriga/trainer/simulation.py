@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.config import Config
-from quadriga.config.placement import role_pools, rollout_processes
+from quadriga.config.placement import role_pools, rollout_ranks
 from quadriga.trainer.async_rules import Drop, HandOver, Load, Resume, Rules, Start
 from quadriga.trainer.async_schedule import Schedule
 
@@ -294,11 +294,11 @@ def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tup
 def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None) -> Iterator[str]:
     """What `max_staleness` and the split of the ranks should be, in lines for people, with the lengths and seconds that
     a run in lockstep has recorded (its configuration, and lines as of `recorded`), or with assumed ones."""
-    num_rollout, num_train = rollout_processes(config), _training_ranks(config)
+    num_rollout, num_train = sum(rollout_ranks(config)), _training_ranks(config)
     costs, longest = Costs(), config.data.max_response_length
     if run is not None:
         own, lines = run
-        workload, costs = recorded(lines, NUM_STEPS, costs, rollout_processes(own), _training_ranks(own))
+        workload, costs = recorded(lines, NUM_STEPS, costs, sum(rollout_ranks(own)), _training_ranks(own))
         yield f"by lengths and seconds of {len(lines)} steps of {own.trainer.directory}"
     else:
         shape, median = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n), longest / 8

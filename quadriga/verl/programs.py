@@ -13,6 +13,7 @@ from math import ceil, lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quadriga.config.rollout import SPANNING
 from quadriga.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -252,21 +253,20 @@ def async_key(line: "Line", key: str, value: Any) -> None:
 
 def beside_training(line: "Line") -> None:
     """Generation on processes of its own, while the policy is trained."""
-    line.written = "actor_rollout_ref.rollout.name"
-    line.note("native takes its place; vllm generates beside training by our own keys, sglang in turns (main_ppo).")
-    for line.written in (f"actor_rollout_ref.rollout.{name}" for name in ("tensor_model_parallel_size", _EXPERTS)):
-        line.note("A process that generates beside training has the whole model.")
-        line.ours[line.written] = 1
+    if line.ours.get("actor_rollout_ref.rollout.name") not in SPANNING:
+        for name, value in {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}.items():
+            line.written = f"actor_rollout_ref.rollout.{name}"
+            line.note("native generates, each process with the whole model; vllm stays, sglang takes turns (main_ppo).")
+            line.ours[line.written] = value
     line.written = ""
     line.set(f"{_ASYNC}.enable", True)
     if line.entry.name == "one_step_off_ppo":
         line.set(f"{_ASYNC}.preset", "one_step_off")
     if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
         line.set("algorithm.rollout_correction.preset", "disabled")
-    line.ours |= {"trainer.backend": "ray", "actor_rollout_ref.rollout.name": "native"}
     others = {role: pool for role, pool in line.ours.get("trainer.placement", {}).items() if "rollout" not in role}
     policy = {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
-    line.ours["trainer.placement"] = {**others, **policy}
+    line.ours |= {"trainer.backend": "ray", "trainer.placement": {**others, **policy}}
     pool = [line.get("rollout.n_gpus_per_node", 8)] * line.get("rollout.nnodes", 1)
     line.ours["trainer.resource_pools"] = {**line.ours.get("trainer.resource_pools", {}), "generation": pool}
 

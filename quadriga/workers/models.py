@@ -16,7 +16,7 @@ from quadriga.config import Config, Layout, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
 from quadriga.config.adapter import adapter_route
 from quadriga.config.distillation import is_served
-from quadriga.config.placement import ACTOR, CRITIC, DISTILLATION, arranged_roles, rollout_group_size
+from quadriga.config.placement import ACTOR, CRITIC, DISTILLATION, arranged_roles, rollout_devices, rollout_group_size
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.names import require_known
@@ -164,7 +164,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         raise ConfigError("data.max_prompt_length + data.max_response_length", f"{needed} tokens", expected, fix)
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
-    text, size = policy.get_text_config(), rollout_group_size(config)
+    text, size = policy.get_text_config(), rollout_group_size(config) * rollout_devices(config)
     heads = getattr(text, "num_attention_heads", 1)
     keys = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (keys % size and size % keys):

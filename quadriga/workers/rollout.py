@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.config.placement import has_shards, rollout_group_size, sends_parts
+from quadriga.config.placement import has_shards, rollout_devices, rollout_group_size, sends_parts
 from quadriga.engines import process_group
 from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
@@ -42,12 +42,12 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons."""
-        self.device = choose_device(self.config.trainer.device, self.local_rank)
+        first = 0 if rollout_devices(self.config) > 1 else self.local_rank  # of those that it sees
+        self.device = choose_device(self.config.trainer.device, first)
         check_tool(self.config.global_profiler.tool, self.device)
         if rollout_group_size(self.config) > 1:
             self.world = process_group.join(self.place, self.device)
-        settings = self.config.async_training
-        if settings.enable:
+        if (settings := self.config.async_training).enable:
             self.stream = ServedStream(self._make(), waits=settings.deterministic)
         choices = self.stream.generation.choices if self.stream is not None else self.generation.choices
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}

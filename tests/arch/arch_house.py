@@ -27,7 +27,7 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
     "cli": Size(1045, 10, 40),
     "compat": Size(2131, 10, 202),
-    "config": Size(3817, 21, 170),
+    "config": Size(3832, 21, 171),
     "data": Size(3587, 16, 219),
     "engines": Size(4192, 24, 223),
     "models": Size(3745, 20, 225),
@@ -35,7 +35,7 @@ SIZES: dict[str, Size] = {
     "protocol": Size(1461, 9, 96),
     "rewards": Size(3619, 28, 213),
     "rollout": Size(9408, 45, 582),
-    "single_controller": Size(3349, 15, 209),
+    "single_controller": Size(3357, 15, 209),
     "trainer": Size(6292, 31, 385),
     "verl": Size(1787, 6, 127),
     "weight_sync": Size(868, 6, 63),
@@ -53,7 +53,8 @@ REASONS: dict[str, str] = {
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse, in generation too, what a rank keeps of a model;"
-    " asynchronous training, by mini-batch, with vLLM; teachers; rows whose number is not known; float16",
+    " asynchronous training, by mini-batch, with vLLM; teachers; rows whose number is not known; float16;"
+    " processes with several devices, on which vLLM generates beside training",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -81,7 +82,7 @@ REASONS: dict[str, str] = {
     " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
     " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
-    " methods that wait beside others",
+    " methods that wait beside others; processes with several devices",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"

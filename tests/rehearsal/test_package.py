@@ -147,7 +147,7 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
     config = load_config(["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]).config
     setup = EngineSetup(config, None, {}, CUDA, torch.bfloat16)
     assert sglang_arguments(setup, None)["device"] == "cuda" and not sglang_arguments(setup, None)["disable_cuda_graph"]
-    with started(is_beside=True):
+    with started(1):
         assert "TORCH_COMPILE_DISABLE" not in os.environ
     layer: Any = torch.nn.Linear(2, 2, device=CUDA)
     layer.quant_method = SimpleNamespace(moe_kernel="vLLM's own")

@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -57,13 +57,20 @@ def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
         _require_greedy_of(engine, seed)
 
 
-@pytest.mark.parametrize("keeps_cache", [False, True], ids=["recompute", "keep"])
-def test_a_response_under_way_goes_on_with_new_weights(keeps_cache: bool, start) -> None:
+@pytest.mark.parametrize(
+    ("keeps_cache", "size"),
+    [(False, 1), (True, 1), (False, 2)],
+    ids=["recompute", "keep", "recompute, two processes"],
+)
+def test_a_response_under_way_goes_on_with_new_weights(
+    keeps_cache: bool, size: int, others: set[psutil.Process], start: Callable[..., VLLMEngine]
+) -> None:
     """Two loads while it is generated: each token has its version, and the log-probability that those weights give it
     after all before it, or with the older KV cache another one. What comes later, or had to wait, is served from none
-    of that."""
+    of that. So with tensor parallelism, whose processes all report the fingerprints of what came; the loss of one ends
+    the engine."""
     kept = f"async_training.kv_on_update={'keep' if keeps_cache else 'recompute'}"
-    engine = start(max_num_seqs=3, words=("async_training.enable=True", kept))
+    engine = start(max_num_seqs=3, words=("async_training.enable=True", kept), tensor_model_parallel_size=size)
     copies = {version: model(version) for version in range(3)}
 
     def load(version: int) -> None:
@@ -93,6 +100,13 @@ def test_a_response_under_way_goes_on_with_new_weights(keeps_cache: bool, start)
     spread = [len(set(future.result().versions)) for future in futures]
     assert 3 in spread, spread
     assert (max(one.max() for one in differences) > 1e-3) == keeps_cache
+    if size > 1:
+        _require_greedy_of(engine, 2)
+        lost = engine.begin([PROMPTS[0]], [LONG])[0]
+        [rank] = {one for one in psutil.Process().children(recursive=True) if "TP1" in " ".join(one.cmdline())} - others
+        rank.kill()
+        with pytest.raises(EngineLostError, match="vLLM, which has ended"):
+            lost.result(60)
     engine.close()
 
 
@@ -100,15 +114,6 @@ def test_requests_come_and_go(engine: VLLMEngine) -> None:
     """See `require_coming_and_going`; the engine goes on as before."""
     require_coming_and_going(engine, PROMPTS, LONG, pause_s=0.1)
     _require_greedy_of(engine, 0)
-
-
-def test_two_processes_hold_one_model(start) -> None:
-    """Tensor parallelism: both receive the weights, and the answers are those of one."""
-    engine = start(tensor_model_parallel_size=2)
-    for version, seed in enumerate((0, 1), start=1):
-        CopiedWeights().publish(model(seed).named_parameters(), engine, version)
-        _require_greedy_of(engine, seed)
-    engine.close()
 
 
 def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: VLLMEngine, others: set[psutil.Process]) -> None:

@@ -19,6 +19,12 @@ ELSEWHERE = (
     "trainer.resource_pools.generation=[1]",
 )
 """The rollout in a process of its own, to which weights are broadcast."""
+TWO = (
+    *ELSEWHERE[:2],
+    "trainer.resource_pools.generation=[2]",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+)
+"""The same on the devices of two ranks, with two processes of vLLM's."""
 
 
 @pytest.mark.parametrize(
@@ -36,14 +42,24 @@ def test_a_run_generates_beside_training(folder: str, tmp_path: Path) -> None:
     require_run("vllm", folder, tmp_path, *ELSEWHERE, "async_training.enable=True", "async_training.max_staleness=0")
 
 
-@pytest.mark.parametrize("keeps", ["recompute", "keep"])
-def test_a_run_takes_weights_under_way(keeps: str, folder: str, tmp_path: Path) -> None:
-    """In one process, an adapter merged, with so few places that the last batch is under way as weights come."""
+@pytest.mark.parametrize(
+    ("keeps", "place", "told"),
+    [
+        ("recompute", (), "vLLM"),
+        ("keep", (), "vLLM"),
+        ("keep", TWO, "in processes of its own (2)"),
+    ],
+    ids=["recompute", "keep", "keep, on Ray by two processes"],
+)
+def test_a_run_takes_weights_under_way(
+    keeps: str, place: tuple[str, ...], told: str, folder: str, tmp_path: Path
+) -> None:
+    """An adapter merged, with so few places that the last batch is under way as weights come."""
     words = [f"async_training.{word}" for word in ("enable=True", "max_staleness=2", f"kv_on_update={keeps}")]
     words += [f"actor_rollout_ref.rollout.{word}" for word in ("max_num_seqs=4", "ignore_eos=True")]
-    more = (*words, "data.max_response_length=96", "trainer.save_freq=2", *LORA[:1])
+    more = (*words, *place, "data.max_response_length=96", "trainer.save_freq=2", *LORA[:1])
     lines, said = require_run("vllm", folder, tmp_path, *more, is_stale=True)
-    assert "goes merged (beside training new weights come" in said
+    assert "goes merged (beside training new weights come" in said and told in said
     assert all(line["async/staleness_max"] <= 2 and line["rollout_corr/rollout_is_mean"] > 0 for line in lines)
     assert sum(line["async/interruptions"] for line in lines) > 0
 

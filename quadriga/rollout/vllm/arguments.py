@@ -51,6 +51,8 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
     gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
     if gigabytes is not None:
         own["kv_cache_memory_bytes"] = int(gigabytes * _GIB)
+    if rollout.tensor_model_parallel_size > 1:  # in a process of Ray's vLLM would have Ray start its own
+        own["distributed_executor_backend"] = "mp"
     if adapter is not None:
         own |= {
             "enable_lora": True,

@@ -133,7 +133,7 @@ class Core(ABC):
 
 
 class InProcessCore(Core):
-    """vLLM's engine in this process, with these arguments, on this device."""
+    """vLLM's engine in this process, with these arguments, on this device; for its place see `executor`'s `group`."""
 
     is_in_process = True
     # Engines of this process share vLLM's process groups, which end with the first engine that is shut down or
@@ -143,20 +143,16 @@ class InProcessCore(Core):
     _closed: ClassVar[list[Any]] = []
     _has_foreign_group: ClassVar[bool] = False
 
-    def __init__(self, library: Library, arguments: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, library: Library, arguments: dict[str, Any], device: torch.device, place: Any = None) -> None:
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids, self._aborted = itertools.count(1), threading.Event()
         # The same at the start and later: what is compiled, and captured in CUDA graphs, is what generates.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
-        with started(is_beside=False), torch.compiler.set_stance(self._stance):
+        with started(), torch.compiler.set_stance(self._stance):
             own = library.module.EngineArgs(**arguments).create_engine_config()
-            self.engine: Any = library.module.LLMEngine(own, executor(device, self._place()), log_stats=False)
+            self.engine: Any = library.module.LLMEngine(own, executor(device, place), log_stats=False)
         InProcessCore._open.add(id(self))
-
-    def _place(self) -> tuple[str, int] | None:
-        """In a group of ranks: its name and this rank, for `executor`."""
-        return None
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
@@ -214,7 +210,7 @@ class ProcessCore(Core):
         self._thread = EventLoopThread("vllm")
         vllm = library.module
         try:
-            with started(is_beside=True):
+            with started(arguments["tensor_parallel_size"]):
                 start = self._submit(vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments))
                 self.engine: Any = start.result()
         except BaseException:

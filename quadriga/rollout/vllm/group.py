@@ -55,15 +55,13 @@ class GroupCore(InProcessCore):
         self._checksum = 0
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
-        super().__init__(library, arguments | {"distributed_executor_backend": "external_launcher"}, group.device)
-
-    def _place(self) -> tuple[str, int]:
         name = f"quadriga-{uuid4().hex}"
-        if self.group.is_leader:
-            self.group.tell(name)
+        if group.is_leader:
+            group.tell(name)
         else:
-            name = self.group.hear()
-        return name, self.group.ranks[self.group.rank]
+            name = group.hear()
+        arguments = arguments | {"distributed_executor_backend": "external_launcher"}
+        super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
         calls = [_Call(request, Response(request.expanded)) for request in requests]

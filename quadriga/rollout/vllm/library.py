@@ -4,7 +4,7 @@
 import importlib
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.observe.probe import installed
-from quadriga.rollout.third_party import require_release
+from quadriga.rollout.third_party import process_environment, require_release
 
 LEAST = "0.30"
 LEAST_OF_ADAPTERS = "0.32"
@@ -67,24 +67,12 @@ def load() -> Library:
     return Library(found, module, sampling, lora)
 
 
-@contextmanager
-def started(*, is_beside: bool) -> Iterator[None]:
-    """The environment in which an engine is made: whether its core is in this process, and how many threads it has."""
-    wanted = {_IN_PROCESS: "1" if is_beside else "0"}
-    if is_beside:
-        # A process that spins for the cores of another slows both; and compiling takes longer than it saves here.
-        wanted |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))}
-        wanted |= {} if torch.accelerator.is_available() else {"TORCH_COMPILE_DISABLE": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def started(num_processes: int = 0) -> AbstractContextManager[None]:
+    """The environment in which an engine is made, here or in so many processes of its own, which share the threads."""
+    # A process that spins for the cores of another slows both; and compiling takes longer than it saves on a CPU.
+    is_slow = num_processes and not torch.accelerator.is_available()
+    own = {"TORCH_COMPILE_DISABLE": "1"} if is_slow else {}
+    return process_environment(num_processes, **{_IN_PROCESS: "1" if num_processes else "0"}, **own)
 
 
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

@@ -268,13 +268,14 @@ class RayWorkerGroups(WorkerGroups):
         pools: Mapping[str, Sequence[int]],
         settings: TrainerConfig,
         runtime_env: Mapping[str, Any] | None = None,
+        devices: Mapping[str, int] | None = None,
     ) -> None:
         use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._of_pools: dict[str, RayWorkerGroup[Any]] = {}
         self._heartbeat: Heartbeat | None = None
         # One group to a pool: each process has its whole share of the machine.
-        self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1)
+        self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1, devices=devices)
         try:
             renew_own_cluster()
             # Ray would still place processes on a node that has just been lost.

@@ -72,9 +72,10 @@ class RayResourcePool(ResourcePool):
 
     Args:
         process_on_nodes: one number per node; once placed, those of the nodes in the order of their addresses.
-        use_gpu: a process takes a GPU and a CPU, else a CPU. CPUs are Ray's logical ones.
+        use_gpu: a device is a GPU and a CPU, else a CPU. CPUs are Ray's logical ones.
         name_prefix: of the placement groups' names; it stands in error messages too.
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
+        num_devices: of each process; several, where it starts others that compute on them.
     """
 
     def __init__(
@@ -83,11 +84,13 @@ class RayResourcePool(ResourcePool):
         use_gpu: bool = False,
         name_prefix: str = "",
         max_colocate_count: int = 10,
+        num_devices: int = 1,
     ) -> None:
         super().__init__(process_on_nodes)
         if max_colocate_count < 1:
             raise WorkerError("RayResourcePool.max_colocate_count", str(max_colocate_count), "at least 1 group")
-        self.process_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
+        self.device_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
+        self.num_devices, self.device_on_nodes = num_devices, [count * num_devices for count in process_on_nodes]
         self.use_gpu, self.name, self.max_colocate_count = use_gpu, name_prefix or "pool", max_colocate_count
         self._prefix = name_prefix
         # Processes of all pools that take turns with this one, its own included, by the id of their node.
@@ -98,8 +101,8 @@ class RayResourcePool(ResourcePool):
         """The resources of each rank, taken now unless they are already; an error if the cluster has not enough."""
         if self._bundles:
             return self._bundles
-        each = self.process_resources
-        nodes = check_resources({self.name: self.process_on_nodes}, each)[self.name]
+        each = {name: amount * self.num_devices for name, amount in self.device_resources.items()}
+        nodes = check_resources({self.name: self.device_on_nodes}, self.device_resources)[self.name]
         parts = sorted(
             zip(nodes, self.process_on_nodes, strict=True),
             key=lambda part: (address_order(part[0].address), part[0].node_id),
@@ -151,7 +154,7 @@ class RayResourcePool(ResourcePool):
         for bundle in bundles:
             bundle.groups.append(group)
         # Rounded down to Ray's precision: seven sevenths must not be more than one.
-        share = math.floor(10_000 / self.max_colocate_count) / 10_000
+        share = self.num_devices * math.floor(10_000 / self.max_colocate_count) / 10_000
         return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
 
     @property
@@ -172,7 +175,8 @@ class ResourcePoolManager:
     """The pools of a run: which role runs on which, and whether the cluster has what all together need.
     Raises WorkerError: a role on a pool that does not exist, or a pool that no role uses.
     `resource_pool_spec`: processes on each node, by name of the pool.
-    `mapping`: name of the pool, by role. Roles on one pool take turns on its devices."""
+    `mapping`: name of the pool, by role. Roles on one pool take turns on its devices.
+    `devices`: of each process, by name of the pool, where it has several."""
 
     def __init__(
         self,
@@ -180,6 +184,7 @@ class ResourcePoolManager:
         mapping: Mapping[str, str],
         use_gpu: bool = False,
         max_colocate_count: int = 10,
+        devices: Mapping[str, int] | None = None,
     ) -> None:
         self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
         self.mapping = dict(mapping)
@@ -194,7 +199,7 @@ class ResourcePoolManager:
             where, got = f"resource pool {unused[0]}", f"no role on it; roles: {self._roles}"
             raise WorkerError(where, got=got, expected="at least one", fix="Leave the pool out, or map a role to it.")
         self.pools = {
-            name: RayResourcePool(counts, use_gpu, name, max_colocate_count)
+            name: RayResourcePool(counts, use_gpu, name, max_colocate_count, (devices or {}).get(name, 1))
             for name, counts in self.resource_pool_spec.items()
         }
 
@@ -203,7 +208,7 @@ class ResourcePoolManager:
         Raises WorkerError: the cluster has not enough for all of them together; nothing is taken then."""
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):
-            check_resources({pool.name: pool.process_on_nodes for pool in pools}, pools[0].process_resources)
+            check_resources({pool.name: pool.device_on_nodes for pool in pools}, pools[0].device_resources)
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours
@@ -216,8 +221,8 @@ class ResourcePoolManager:
         return self.pools[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Processes of all pools together; one GPU each, if they use GPUs."""
-        return sum(pool.world_size for pool in self.pools.values())
+        """Devices of all pools together: GPUs, if they use GPUs."""
+        return sum(sum(pool.device_on_nodes) for pool in self.pools.values())
 
     def close(self) -> None:
         """Give the resources of all pools back."""

@@ -57,6 +57,12 @@ def test_roles_and_pools() -> None:
     manager = ResourcePoolManager({"a": [2], "b": [1, 1]}, {"actor": "a", "rollout": "a", "critic": "b"})
     assert manager.get_resource_pool("rollout") is manager.get_resource_pool("actor") is manager.pools["a"]
     assert manager.get_n_gpus() == 4
+    wide = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "rollout": "b"}, devices={"b": 3})
+    assert (wide.get_n_gpus(), wide.pools["b"].world_size) == (5, 1)
+    [bundle], share = wide.create_resource_pool()["b"].take_share("group")
+    taken = ray.util.placement_group_table(bundle.placement_group)["bundles"][bundle.index]
+    assert taken["CPU"] == 3.0 and share["num_cpus"] == pytest.approx(0.3)
+    wide.close()
     with pytest.raises(WorkerError, match=r"role judge: got no pool.*actor, rollout, critic"):
         manager.get_resource_pool("judge")
     with pytest.raises(WorkerError, match=r"pool of the role critic: got 'c', expected one of a, b"):

@@ -14,6 +14,7 @@ ON_RAY = (
     "trainer.resource_pools.generation=[2]",
 )
 IN_A_GROUP = (*ON_RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+ON_VLLM = ("actor_rollout_ref.rollout.name=vllm", "trainer.backend=ray")
 
 
 def config(*changes: str) -> Config:
@@ -51,8 +52,8 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
         ([*ON_RAY, "async_training.replay=a.jsonl"], "async_training.replay"),
         ([*ON_RAY, "async_training.deterministic=True"], "async_training.deterministic"),
         (
-            [*IN_A_GROUP, "actor_rollout_ref.rollout.name=vllm"],
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            [*IN_A_GROUP, *ON_VLLM, "trainer.placement.ref=generation"],
+            "trainer.placement",
         ),
         (
             [*IN_A_GROUP, "actor_rollout_ref.model.lora_rank=4"],
@@ -100,6 +101,9 @@ def test_ranks_of_their_own_generate_on_ray() -> None:
     assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
     one = (*ON_RAY[:2], "trainer.resource_pools.generation=[1]", "async_training.deterministic=True")
     assert findings(*one)[0] == findings(*IN_A_GROUP, "async_training.deterministic=True")[0] == {}
+    assert findings(*IN_A_GROUP, *ON_VLLM, "actor_rollout_ref.model.lora_rank=4")[0] == {}
+    problems, _ = training_findings(config(*IN_A_GROUP, *ON_VLLM, "trainer.resource_pools.generation=[3, 1]"))
+    assert any("groups of 2, of 4 ranks, expected a number that divides the ranks that" in str(one) for one in problems)
 
 
 @pytest.mark.parametrize("change", ["async_training.max_staleness=2", "async_training.on_stale=drop"])

@@ -228,12 +228,17 @@ def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
         "async_training.enable": True, "async_training.max_staleness": 1, "async_training.sync_every": 16,
         "async_training.in_flight": "continue", "data.train_batch_size": 128, "trainer.total_training_steps": 400,
         "algorithm.rollout_correction.bypass_mode": True, "trainer.backend": "ray", "trainer.placement": POOLS,
-        "trainer.resource_pools": {"generation": [4, 4]}, "actor_rollout_ref.rollout.name": "native",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "trainer.resource_pools": {"generation": [4, 4]}, "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     }  # fmt: skip
     assert not found.refused and found.ours.items() >= expected.items()
     notices = "\n".join(found.notices)
-    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name: nat" in notices
+    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name" not in notices
+    native = translated("fully_async_main", "actor_rollout_ref.rollout.name=sglang",
+                        "actor_rollout_ref.rollout.tensor_model_parallel_size=4")  # fmt: skip
+    assert native.ours["actor_rollout_ref.rollout.name"] == "native"
+    assert native.ours["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 1
+    assert any("tensor_model_parallel_size: native generates, each process with" in one for one in native.notices)
     other = ours("fully_async_main", "async_training.staleness_threshold=0", "async_training.partial_rollout=False",
                  "async_training.compute_prox_log_prob=True")  # fmt: skip
     assert (other["async_training.max_staleness"], other["async_training.in_flight"]) == (0, "finish")
