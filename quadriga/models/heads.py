@@ -185,7 +185,7 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, work
     else:
         wide = hidden.float()
         logits = wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
-        with _exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
+        with exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
             for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
                 block = slice(start, start + _VOCABULARY_BLOCK)
                 torch.mm(wide, weight[block].float().t(), out=logits[:, block])
@@ -193,7 +193,7 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, work
 
 
 @contextmanager
-def _exact_in_bfloat16() -> Iterator[None]:
+def exact_in_bfloat16() -> Iterator[None]:
     """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32."""
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision

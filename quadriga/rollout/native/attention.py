@@ -381,12 +381,7 @@ def compiled_attention(device: torch.device, dtype: torch.dtype, head_size: int)
 
 
 def attend_part(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of `query` [A, K, Q, D] over a part of the keys, with `keys` and `values` [A, K, X, D].
 

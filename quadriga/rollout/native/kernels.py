@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quadriga.models.attention import PLAIN, AttentionOptions
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O2", "-march=native", "-fPIC", "-fopenmp")
@@ -61,16 +62,16 @@ class _Decode(ctypes.Structure):
 class KeysAndValues(NamedTuple):
     """Of one layer, in float32: those of prefixes, [P, K, S, D], or of responses, [C, K, T, D]."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class SlotPlaces(NamedTuple):
     """Where the tokens of each slot are; [R] int64 each."""
 
-    prefix_of: torch.Tensor
-    prefix_length: torch.Tensor
-    num_written: torch.Tensor
+    prefix_of: Tensor
+    prefix_length: Tensor
+    num_written: Tensor
 
 
 class Kernels:
@@ -91,7 +92,7 @@ class Kernels:
             self._loops[name].argtypes, self._loops[name].restype = types, None
 
     @staticmethod
-    def can_multiply(weight: torch.Tensor) -> bool:
+    def can_multiply(weight: Tensor) -> bool:
         """Whether `multiply` takes this weight, [O, D]."""
         fits = weight.shape[0] % _COLUMNS == 0 and weight.shape[1] % _PAIR == 0
         return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
@@ -106,9 +107,7 @@ class Kernels:
         """Whether `normalize`, `rotate` and `gate` take hidden sizes, head sizes and widths like these."""
         return all(size % _PAIR == 0 for size in sizes)
 
-    def multiply(
-        self, states: torch.Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def multiply(self, states: Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype) -> Tensor:
         """Few rows [R, D] bfloat16 times weights [O, D], plus biases [O], all bfloat16 and contiguous: [R, sum of O].
 
         For the weights see `can_multiply`. The result is bfloat16 or float32.
@@ -132,15 +131,15 @@ class Kernels:
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
         own: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attention of one token per slot: `query` [R, K * G, D] bfloat16 or float32 -> the same shape and dtype.
 
         `key` and `value` [R, K, D] of that dtype are first written to `own`, in which slot r is in place r.
@@ -168,7 +167,7 @@ class Kernels:
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
         return out
 
-    def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root-mean-square norm of [..., D] bfloat16 or float32, by `weight` [D] in the same dtype."""
         states = states.contiguous()
         out, size = torch.empty_like(states), states.shape[-1]
@@ -177,14 +176,12 @@ class Kernels:
         self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
         return out
 
-    def add_and_normalize(
-        self, states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], and its norm."""
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
-    def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary positions of the first `num_turned` heads of [..., H, D], in place; returns the whole.
 
         `cos` and `sin` are [..., D]; all are contiguous and of one dtype, bfloat16 or float32.
@@ -197,7 +194,7 @@ class Kernels:
         self._loops["rotate"](states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states))
         return states
 
-    def gate(self, states: torch.Tensor) -> torch.Tensor:
+    def gate(self, states: Tensor) -> Tensor:
         """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, the gate first -> [..., F]."""
         _require(states, states.dtype, *states.shape)
         width = states.shape[-1] // 2
@@ -207,13 +204,13 @@ class Kernels:
         return out
 
 
-def _require(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+def _require(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
     """The loops know addresses alone: what lies there must be what they take it for."""
     found = (tensor.dtype, tensor.shape, tensor.is_contiguous())
     assert found == (dtype, shape, True), f"got {found}, expected {(dtype, shape, True)}"
 
 
-def _setting(states: torch.Tensor) -> tuple[bool, int]:
+def _setting(states: Tensor) -> tuple[bool, int]:
     """Whether a tensor is bfloat16, and how many threads there are."""
     return states.dtype == torch.bfloat16, torch.get_num_threads()
 

@@ -19,6 +19,7 @@ V vocabulary.
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
 
 from quadriga.models.attention import PLAIN, AttentionOptions
 from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces
@@ -266,20 +267,16 @@ class TritonKernels:
         """Whether `attend` takes heads of this size."""
         return head_size % 2 == 0 and head_size <= _MAX_HEAD_SIZE
 
-    def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
         return self._normalize(states.contiguous(), None, weight, epsilon)
 
-    def add_and_normalize(
-        self, states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], which takes the memory of the second, and its norm."""
         added = added.contiguous()
         return added, self._normalize(states.contiguous(), added, weight, epsilon)
 
-    def _normalize(
-        self, states: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def _normalize(self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         result, size = torch.empty_like(states), states.shape[-1]
         columns = triton.next_power_of_2(size)
         _normalize_kernel[(states.numel() // size,)](
@@ -288,7 +285,7 @@ class TritonKernels:
         )  # fmt: skip
         return result
 
-    def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary positions of the first `num_turned` heads of [..., H, d], contiguous, in place; returns the whole.
         `cos` and `sin` are [..., d]."""
         num_heads, size = states.shape[-2:]
@@ -299,7 +296,7 @@ class TritonKernels:
         )  # fmt: skip
         return states
 
-    def gate(self, states: torch.Tensor) -> torch.Tensor:
+    def gate(self, states: Tensor) -> Tensor:
         """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
         states, width = states.contiguous(), states.shape[-1] // 2
         result = states.new_empty(*states.shape[:-1], width)
@@ -310,15 +307,15 @@ class TritonKernels:
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
         own: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attention of one token per row: `query` [R, H, d] -> the same shape. `key` and `value` [R, K, d] are first
         written to `own`, in which row r is in place r; all have the dtype of the cache."""
         query, key, value = (  # only their rows may lie apart
@@ -348,9 +345,7 @@ class TritonKernels:
         return result
 
 
-def draw(
-    logits: torch.Tensor, temperature: torch.Tensor | None, is_greedy: torch.Tensor | None, uniforms: torch.Tensor
-) -> torch.Tensor:
+def draw(logits: Tensor, temperature: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor) -> Tensor:
     """What `quadriga.rollout.sampler.sample` computes without top-k, top-p and min-p, [R, 3] float64: tokens, their
     log-probabilities, and those among what could come. `logits` [R, V] float32 are not overwritten; temperatures are
     [R, 1] float32, `is_greedy` [R] bool, `uniforms` [R, .] float64."""

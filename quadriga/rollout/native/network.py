@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 from transformers import PreTrainedModel
 
@@ -53,26 +53,24 @@ class TorchElementwise:
     `Kernels` and `TritonKernels` compute the same in one pass each. All tensors have the model's dtype.
     """
 
-    def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
 
-    def add_and_normalize(
-        self, states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], which may take the memory of the second, and its norm."""
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
-    def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary positions of the first heads of [..., H, d], by `cos` and `sin` [..., d]."""
         turning, left = states.split((num_turned, states.shape[-2] - num_turned), -2)
         first, second = turning.chunk(2, -1)
         swapped = torch.cat((-second, first), -1).mul_(sin.unsqueeze(-2))
         return torch.cat(((turning * cos.unsqueeze(-2)).add_(swapped), left), -2)
 
-    def gate(self, states: torch.Tensor) -> torch.Tensor:
+    def gate(self, states: Tensor) -> Tensor:
         """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
         gate, up = states.chunk(2, -1)
         return silu(gate).mul_(up)
@@ -92,7 +90,7 @@ class Network:
         self.state = state_of(model)
         self.rule, self.forms = LogitRule.of(model.config), _forms_for(model)
         self.exact_head: Weight | None = None
-        self.products: dict[nn.Module, Callable[..., torch.Tensor]] = {}
+        self.products: dict[nn.Module, Callable[..., Tensor]] = {}
         if self.forms is not None:
             bias = getattr(self.head, "bias", None)
             biases = None if bias is None else [bias.detach()]
@@ -110,8 +108,8 @@ class Network:
                 self.products[module] = _Experts(module, forms, cast(Any, module)._apply_gate)
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
+    ) -> Tensor:
         """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
         inputs = {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
         inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
@@ -123,7 +121,7 @@ class Network:
             for module in self.products:
                 vars(module).pop("forward", None)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B, V] float32, equal to those of training."""
         if self.exact_head is not None:
             return self.rule.apply(self.exact_head.multiply(hidden))
@@ -159,8 +157,8 @@ class PlainNetwork(Network):
         """Its layers have them side by side."""
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
+    ) -> Tensor:
         if images is None:
             hidden = self._embedded(tokens)
         else:
@@ -173,11 +171,11 @@ class PlainNetwork(Network):
         norm = self.body.norm
         return self.elementwise.add_and_normalize(hidden, added, norm.weight, norm.variance_epsilon)[1]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         own = super().logits(hidden)
         return own if self.group is None else self.group.join(own, self.vocabulary_size)
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
         """[B, N] -> [B, N, D]; a rank has the rows of some tokens, and adds zeros for the others."""
         table = self.body.embed_tokens.weight
         if self.group is None:
@@ -191,12 +189,7 @@ class _Layer:
     """One layer of a plain decoder."""
 
     def __init__(
-        self,
-        layer: Any,
-        number: int,
-        forms: Forms | None,
-        elementwise: Elementwise,
-        group: RolloutGroup | None,
+        self, layer: Any, number: int, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None
     ) -> None:
         self.number, self.elementwise = number, elementwise
         attention = layer.self_attn
@@ -219,13 +212,8 @@ class _Layer:
         self.mlp = made(layer.mlp, forms, elementwise, group)
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        added: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        plan: AttentionPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
         """`hidden` [B, N, D], without what the layer before adds to it, and what this one adds: a norm sums both.
         `cos` and `sin` are [B, N, d]."""
         heads, keys, normalize = self.num_heads, self.num_key_heads, self.elementwise.normalize
@@ -256,7 +244,7 @@ class _MLP:
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
         self.narrow = _Projection((mlp.down_proj,), forms, group)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]"""
         return self.narrow(self.elementwise.gate(self.widen(states)))
 
@@ -274,7 +262,7 @@ class _Mixture:
         if forms is not None and forms.many is not None:
             self.experts = _Experts(mlp.experts, forms, elementwise.gate)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]"""
         rows = states.flatten(0, 1)
         _, scores, chosen = self.router(rows)  # [B N, k] each
@@ -287,7 +275,7 @@ class _Mixture:
 class _Experts:
     """The experts of a layer, as the module that transformers has them in; `gate` is theirs: [R, 2 F] -> [R, F]."""
 
-    def __init__(self, experts: Any, forms: Forms, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, experts: Any, forms: Forms, gate: Callable[[Tensor], Tensor]) -> None:
         self.gate, self.sides = gate, list[list[Weight]]()
         for name in ("gate_up_proj", "down_proj"):
             weights, biases = getattr(experts, name).detach(), [None] * len(getattr(experts, name))
@@ -296,7 +284,7 @@ class _Experts:
             pairs = zip(weights.mT if experts.is_transposed else weights, biases, strict=True)
             self.sides.append([one for weight, bias in pairs if (one := forms.make([weight.contiguous()], bias))])
 
-    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """[R, D] of all tokens, and [R, k] twice -> [R, D]."""
         wide, narrow = self.sides
         by_expert = chosen.flatten().argsort(stable=True)
@@ -325,7 +313,7 @@ class _Projection:
         self.modules, self.group = modules, summed_over
         self.weight: Weight | None = None
         plain = [module for module in modules if type(module) is nn.Linear]
-        self.factors: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.factors: list[tuple[Tensor, Tensor | None]] = []
         if len(plain) == len(modules) > 1 and forms is None:
             self.factors = [(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in plain]
             if packs and len({bias is None for _, bias in self.factors}) == 1:
@@ -338,7 +326,7 @@ class _Projection:
             weights = [module.weight.detach() for module in plain]
             self.weight = forms.make(weights, biases, is_sum=self.group is not None)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, O]"""
         if self.weight is not None:
             product = self.weight.multiply(states)

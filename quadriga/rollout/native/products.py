@@ -19,11 +19,13 @@ Legend: D inputs, O outputs of all weights of a form together, which are [., D] 
 """
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch.nn.functional import linear, pad
 
+from quadriga.models.heads import exact_in_bfloat16
 from quadriga.rollout.native.kernels import Kernels, Tensors, about_kernels, kernels
 
 _MAX_WIDE_BYTES = 4 * 2**30
@@ -91,15 +93,8 @@ class WideWeight:
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
             return torch.ops.mkl._mkl_linear(states.float(), self.packed, self.weight, self.bias, num_rows)
-        if not self.narrows:
+        with exact_in_bfloat16() if self.narrows else nullcontext():
             return linear(states.float(), self.weight, self.bias)
-        settings = torch.backends.mkldnn.matmul
-        before = settings.fp32_precision
-        settings.fp32_precision = "bf16"  # both factors are, so nothing is rounded; sums stay float32
-        try:
-            return linear(states.float(), self.weight, self.bias)
-        finally:
-            settings.fp32_precision = before
 
 
 class Weight:
