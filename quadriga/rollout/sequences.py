@@ -153,32 +153,24 @@ def with_responses(
         for row, own in enumerate(versions):
             columns["token_versions"][row, : len(own)] = torch.tensor(own)
         columns["token_versions"] = columns["token_versions"].to(device)
-    following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
-    if (column := _route_column(routes, attention_mask, attended)) is not None:
+    attention = torch.cat((attention_mask, attended), -1)
+    if (like := next((one for one in routes if one is not None), None)) is not None:
+        valid = attention.bool().cpu()
+        column = torch.full((*valid.shape, *like.shape[1:]), -1, dtype=torch.from_numpy(like).dtype)
+        for row, own in enumerate(routes):
+            if own is not None:
+                column[row, valid[row].nonzero()[: len(own), 0]] = torch.from_numpy(own)
         columns[ROUTES] = column.to(device)
+    following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
     return columns | {
         "prompts": ids,
         "responses": tokens,
         "input_ids": torch.cat((ids, tokens), -1),
-        "attention_mask": torch.cat((attention_mask, attended), -1),
+        "attention_mask": attention,
         "position_ids": torch.cat((position_ids, following.to(position_ids.dtype)), -1),
         "response_mask": mask.to(device),
         "rollout_log_probs": log_probs.to(device),
     }
-
-
-def _route_column(
-    routes: Sequence[np.ndarray | None], prompts: torch.Tensor, responses: torch.Tensor
-) -> torch.Tensor | None:
-    """Routes of each row at the places of its tokens, by the masks [B, P] and [B, T]; None where no row has any."""
-    if (like := next((one for one in routes if one is not None), None)) is None:
-        return None
-    valid = torch.cat((prompts, responses), -1).bool().cpu()
-    column = torch.full((*valid.shape, *like.shape[1:]), -1, dtype=torch.from_numpy(like).dtype)
-    for row, own in enumerate(routes):
-        if own is not None:
-            column[row, valid[row].nonzero()[: len(own), 0]] = torch.from_numpy(own)
-    return column
 
 
 def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
