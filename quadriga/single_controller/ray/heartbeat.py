@@ -114,24 +114,17 @@ class Heartbeat:
             )
 
     def _end_call(self, process: _Watched, status: Status) -> None:
-        """Print where all processes stand, then kill the one whose call is over its limit."""
-        name = f"{status.role}.{status.method}"
-        self.emit(
-            f"{process.worker}: {name} has taken {status.running_s:.0f} s, trainer.phase_timeout_s is {self.phase_s}; "
-            f"all processes stand here:\n{self._stacks()}"
-        )
-        fix = f"It was killed: trainer.phase_timeout_s is {self.phase_s}."
-        self._kill(process, f"{name} not done after {status.running_s:.0f} s", fix)
-
-    def _stacks(self) -> str:
-        """The stacks of all processes that answer, ranks with the same ones together."""
+        """Print where all processes stand, ranks alike together; then kill the one whose call is over its limit."""
+        name, limit = f"{status.role}.{status.method}", f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {each.actor.stacks.remote(): each.worker for each in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
         workers_at: dict[str, list[str]] = {}
         for ref in ready:
             workers_at.setdefault(ray.get(ref), []).append(str(refs[ref]))
-        told = [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
-        return "\n".join([*told, *(f"{refs[ref]}: no answer" for ref in silent)])
+        told = [f"{process.worker}: {name} has taken {status.running_s:.0f} s, {limit}; all processes stand here:"]
+        told += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
+        self.emit("\n".join([*told, *(f"{refs[ref]}: no answer" for ref in silent)]))
+        self._kill(process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}.")
 
     def _state(self, process: _Watched) -> str:
         """What the kernel says of a process, in brackets; "" for nothing of note."""
