@@ -29,7 +29,7 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     same rows alone by transformers' forward (eager). Of a value or reward model it is that of the hidden states [M, D]
     and of what the head makes of them, as a share of the largest. None: not in float32, or a model of images.
     Raises EngineError: it is over the bound; names the architecture and the worst token."""
-    model = scorer.model
+    model, where = scorer.model, f"{name}, {type(scorer.model).__name__}"
     if next(model.parameters()).dtype != torch.float32 or getattr(model.config, "vision_config", None) is not None:
         return None
     rows = sample_rows(model.config.get_text_config().vocab_size)
@@ -43,21 +43,16 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
         kind = "hidden states or scores"
         found, expected = _read_by_a_head(scorer, rows, batches)
     if not expected.isfinite().all():
-        got, fix = (
-            f"{kind} that are not finite, by transformers' own forward",
-            "Its weights are damaged: get them anew.",
-        )
-        raise EngineError(f"{name}, {type(model).__name__}", got, "finite numbers", fix)
+        got = f"{kind} that are not finite, by transformers' own forward"
+        fix = "Its weights are damaged: get them anew."
+        raise EngineError(where, got, "finite numbers", fix)
     off = (found - expected).abs().nan_to_num(nan=torch.inf).view(len(found), -1).amax(-1)
     if (largest := float(off.max())) > BOUND:
         places = [(row, place) for row, (_, response) in enumerate(rows) for place in range(len(response))]
         row, place = places[int(off.argmax())]
-        raise EngineError(
-            f"{name}, {type(model).__name__}",
-            got=f"{kind} that differ by {largest:.2g}, most at token {place} of response {row} of a small batch",
-            expected=f"those of transformers' own forward, within {BOUND}",
-            fix="Take a model of another architecture; `quadriga doctor --model PATH` repeats this check alone.",
-        )
+        got = f"{kind} that differ by {largest:.2g}, most at token {place} of response {row} of a small batch"
+        fix = "Take a model of another architecture; `quadriga doctor --model PATH` repeats this check alone."
+        raise EngineError(where, got=got, expected=f"those of transformers' own forward, within {BOUND}", fix=fix)
     return largest
 
 

@@ -36,6 +36,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.third_party import process_environment
 from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.weight_sync.publish import name_some
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class Balancer(RolloutEngine):
             self._is_new.discard(number)
             reason = self.dead.pop(number)
             if names := expected.differences(self.engines[number].fingerprint()):
-                got = f"other weights in {len(names)} tensors: {', '.join(names[:5])}"
+                got = f"other weights in {len(names)} tensors: {name_some(names)}"
                 where = f"engine {number} of {len(self.engines)}, made again"
                 self._mark_dead({number: WeightSyncError(where, got=got, expected="those of the others")})
                 continue
@@ -226,10 +227,9 @@ class Balancer(RolloutEngine):
         first, *others = marks
         for number in others:
             if names := marks[first].differences(marks[number]):
-                where = f"engines {first} and {number} of a balancer"
-                got = f"other weights in {len(names)} tensors: {', '.join(names[:5])}"
-                expected = "the same in all engines"
-                raise WeightSyncError(where, got=got, expected=expected, fix="Publish the weights again.")
+                where, fix = f"engines {first} and {number} of a balancer", "Publish the weights again."
+                got = f"other weights in {len(names)} tensors: {name_some(names)}"
+                raise WeightSyncError(where, got=got, expected="the same in all engines", fix=fix)
         return marks[first]
 
     def sleep(self) -> None:
@@ -277,12 +277,9 @@ class Balancer(RolloutEngine):
             number, error = next(iter(failed.items()))
             if isinstance(error, QuadrigaError):
                 return error
-            told = RolloutError(
-                f"engine {number} of {len(self.engines)}",
-                got=f"{type(error).__name__}: {error}",
-                expected="a response, of this engine or another",
-                fix="No other engine could serve the request either: look at what this one says.",
-            )
+            where, got = f"engine {number} of {len(self.engines)}", f"{type(error).__name__}: {error}"
+            fix = "No other engine could serve the request either: look at what this one says."
+            told = RolloutError(where, got=got, expected="a response, of this engine or another", fix=fix)
             told.__cause__ = error
             return told
         reasons = "; ".join(f"engine {number}: {error}" for number, error in self.dead.items())

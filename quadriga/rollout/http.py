@@ -370,15 +370,10 @@ class ServedScorer:
     async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
         """For each token of each sequence what `_read` gives."""
         common = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.top_k or 0}
-        asked = [
-            self.servers.ask(
-                "v1/completions",
-                common | {"prompt": tokens},
-                partial(self._read, tokens=tokens),
-                f"{len(tokens)} tokens",
-            )
-            for tokens in sequences
-        ]
+        asked = []
+        for tokens in sequences:
+            read = partial(self._read, tokens=tokens)
+            asked.append(self.servers.ask("v1/completions", common | {"prompt": tokens}, read, f"{len(tokens)} tokens"))
         return await asyncio.gather(*asked)
 
     def _read(self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]) -> list[Any]:

@@ -302,13 +302,10 @@ def model_folder(path: str | Path) -> str | Path:
     for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
             return candidate
-    raise CheckpointError(
-        str(folder),
-        got="a folder without config.json",
-        expected="a run, a checkpoint (global_step_N) or a Hugging Face folder",
-        fix="A checkpoint has the model when `model` or `hf_model` is in "
-        "actor_rollout_ref.actor.checkpoint.save_contents.",
-    )
+    expected = "a run, a checkpoint (global_step_N) or a Hugging Face folder"
+    key = "actor_rollout_ref.actor.checkpoint.save_contents"
+    fix = f"A checkpoint has the model when `model` or `hf_model` is in {key}."
+    raise CheckpointError(str(folder), got="a folder without config.json", expected=expected, fix=fix)
 
 
 def verify(checkpoint: Path) -> None:

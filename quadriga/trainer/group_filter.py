@@ -74,12 +74,10 @@ class GroupFilter:
         self._parts.append(part.select_idxs(chosen))
         limit = self.settings.max_num_gen_batches
         if limit and len(self._parts) == limit and not self.is_full:
-            raise DataError(
-                f"{_KEY}: got {len(self._sizes)} groups of responses that differ in {self.settings.metric} after "
-                f"{self._so_far()}, expected {self.num_wanted}, data.train_batch_size",
-                fix="Take prompts that the model solves sometimes and not always, raise actor_rollout_ref.rollout.n, "
-                f"or raise {_KEY}.max_num_gen_batches.",
-            )
+            got = f"{len(self._sizes)} groups of responses that differ in {self.settings.metric} after {self._so_far()}"
+            fix = "Take prompts that the model solves sometimes and not always, raise actor_rollout_ref.rollout.n, "
+            fix += f"or raise {_KEY}.max_num_gen_batches."
+            raise DataError(_KEY, got=got, expected=f"{self.num_wanted}, data.train_batch_size", fix=fix)
         if not limit and len(self._parts) % REPORT_EVERY == 0:
             logger.warning("%s: %d of %d groups after %s", _KEY, len(self._sizes), self.num_wanted, self._so_far())
         return set(self._parts[-1].non_tensor_batch["uid"])

@@ -135,12 +135,11 @@ class Channel:
         except RuntimeError as error:
             # The others wait for this process: they see its connections end.
             self.close()
-            raise WeightSyncError(
-                f"weight sync by broadcast, process {self._rank} of {self._size} in {what}",
-                got=str(error).strip().partition("\n")[0],
-                expected="the trainer's first process and all of the rollout's",
-                fix="Look for the error of another process: this one was only left alone by it.",
-            ) from error
+            where = f"weight sync by broadcast, process {self._rank} of {self._size} in {what}"
+            got = str(error).strip().partition("\n")[0]
+            expected = "the trainer's first process and all of the rollout's"
+            fix = "Look for the error of another process: this one was only left alone by it."
+            raise WeightSyncError(where, got=got, expected=expected, fix=fix) from error
 
 
 class WeightSender:

@@ -76,13 +76,10 @@ class RewardModelWorker(EngineWorker):
         release_free_memory()
         broken = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken:
-            raise RewardError(
-                "reward model",
-                got=f"{len(broken)} of {len(scores)} scores that are not finite, first {scores[broken[0]]:g} for row "
-                f"{broken[0]}",
-                expected="finite scores",
-                fix="Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's weights.",
-            )
+            row = broken[0]
+            got = f"{len(broken)} of {len(scores)} scores that are not finite, first {scores[row]:g} for row {row}"
+            fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's weights."
+            raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)
         rm_scores = torch.zeros(len(data), num_columns, dtype=torch.float32)
@@ -210,13 +207,11 @@ def choose_tokenizer(
     else:
         return None, limit, "the policy's tokens as they are: one tokenizer for both"
     if not judge.chat_template:
-        raise ConfigError(
-            "reward_model.model.path",
-            got=f"a tokenizer without a chat template, where {difference}",
-            expected="a template to render chats with for the reward model",
-            fix='Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens mean the same to it, '
-            f"{_KEY}=null.",
-        )
+        got = f"a tokenizer without a chat template, where {difference}"
+        expected = "a template to render chats with for the reward model"
+        fix = 'Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens mean the same to it, '
+        fix += f"{_KEY}=null."
+        raise ConfigError("reward_model.model.path", got=got, expected=expected, fix=fix)
     return judge, limit, f"chats rendered by its own template: {difference}"
 
 
@@ -242,6 +237,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
         input_ids[number, start:stop] = torch.tensor([*row.prompt, *row.response])
         attention_mask[number, start : stop + 1] = 1
     last = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
+    response_mask = (torch.arange(after) == last[:, None]).long()
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     seen: dict[str, Any] = {}
     if any(row.positions is not None for row in rows):
@@ -250,12 +246,5 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
             start, stop = before - len(row.prompt), before + len(row.response)
             position_ids[number, :, start:stop] = row.positions  # nothing reads that of the token behind
         seen = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "response_mask": (torch.arange(after) == last[:, None]).long(),
-        },
-        non_tensors=seen,
-    )
+    tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    return DataProto.from_dict(tensors={**tensors, "response_mask": response_mask}, non_tensors=seen)

@@ -85,11 +85,8 @@ class TeacherWorker(EngineWorker):
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
-        if (
-            num_top is not None
-            and len(data)
-            and (highest := int(columns[TEACHER_TOP_IDS].max())) >= len(self.tokenizer)
-        ):
+        highest = int(columns[TEACHER_TOP_IDS].max()) if num_top is not None and len(data) else 0
+        if highest >= len(self.tokenizer):
             got = f"token {highest} among the {num_top} likeliest ones"
             expected = f"ids below {len(self.tokenizer)}, the tokens of the student"
             raise EngineError("teacher", got=got, expected=expected, fix=f"Lower {DISTILLATION}.topk.")

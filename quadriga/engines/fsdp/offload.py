@@ -49,12 +49,10 @@ class MappedFile:
                 os.posix_fallocate(file.fileno(), 0, self.num_bytes)
                 self._memory = mmap.mmap(file.fileno(), self.num_bytes)
         except OSError as error:
-            raise ConfigError(
-                "trainer.offload_dir",
-                got=f"{folder} ({error.strerror}), for {self.num_bytes / GIB:.2f} GiB: the {what}",
-                expected="a folder on a disk with room that may be written",
-                fix="Set it to such a folder, or leave param_offload and optimizer_offload out.",
-            ) from error
+            got = f"{folder} ({error.strerror}), for {self.num_bytes / GIB:.2f} GiB: the {what}"
+            expected = "a folder on a disk with room that may be written"
+            fix = "Set it to such a folder, or leave param_offload and optimizer_offload out."
+            raise ConfigError("trainer.offload_dir", got=got, expected=expected, fix=fix) from error
         content = torch.frombuffer(self._memory, dtype=torch.uint8)
         starts = [0, *ends[:-1]]
         self.windows = [
@@ -84,12 +82,10 @@ class PinnedCopy:
         self._sizes = [one.nbytes() for one in self._storages]
         self.num_bytes = sum(self._sizes)
         if self.num_bytes > (free := available_bytes()):
-            raise ConfigError(
-                "fsdp_config.param_offload and optimizer_offload",
-                got=f"{self.num_bytes / GIB:.2f} GiB to keep on the host (the {what}), with {free / GIB:.2f} GiB free",
-                expected="as much free memory on the host",
-                fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
-            )
+            where, expected = "fsdp_config.param_offload and optimizer_offload", "as much free memory on the host"
+            got = f"{self.num_bytes / GIB:.2f} GiB to keep on the host (the {what}), with {free / GIB:.2f} GiB free"
+            fix = "Leave them out, or use more ranks with fsdp_config.fsdp_size=-1."
+            raise ConfigError(where, got=got, expected=expected, fix=fix)
         self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes]
         self._arrived = torch.cuda.Event()
 

@@ -86,13 +86,10 @@ def cluster(
         yield ray.get_runtime_context().gcs_address
         return
     if address == "local" and num_nodes > 1:
-        raise ConfigError(
-            "trainer.nnodes",
-            got=f"{num_nodes} machines, and no address of a cluster",
-            expected="1: the cluster that a run starts for itself is this machine alone",
-            fix=f"`ray start` makes one of several machines, and {ADDRESS_KEY}=auto (or RAY_ADDRESS=auto) joins it; on "
-            "this machine alone set trainer.nnodes=1.",
-        )
+        expected = "1: the cluster that a run starts for itself is this machine alone"
+        fix = f"`ray start` makes one of several machines, and {ADDRESS_KEY}=auto (or RAY_ADDRESS=auto) joins it; on "
+        fix += "this machine alone set trainer.nnodes=1."
+        raise ConfigError("trainer.nnodes", f"{num_nodes} machines, and no address of a cluster", expected, fix)
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
@@ -189,11 +186,9 @@ def forwarded_variables() -> dict[str, str]:
 def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     is_address = ":" in address and "://" not in address and address.rpartition(":")[2].isdecimal()
     if address != "auto" and not is_address:
-        raise WorkerError(
-            f"{where}: got '{address}', expected HOST:PORT, auto or local",
-            fix="`ray start --head` prints the address; run the command on a machine of the cluster, or with "
-            "`ray job submit`.",
-        )
+        fix = "`ray start --head` prints the address; run the command on a machine of the cluster, or with "
+        fix += "`ray job submit`."
+        raise WorkerError(where, got=f"'{address}'", expected="HOST:PORT, auto or local", fix=fix)
     # Ray itself has two minutes' patience with an address where nothing is, and ten with another program's.
     if address != "auto" and not is_head(*_host_and_port(address)):
         found = "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
