@@ -10,12 +10,14 @@ another, the innermost speaks that has been going on for so long.
 """
 
 import math
+import os
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -27,8 +29,65 @@ _OURS = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
 )
-_open_waits = threading.local()
 LAST_REPORT_S = 1.0  # the block's end does not wait longer than this for a detail function that is itself stuck
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """A block that waits: for what, in which thread, since when; when that is to be reported."""
+
+    what: str
+    detail: Callable[[], str] | None
+    period_s: float
+    emit: Callable[[str], None]
+    thread: int
+    start: float
+    due: float
+    reports: threading.Lock  # held by a report under way
+
+    def report(self, waits: dict["_Wait", None]) -> None:
+        with self.reports:
+            opened, now = list(waits), time.monotonic()
+            inner = opened[opened.index(self) + 1 :] if self in opened else []
+            if any(one.thread == self.thread and now - one.start >= self.period_s for one in inner):
+                return
+            seconds = round(now - self.start)
+            duration = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
+            try:
+                state = f": {self.detail()}" if self.detail else place_of(sys._current_frames().get(self.thread))
+            except Exception as error:
+                # The wait matters more than its description: the report goes on and says why it is short.
+                state = f" (its detail failed: {type(error).__name__}: {error})"
+            # What was waited for may have come while the detail was made.
+            if self in waits:
+                self.emit(f"waiting {duration} for {self.what}{state}")
+
+
+class _Watch(threading.Thread):
+    """The waits of a process, inner ones after outer ones; has those reported that last."""
+
+    def __init__(self) -> None:
+        super().__init__(name="waits", daemon=True)
+        self.waits: dict[_Wait, None] = {}
+        self.wake, self.wakes_at = threading.Event(), math.inf
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            # Whoever waits from here on wakes this thread, until it is known when it wakes by itself.
+            self.wake.clear()
+            self.wakes_at, now = math.inf, time.monotonic()
+            for wait in [wait for wait in list(self.waits) if wait.due <= now]:
+                wait.due = now + wait.period_s
+                if not wait.reports.locked():
+                    name = f"waiting for {wait.what}"
+                    threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True).start()
+            self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
+            self.wake.wait(self.wakes_at - now)
+
+
+_watches: dict[int, _Watch] = {}
+"""By process: a fork has none of its parent's threads."""
 
 
 @contextmanager
@@ -39,40 +98,23 @@ def waiting(
     emit: Callable[[str], None] = print,
 ) -> Iterator[None]:
     """Report every `every_s` seconds (None: `EVERY_S`), from a daemon thread, that the block is still waiting.
-    `detail`: says what is there and what is missing; called from the watching thread. None: where this thread is.
+    `detail`: says what is there and what is missing; called from that thread. None: where this thread is.
     `emit`: where a report goes (`Progress.message` while a progress bar is shown)."""
     period_s = EVERY_S if every_s is None else every_s
     if period_s <= 0:
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")
-    is_over = threading.Event()
-    start, thread = time.monotonic(), threading.get_ident()
-    waits: dict[threading.Event, float] = _open_waits.__dict__.setdefault("starts", {})
-    waits[is_over] = start
-
-    def watch() -> None:
-        while not is_over.wait(period_s):
-            inner = list(waits)[list(waits).index(is_over) + 1 :] if is_over in waits else []
-            if any(time.monotonic() - waits.get(one, math.inf) >= period_s for one in inner):
-                continue
-            seconds = round(time.monotonic() - start)
-            duration = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
-            try:
-                state = f": {detail()}" if detail else place_of(sys._current_frames().get(thread))
-            except Exception as error:
-                # The wait matters more than its description: the report goes on and says why it is short.
-                state = f" (its detail failed: {type(error).__name__}: {error})"
-            # What was waited for may have come while the detail was made.
-            if not is_over.is_set():
-                emit(f"waiting {duration} for {what}{state}")
-
-    watcher = threading.Thread(target=watch, name=f"waiting for {what}", daemon=True)
-    watcher.start()
+    start = time.monotonic()
+    wait = _Wait(what, detail, period_s, emit, threading.get_ident(), start, start + period_s, threading.Lock())
+    watch = _watches.get(os.getpid()) or _watches.setdefault(os.getpid(), _Watch())
+    watch.waits[wait] = None
+    if wait.due < watch.wakes_at:
+        watch.wake.set()
     try:
         yield
     finally:
-        del waits[is_over]
-        is_over.set()
-        watcher.join(LAST_REPORT_S)
+        watch.waits.pop(wait, None)
+        if wait.reports.acquire(timeout=LAST_REPORT_S):
+            wait.reports.release()
 
 
 def watched(items: Iterable[Item], what: str) -> Iterator[Item]:

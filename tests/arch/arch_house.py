@@ -31,15 +31,15 @@ SIZES: dict[str, Size] = {
     "data": Size(3587, 16, 219),
     "engines": Size(4188, 24, 223),
     "models": Size(3740, 20, 225),
-    "observe": Size(1631, 13, 108),
+    "observe": Size(1673, 13, 110),
     "protocol": Size(1461, 9, 96),
     "rewards": Size(3619, 28, 213),
     "rollout": Size(9362, 45, 581),
-    "single_controller": Size(3345, 15, 208),
+    "single_controller": Size(3350, 15, 208),
     "trainer": Size(6287, 31, 385),
     "verl": Size(1787, 6, 127),
     "weight_sync": Size(867, 6, 63),
-    "workers": Size(2283, 13, 136),
+    "workers": Size(2296, 13, 137),
     "": Size(1733, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -69,7 +69,7 @@ REASONS: dict[str, str] = {
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
     " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"
     " kernels for CUDA: attention of all segments in two calls (varlen.py), norms and gates in one (fused_triton.py)",
-    "observe": "metrics of a step in parts;"
+    "observe": "metrics of a step in parts; one thread for all waits (one of its own cost 4 ms beside a busy thread);"
     " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
@@ -82,7 +82,7 @@ REASONS: dict[str, str] = {
     " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
     " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
-    " methods that wait beside others; processes with several devices",
+    " what that is started with; methods that wait beside others; processes with several devices",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
@@ -97,7 +97,7 @@ REASONS: dict[str, str] = {
     "workers": "state copies; engines that are made again; generation beside training, also where the driver is another"
     " process, which gets what is under way and is waited for between steps, and on the ranks of a group;"
     " teachers, loaded or served; experts of a checkpoint; the sizes of models before they are loaded; reward models"
-    " with images; GLM-4V in vLLM",
+    " with images; GLM-4V in vLLM; ends of groups are told together, for each answer takes time of the engine's core",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long wait speaks, a short one does not."""
 
+import os
 import re
+import select
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -29,12 +32,14 @@ class Ear:
             assert self._heard.wait_for(lambda: len(self.reports) >= count, timeout=20)
 
 
-def test_a_short_wait_is_silent_and_leaves_no_thread():
+def test_a_short_wait_is_silent_and_has_no_thread_of_its_own():
     ear = Ear()
+    with waiting("anything"):
+        threads = threading.enumerate()
     with waiting("nothing", every_s=30.0, emit=ear):
-        assert any(thread.name == "waiting for nothing" for thread in threading.enumerate())
+        assert threading.enumerate() == threads
     assert ear.reports == []
-    assert not any(thread.name == "waiting for nothing" for thread in threading.enumerate())
+    assert threading.enumerate() == threads
 
 
 def test_a_long_wait_says_what_it_waits_for_again_and_again_until_it_is_over():
@@ -57,10 +62,44 @@ def test_a_failing_detail_is_reported_and_the_watch_goes_on():
     assert ear.reports[0] == "waiting 0 s for x (its detail failed: OSError: no such pool)"
 
 
+def test_a_detail_that_is_stuck_holds_up_no_other_wait():
+    ear, is_called, goes_on = Ear(), threading.Event(), threading.Event()
+
+    def detail() -> str:
+        is_called.set()
+        return str(goes_on.wait(20))
+
+    with waiting("stuck", detail, every_s=0.01):
+        assert is_called.wait(20)
+        with waiting("other", lambda: "", every_s=0.01, emit=ear):
+            ear.wait_for(3)
+        goes_on.set()
+
+
+def test_waits_in_a_fork_are_reported():
+    with waiting("the parent's"):
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            with waiting("x", lambda: "", every_s=0.01, emit=lambda report: os.write(writer, report.encode())):
+                time.sleep(20)
+            os._exit(1)
+    try:
+        assert select.select([reader], [], [], 15)[0] and os.read(reader, 100).startswith(b"waiting 0 s for x: ")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
 def test_an_error_inside_passes_and_ends_the_watch():
-    with pytest.raises(RuntimeError), waiting("the end", every_s=30.0):
+    ear = Ear()
+    with pytest.raises(RuntimeError), waiting("the end", lambda: "", every_s=0.01, emit=ear):
+        ear.wait_for(1)
         raise RuntimeError
-    assert not any(thread.name == "waiting for the end" for thread in threading.enumerate())
+    count = len(ear.reports)
+    time.sleep(0.1)
+    assert len(ear.reports) == count
 
 
 def test_an_interval_of_zero_is_refused():
@@ -73,6 +112,7 @@ def test_an_interval_of_zero_is_refused():
 )
 def test_durations(seconds, text, monkeypatch):
     ear, readings = Ear(), iter([0.0])
+    monkeypatch.setattr(watchdog, "_watches", {})
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings, seconds), sleep=time.sleep))
     with waiting("x", lambda: "", every_s=0.01, emit=ear):
         ear.wait_for(1)
