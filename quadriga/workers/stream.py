@@ -41,7 +41,7 @@ from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import Generation
 
 Done = Callable[[int, Callable[[], DataProto]], None]
-EVENTS_WITHIN_S = 1.0
+EVENTS_WITHIN_S, TOGETHER_WITHIN_S = 1.0, 0.1
 
 
 class WeightCopy(NamedTuple):
@@ -214,6 +214,10 @@ class ServedStream(GenerationStream):
         self._given: dict[int, DataProtoFuture | None] = {}  # weights by version
         self._num_told = self._num_seen = 0  # events, and of how many the driver knows
         self._is_closed = False
+        settings = generation.config.async_training
+        # Whether anything may follow from the end of one group of a batch.
+        self._tells_at_once = waits or settings.by_mini_batch or settings.on_stale == "drop"
+        self._batches: dict[int, int] = {}  # of groups that the driver does not know to have ended
         if waits:
             assert isinstance(self.engine, NativeEngine), "the configuration is checked before"
             self.engine.before_step = lambda _: self._wait_for_driver()
@@ -222,6 +226,10 @@ class ServedStream(GenerationStream):
             self.engine.take_weights = lambda version: self._publish(self._taken(version).get()[0], version)
             self._following = in_background(self.engine.follow, "rank of a rollout group")
             self._following.add_done_callback(lambda done: self._happened.put(("over", 0, done.result)))
+
+    def start(self, groups: Mapping[int, DataProto], *args: Any) -> None:
+        self._batches |= {group: rows.meta_info["global_steps"] for group, rows in groups.items()}
+        super().start(groups, *args)
 
     def await_weights(self, version: int, *, keeps_cache: bool) -> None:
         """At the next step take weights of a version, which `give_weights` brings, before it or after."""
@@ -257,13 +265,17 @@ class ServedStream(GenerationStream):
 
     def events(self) -> list[tuple[str, int, Any]]:
         """What has happened since the last call, within a second: ("ended", group, its rows), ("loaded", version,
-        version of the weights since) and ("under way", 0, what `save` gives). Raises what failed."""
-        found = []
+        version of the weights since) and ("under way", 0, what `save` gives). A group whose batch is still generated
+        here may wait for others. Raises what failed."""
+        found, until = [], time.monotonic() + EVENTS_WITHIN_S
         with suppress(queue.Empty):
-            # Those of a group's other ranks are errors, which are asked for with the first one's.
-            found.append(self._happened.get(self._following is None, EVENTS_WITHIN_S))
             while True:
-                found.append(self._happened.get_nowait())
+                # Those of a group's other ranks are errors, which are asked for with the first one's.
+                found.append(self._happened.get(self._following is None, max(0.0, until - time.monotonic())))
+                batch = self._batches.pop(found[-1][1], None) if found[-1][0] == "ended" else None
+                is_whole = all(self._batches.get(one) != batch for one in tuple(self._open))
+                may_wait = batch is not None and not (is_whole or self._tells_at_once)
+                until = min(until, time.monotonic() + TOGETHER_WITHIN_S) if may_wait else 0.0
         return [(kind, number, value()) for kind, number, value in found]
 
     def close(self) -> None:

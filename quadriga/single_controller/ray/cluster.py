@@ -34,7 +34,12 @@ LEAST_RAY = "2.60"
 ADDRESS_KEY = "ray_kwargs.ray_init.address"
 # What is let go is freed at once, not once a second: memory that the store uses again costs a tenth of fresh memory.
 # No process is started beforehand for each logical CPU: workers have an environment of their own, and take none.
-OWN_CLUSTER = {"free_objects_period_milliseconds": 0, "prestart_worker_first_driver": False}
+# Outputs up to this size come with the answer: through the store each costs three processes a millisecond.
+OWN_CLUSTER = {
+    "free_objects_period_milliseconds": 0,
+    "prestart_worker_first_driver": False,
+    "max_direct_call_object_size": 1 << 20,
+}
 # Variables that a process of the run reads, wherever it is: a cluster that is up was started with others.
 FORWARDED = (
     "HF_", "TRANSFORMERS_", "TOKENIZERS_", "QUADRIGA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "VLLM_",

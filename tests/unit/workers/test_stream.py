@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stream whose driver is another process: what it is told and asked, with the engine in a thread of this one."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -116,3 +117,18 @@ def test_what_fails_is_told(stream: ServedStream, actor: ActorRolloutRefWorker, 
     assert stream.weight_version == -1
     with pytest.raises(RolloutError, match="not loaded completely"):
         stream.start({1: prompts[:2]})
+
+
+def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
+    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the driver decides of each: there an event waits for no other."""
+    monkeypatch.setattr("quadriga.workers.stream.TOGETHER_WITHIN_S", 60.0)
+    monkeypatch.setattr("quadriga.workers.stream.EVENTS_WITHIN_S", 60.0)
+    stream._batches |= {1: 7, 2: 7, 3: 8}
+    stream._open |= {2: [], 3: []}
+    stream._tell("ended", 1, lambda: "first")
+    threading.Timer(0.2, lambda: (stream._open.pop(2), stream._tell("ended", 2, lambda: "second"))).start()
+    told = stream.events()
+    assert told == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._tells_at_once else 2]
+    assert len(told) == 2 or stream.events() == [("ended", 2, "second")]
