@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from quadriga.config import Config
 from quadriga.config.placement import asked_roles, role_pools
 from quadriga.errors import ConfigError
 
-# Import strings: Ray is loaded only where it is needed, and torch after the cluster is there.
+# Import strings: Ray, and torch with it, are loaded only where they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
 CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
+WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def run_ppo(config: Config) -> None:
@@ -42,7 +44,12 @@ def cluster_of(config: Config) -> Iterator[list[tuple[str, float]]]:
         return
     pools = set(role_pools(config.trainer, asked_roles(config)).values())
     shapes = [config.trainer.processes_of(pool) for pool in pools]
+    # Threads of this process that wait leave their cores to the workers. OpenMP reads it as torch is loaded, with Ray.
+    is_chosen = WAIT_POLICY in os.environ
+    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     cluster = _load(CLUSTER)
+    if not is_chosen:
+        del os.environ[WAIT_POLICY]  # each worker has its own
     start_up = [("cluster", time.time())]
     num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
     with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run runs, and what is said where Ray is not installed."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,10 +47,15 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
 
     runner = SimpleNamespace(steps=lambda *arguments: [events.append(arguments)])
     known = {launch.CLUSTER: connected, launch.RUNNER: lambda: runner}
-    monkeypatch.setattr(launch, "_load", known.__getitem__)
+    policies: list[str | None] = []
+    monkeypatch.delenv(launch.WAIT_POLICY, raising=False)
+    monkeypatch.setattr(
+        launch, "_load", lambda name: (policies.append(os.environ.get(launch.WAIT_POLICY)), known[name])[1]
+    )
     run_ppo(config)
     found, (configuration, start_up, _), left = events
     assert (found, configuration, left) == (size, config, "left")
+    assert policies == ["PASSIVE", None], "as torch is loaded with Ray, and not for what starts then"
     assert [name for name, _ in start_up] == ["cluster", "modules"]
 
 
