@@ -132,10 +132,10 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     # graded.
     valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
     lengths = valid.long().sum(dim=-1)
-    token_ids = [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)]
+    token_ids = [row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)]
     rows, known = [], columns.get("extra_info", [None] * len(token_ids))
     places = list(columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))]))
-    for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):
+    for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):  # quick with arrays
         extra_info: Any = {} if known[row] is None else known[row]
         if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
             extra_info = {**extra_info, **of_conversation}
