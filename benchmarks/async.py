@@ -15,7 +15,8 @@ log-normal law whose longest is 16 times the median:
 
 Processes that train or generate have one thread and are pinned to their core; the driver and Ray's own are not. A
 side's time is from when everything is built to its last step, its first and last ones included, in which nothing can
-overlap. A core is idle where its process uses none of it.
+overlap. A core is idle where its process uses none of it; beside are the seconds a step that the driver and Ray's
+processes compute, which they take from either core.
 
 By default generation and training are about equal work in lockstep: as many seconds of its core each.
 
@@ -30,7 +31,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -38,6 +39,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
 import ray  # noqa: E402
 import torch  # noqa: E402
@@ -46,6 +48,7 @@ from transformers import LlamaForCausalLM  # noqa: E402
 from async_simulation import Costs, Simulation, colocated, recorded  # noqa: E402
 from drawn_lengths import SETTINGS  # noqa: E402
 from quadriga.config import load_config  # noqa: E402
+from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
 from quadriga.trainer.async_schedule import Rules  # noqa: E402
 from quadriga.trainer.launch import cluster_of  # noqa: E402
 from quadriga.trainer.task_runner import TaskRunner  # noqa: E402
@@ -74,10 +77,12 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Outcome:
-    """Seconds of a run; the share of them that each core's process is idle; what each step was."""
+    """Seconds of a run; the share of them that each core's process is idle; seconds that the driver and Ray's processes
+    have computed; what each step was."""
 
     seconds: float
     idle: list[float]
+    beside: float
     steps: list[dict[str, Any]]
     staleness: float
 
@@ -127,6 +132,16 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
+def beside_s() -> float:
+    """Seconds that the driver and Ray's own processes, which are told where its session is, have computed."""
+    session, total = ray._private.worker._global_node.get_session_dir_path(), cpu_s(os.getpid())
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if session in (place / "cmdline").read_text(errors="replace"):
+                total += cpu_s(int(place.name))
+    return total
+
+
 def run(folder: Path, name: str, args: Namespace) -> Outcome:
     """A side, from the first step to the last."""
     config = load_config(command(folder, name, args)).config
@@ -135,6 +150,7 @@ def run(folder: Path, name: str, args: Namespace) -> Outcome:
     staleness: list[float] = []
     started, before, pids = 0.0, [], []
     used: list[float] = []
+    beside = 0.0
     with cluster_of(config), open(folder / "log", "a", encoding="utf-8") as log, redirect_stdout(log):
         for step in runner.steps(config):
             if step.batch is None:
@@ -143,6 +159,7 @@ def run(folder: Path, name: str, args: Namespace) -> Outcome:
                 pids = [address.pid for group in groups for address in group.processes.addresses]
                 for pid, core in zip(pids, cores, strict=True):
                     pin(pid, core)
+                beside = beside_s()
                 before, started = [cpu_s(pid) for pid in pids], time.perf_counter()
                 continue
             now = time.perf_counter()
@@ -155,8 +172,9 @@ def run(folder: Path, name: str, args: Namespace) -> Outcome:
             staleness.append(step.metrics.get("async/staleness_mean", 0.0))
             if step.number == args.steps:
                 used = [cpu_s(pid) - own for pid, own in zip(pids, before, strict=True)]
+                beside = beside_s() - beside
     total = steps[-1]["at_s"]
-    return Outcome(total, [1 - own / total for own in used], steps, mean(staleness))
+    return Outcome(total, [1 - own / total for own in used], beside, steps, mean(staleness))
 
 
 def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[str, float]:
@@ -193,14 +211,15 @@ def report(found: dict[str, list[Outcome]], told: dict[str, float], args: Namesp
         f"a lockstep step: generation {generation:.2f} s, training {training:.2f} s; "
         f"responses of {median(tokens):g} tokens in the middle, up to {max(tokens)}"
     )
-    print("| side | s a step | over lockstep | over colocated | predicted | idle by core | staleness |")
-    print("|---|---|---|---|---|---|---|")
+    print("| side | s a step | over lockstep | over colocated | predicted | idle by core | beside | staleness |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         turns = f"{speed(found['colocated'], runs):.2f}" if "colocated" in found else ""
         idle = " / ".join(f"{mean(values):.2f}" for values in zip(*(run.idle for run in runs), strict=True))
         a_step, ahead = median(run.seconds for run in runs) / args.steps, told["lockstep"] / told[name]
         print(f"| {name} | {a_step:.2f} | {speed(lockstep, runs):.2f} | {turns} | {ahead:.2f} | {idle} ", end="")
-        print(f"| {mean(run.staleness for run in runs):.2f} |")
+        beside, staleness = map(mean, zip(*((run.beside, run.staleness) for run in runs), strict=True))
+        print(f"| {beside / args.steps:.3f} | {staleness:.2f} |")
     judge(found, told)
 
 
@@ -234,13 +253,14 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     args = parser.parse_args()
     args.longest = 16 * args.median
-    os.environ |= {"OMP_NUM_THREADS": "1", SETTINGS: f"{args.median} {args.longest} {args.sigma}"}
+    os.environ[SETTINGS] = f"{args.median} {args.longest} {args.sigma}"
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
     found: dict[str, list[Outcome]] = {name: [] for name in args.sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, args)
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        own = {"include_dashboard": False, "log_to_driver": False, "_system_config": OWN_CLUSTER}  # as a run's
+        ray.init(address="local", num_cpus=4, **own)
         print(f"load of the machine before: {os.getloadavg()[0]:.1f}", flush=True)
         for number in range(args.rounds):
             for side in args.sides:
