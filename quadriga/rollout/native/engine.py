@@ -446,9 +446,9 @@ class NativeEngine(CausalModelEngine):
                         continue
                     if self.group is not None:
                         self._tell(added, given_up, scheduler.max_cache_tokens)
+                    self.num_steps += 1  # first: what follows from a response that ends in the step counts it
                     with PhaseTimer.mark(f"step of version {self.weight_version}"):
                         generation.advance(given_up)
-                    self.num_steps += 1
                     if scheduler.is_done:
                         self._sum_up()
                         # What comes next finds an empty KV cache on all ranks, whether or not it is here already.

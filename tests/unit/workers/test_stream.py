@@ -2,6 +2,7 @@
 """A stream whose driver is another process: what it is told and asked, with the engine in a thread of this one."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -14,7 +15,7 @@ from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.generation import Generation
-from quadriga.workers.stream import ServedStream
+from quadriga.workers.stream import GenerationStream, ServedStream
 
 
 @pytest.fixture
@@ -117,6 +118,23 @@ def test_what_fails_is_told(stream: ServedStream, actor: ActorRolloutRefWorker, 
     assert stream.weight_version == -1
     with pytest.raises(RolloutError, match="not loaded completely"):
         stream.start({1: prompts[:2]})
+
+
+def test_the_end_of_a_group_counts_the_step_in_which_it_ends(
+    config: Config, tokenizer: Any, actor: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
+    """A save that follows from it is found at the same step by a repetition, in which nothing else is under way."""
+    counts: list[int] = []
+    generation = Generation(
+        config, tokenizer, torch.device("cpu"), torch.float32, is_beside_training=False, num_processes=1
+    )
+    stream = GenerationStream(generation, lambda *_: counts.append(stream.engine.num_steps))
+    stream.load(lambda: copies(actor), 0, keeps_cache=False).result()
+    stream.start({1: prompts[:2]})
+    while not counts:
+        time.sleep(0.01)
+    stream.close()
+    assert counts == [stream.engine.num_steps]
 
 
 def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
