@@ -100,9 +100,8 @@ class RemoteStream:
                 asked = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
                 with self._lock:
                     calls, self._unseen = self._unseen, []
-                events = self._group.resolve([*calls, *asked])[len(calls)]
-                for kind, number, value in events:
-                    self._take(kind, number, value)
+                for event in self._group.resolve([*calls, *asked])[len(calls)]:
+                    self._take(*event)
         except BaseException as error:
             self.error = error
 

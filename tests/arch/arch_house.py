@@ -36,7 +36,7 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3619, 28, 213),
     "rollout": Size(9362, 45, 581),
     "single_controller": Size(3350, 15, 208),
-    "trainer": Size(6287, 31, 385),
+    "trainer": Size(6288, 31, 384),
     "verl": Size(1787, 6, 127),
     "weight_sync": Size(867, 6, 63),
     "workers": Size(2296, 13, 137),
@@ -83,7 +83,8 @@ REASONS: dict[str, str] = {
     " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
     " what that is started with; methods that wait beside others; processes with several devices",
-    "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
+    "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go;"
+    " a driver whose threads sleep; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, updates by mini-batch; checkpoints with sequences under way and"
