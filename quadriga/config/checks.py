@@ -24,6 +24,7 @@ from quadriga.config.placement import (
     check_megatron,
     check_placement,
     check_profiles,
+    engine_ranks,
     role_pools,
     rollout_devices,
     rollout_group_size,
@@ -257,14 +258,14 @@ def check_async(config: Config) -> Iterator[Finding]:
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
     streams, on_ray, group_size = settings.by_mini_batch, trainer.backend == "ray", rollout_group_size(config)
-    num_engines, in_groups = sum(rollout_ranks(config)) // group_size, group_size > 1
+    num_engines, in_groups = sum(rollout_ranks(config)) // engine_ranks(config), group_size > 1
     pools = role_pools(trainer, asked_roles(config))
     beside = [role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")]
     for is_wrong, key, got, expected, fix in (
         (on_ray and "rollout" not in pools, "trainer.placement", str(trainer.placement),
          "actor and rollout in pools of their own", "Such as {actor: training, ref: training, rollout: generation}."),
         (rollout_devices(config) > 1 and beside, "trainer.placement", f"{' and '.join(beside)} in the rollout's pool",
-         "a pool for the rollout alone", "There vLLM's processes have the ranks of tensor_model_parallel_size."),
+         "a pool for the rollout alone: its processes have several devices each", "Name another pool for the others."),
         (in_groups and config.actor_rollout_ref.model.has_adapter, f"{ROLLOUT}.tensor_model_parallel_size",
          f"{rollout.tensor_model_parallel_size}, with an adapter", "1", "Take a rank for each engine, or vllm."),
         (on_ray and settings.replay and settings.in_flight == "continue", f"{at}.replay",

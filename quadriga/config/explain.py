@@ -214,16 +214,19 @@ def _processes(config: Config) -> Iterator[str]:
     roles = role_pools(trainer, asked_roles(config))
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
-        counts = trainer.processes_of(pool)
+        devices = rollout_devices(config) if pool == roles.get("rollout") else 1
+        counts = [count // devices for count in trainer.processes_of(pool)]
         inside = " and ".join(_ROLE_WORDS.get(role, role) for role, name in roles.items() if name == pool)
         where = "on one machine" if len(counts) == 1 else f"on {len(counts)} machines ({' + '.join(map(str, counts))})"
         each = "" if max(counts) == 1 else f", which share a machine's cores ({max(counts)} to a machine)"
-        yield f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}"
-    for what, size in {"rollout group": rollout_group_size(config), "vLLM engine": rollout_devices(config)}.items():
-        if size > 1:
-            groups = _count(sum(rollout_ranks(config)) // size, what)
-            yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the weights that generate"
-    if len(pools) > 1:
+        own = f", each on {devices} devices, where vLLM starts {devices} of its own" if devices > 1 else ""
+        yield f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}{own}"
+    if (size := rollout_group_size(config)) > 1:
+        groups = _count(sum(rollout_ranks(config)) // size, "rollout group")
+        yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the weights that generate"
+    if len(pools) > 1 and config.async_training.enable:
+        yield "training and generation compute at the same time, each process with the threads that it would have alone"
+    elif len(pools) > 1:
         yield "pools take turns, so a process has the threads that it would have if there were no other pool"
     if restarts := trainer.max_worker_restarts:
         yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"

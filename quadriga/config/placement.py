@@ -123,8 +123,7 @@ def with_fewer_processes(config: Config) -> Iterator[Config]:
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
         smaller = config.model_copy(update={"trainer": trainer.model_copy(update={"resource_pools": pools})})
-        findings = (*check_layouts(smaller), *_check_groups(smaller))
-        if not any(isinstance(finding, ConfigError) for finding in findings):
+        if not any(isinstance(finding, ConfigError) for finding in check_layouts(smaller)):
             yield smaller
 
 
@@ -132,9 +131,13 @@ def rollout_ranks(config: Config) -> list[int]:
     """Ranks on each machine that have the rollout: the policy's, or those of a pool of its own."""
     if config.trainer.backend != "ray":
         return [1]
-    given = role_pools(config.trainer)
-    pool = next((given[role] for role in ("rollout", *POLICIES) if role in given), None)
+    pool = _rollout_pool(config)
     return [] if pool is None else config.trainer.processes_of(pool)
+
+
+def _rollout_pool(config: Config) -> str | None:
+    given = role_pools(config.trainer)
+    return next((given[role] for role in ("rollout", *POLICIES) if role in given), None)
 
 
 def rollout_devices(config: Config) -> int:
@@ -145,11 +148,16 @@ def rollout_devices(config: Config) -> int:
     return rollout.tensor_model_parallel_size if is_several else 1
 
 
-def rollout_group_size(config: Config) -> int:
-    """How many processes hold one rollout engine together; 1: there are no groups."""
+def engine_ranks(config: Config) -> int:
+    """How many ranks a rollout engine takes."""
     rollout = config.actor_rollout_ref.rollout
     is_spanned = rollout.name in SPANNING and config.trainer.backend == "ray"
-    return rollout.tensor_model_parallel_size // rollout_devices(config) if is_spanned else 1
+    return rollout.tensor_model_parallel_size if is_spanned else 1
+
+
+def rollout_group_size(config: Config) -> int:
+    """How many processes hold one rollout engine together; 1: there are no groups."""
+    return engine_ranks(config) // rollout_devices(config)
 
 
 def sglang_problem(config: Config) -> ConfigError | None:
@@ -197,7 +205,9 @@ def _check_groups(config: Config) -> Iterator[Finding]:
     asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
     if sum(counts) % asked or any(count % devices for count in counts):
         got, of = f"groups of {asked * devices}, of {sum(counts)} ranks", " on each machine" if devices > 1 else ""
-        fix = "More ranks: --ray and trainer.n_gpus_per_node."
+        pool, own = _rollout_pool(config), config.trainer.resource_pools
+        key = f"trainer.resource_pools.{pool}" if pool in own else "trainer.n_gpus_per_node"
+        fix = f"Change it, or the number of ranks: {key}{'' if config.trainer.backend == 'ray' else ', with --ray'}."
         yield wrong(where, got, f"a number that divides the ranks that generate{of}", fix)
     if size > 1 and not rollout.request_seeds:
         fix = "Set it to true, or tensor_model_parallel_size to 1."
@@ -276,7 +286,8 @@ def check_placement(config: Config) -> Iterator[Finding]:
     """Yields what cannot be placed, and which keys are read on Ray only."""
     trainer, ray, rollout = config.trainer, config.ray_kwargs, config.actor_rollout_ref.rollout
     if trainer.backend == "local":
-        has_own = rollout.mode == "async" or rollout.tensor_model_parallel_size > 1  # processes
+        is_beside = rollout.mode == "async" or config.async_training.enable
+        has_own = is_beside or rollout.tensor_model_parallel_size > 1  # processes
         has_own = {"vllm": has_own, "sglang": not has_servers(rollout)}.get(rollout.name, False)
         if has_own and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
             got = f"{trainer.device}, with {rollout.name} in processes of its own, which take the first GPUs"

@@ -74,7 +74,8 @@ class TrainerConfig(Section):
     nnodes: Count = 1
     """Machines (nodes) that a resource pool spans."""
     n_gpus_per_node: Count = 1
-    """Processes of a resource pool on each machine: one per GPU or, without GPUs, so many that share the cores."""
+    """Ranks of a resource pool on each machine, a process each (docs/async.md: vLLM beside training takes several): one
+    per GPU or, without GPUs, so many that share the cores."""
     save_freq: Frequency = -1
     """Training steps between checkpoints, or after_each_epoch; the last step has one too. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
@@ -106,7 +107,7 @@ class TrainerConfig(Section):
     """Roles that are colocated in one resource pool. together: all; grouped: actor with rollout, critic with reference;
     apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
     resource_pools: Pools = Field(default_factory=dict)
-    """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
+    """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> ranks on each machine."""
     max_worker_restarts: NonNegativeInt = 3
     """Times within an hour that the workers are started again after a process or a node was lost; the run goes on from
     its newest state. A completed checkpoint resets the count."""

@@ -43,12 +43,14 @@ class _Wait:
     thread: int
     start: float
     due: float
-    reports: threading.Lock  # held by a report under way
+    reports: threading.Lock  # held from the start of a report to its end
 
     def report(self, waits: dict["_Wait", None]) -> None:
-        with self.reports:
+        try:
             opened, now = list(waits), time.monotonic()
-            inner = opened[opened.index(self) + 1 :] if self in opened else []
+            if self not in opened:  # it has ended, and what its detail looks at with it
+                return
+            inner = opened[opened.index(self) + 1 :]
             if any(one.thread == self.thread and now - one.start >= self.period_s for one in inner):
                 return
             seconds = round(now - self.start)
@@ -61,6 +63,8 @@ class _Wait:
             # What was waited for may have come while the detail was made.
             if self in waits:
                 self.emit(f"waiting {duration} for {self.what}{state}")
+        finally:
+            self.reports.release()
 
 
 class _Watch(threading.Thread):
@@ -79,9 +83,13 @@ class _Watch(threading.Thread):
             self.wakes_at, now = math.inf, time.monotonic()
             for wait in [wait for wait in list(self.waits) if wait.due <= now]:
                 wait.due = now + wait.period_s
-                if not wait.reports.locked():
+                if wait.reports.acquire(blocking=False):
                     name = f"waiting for {wait.what}"
-                    threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True).start()
+                    report = threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True)
+                    try:
+                        report.start()
+                    except RuntimeError:  # no more threads, for now: the other waits, and the next report, go on
+                        wait.reports.release()
             self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
             self.wake.wait(self.wakes_at - now)
 

@@ -5,6 +5,7 @@ import base64
 import io
 import math
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -38,21 +39,25 @@ LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 `raw_logprobs` those of the model, before both. The words are vLLM's."""
 
 
+_CHANGES = threading.RLock()  # of the environment, which all threads share: engines are made again at the same time
+
+
 @contextmanager
 def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
     """The environment for processes that this one starts meanwhile: so many share its threads, and have these
     variables."""
-    own = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(own) if own.isdecimal() else torch.get_num_threads()
-    variables |= {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            os.environ.update({} if value is None else {name: value})
+    with _CHANGES:
+        own = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(own) if own.isdecimal() else torch.get_num_threads()
+        variables |= {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})
 
 
 def data_urls(images: Images, engine: str) -> list[str]:

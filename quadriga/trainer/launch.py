@@ -47,9 +47,11 @@ def cluster_of(config: Config) -> Iterator[list[tuple[str, float]]]:
     # Threads of this process that wait leave their cores to the workers. OpenMP reads it as torch is loaded, with Ray.
     is_chosen = WAIT_POLICY in os.environ
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
-    cluster = _load(CLUSTER)
-    if not is_chosen:
-        del os.environ[WAIT_POLICY]  # each worker has its own
+    try:
+        cluster = _load(CLUSTER)
+    finally:
+        if not is_chosen:
+            del os.environ[WAIT_POLICY]  # each worker has its own
     start_up = [("cluster", time.time())]
     num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
     with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):

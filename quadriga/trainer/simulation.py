@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.config import Config
-from quadriga.config.placement import role_pools, rollout_ranks
+from quadriga.config.placement import engine_ranks, role_pools, rollout_ranks
 from quadriga.trainer.async_rules import Drop, HandOver, Load, Resume, Rules, Start
 from quadriga.trainer.async_schedule import Schedule
 
@@ -294,11 +294,12 @@ def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tup
 def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None) -> Iterator[str]:
     """What `max_staleness` and the split of the ranks should be, in lines for people, with the lengths and seconds that
     a run in lockstep has recorded (its configuration, and lines as of `recorded`), or with assumed ones."""
-    num_rollout, num_train = sum(rollout_ranks(config)), _training_ranks(config)
+    num_rollout, num_train, size = sum(rollout_ranks(config)), _training_ranks(config), engine_ranks(config)
     costs, longest = Costs(), config.data.max_response_length
     if run is not None:
         own, lines = run
-        workload, costs = recorded(lines, NUM_STEPS, costs, sum(rollout_ranks(own)), _training_ranks(own))
+        num_engines = sum(rollout_ranks(own)) // engine_ranks(own)
+        workload, costs = recorded(lines, NUM_STEPS, costs, num_engines, _training_ranks(own))
         yield f"by lengths and seconds of {len(lines)} steps of {own.trainer.directory}"
     else:
         shape, median = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n), longest / 8
@@ -314,11 +315,12 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
 
     def tried(bound: int, train: int) -> Outcome:
         ways = {} if bound else {"on_stale": "wait", "part_size": 0}
-        workers = num_rollout + num_train - train
+        workers = (num_rollout + num_train - train) // size
         return Simulation(replace(rules, max_staleness=bound, **ways), workload, costs, workers, train).run()
 
     total = num_train + num_rollout
-    splits = {min(max(1, round(total * share)), total - 1) for share in (1 / 4, 1 / 2, 3 / 4)} | {num_train}
+    splits = {min(max(1, round(total * share)), total - 1) for share in (1 / 4, 1 / 2, 3 / 4)}
+    splits = {train for train in splits if (total - train) % size == 0} | {num_train}
     found = {(bound, train): tried(bound, train) for bound in BOUNDS for train in splits}
     mine = (rules.max_staleness, num_train)
     found[mine] = tried(*mine)

@@ -256,7 +256,7 @@ def beside_training(line: "Line") -> None:
     if line.ours.get("actor_rollout_ref.rollout.name") not in SPANNING:
         for name, value in {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}.items():
             line.written = f"actor_rollout_ref.rollout.{name}"
-            line.note("native generates, each process with the whole model; vllm stays, sglang takes turns (main_ppo).")
+            line.note("native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.")
             line.ours[line.written] = value
     line.written = ""
     line.set(f"{_ASYNC}.enable", True)

@@ -231,6 +231,10 @@ class ServedStream(GenerationStream):
         self._batches |= {group: rows.meta_info["global_steps"] for group, rows in groups.items()}
         super().start(groups, *args)
 
+    def abort(self, group: int) -> None:
+        super().abort(group)
+        self._batches.pop(group, None)
+
     def await_weights(self, version: int, *, keeps_cache: bool) -> None:
         """At the next step take weights of a version, which `give_weights` brings, before it or after."""
 

@@ -27,19 +27,19 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
     "cli": Size(1045, 10, 40),
     "compat": Size(2131, 10, 202),
-    "config": Size(3832, 21, 171),
+    "config": Size(3847, 21, 173),
     "data": Size(3587, 16, 219),
     "engines": Size(4188, 24, 223),
     "models": Size(3740, 20, 225),
-    "observe": Size(1673, 13, 110),
+    "observe": Size(1681, 13, 110),
     "protocol": Size(1461, 9, 96),
     "rewards": Size(3619, 28, 213),
-    "rollout": Size(9362, 45, 581),
+    "rollout": Size(9363, 45, 580),
     "single_controller": Size(3350, 15, 208),
-    "trainer": Size(6288, 31, 384),
+    "trainer": Size(6292, 31, 384),
     "verl": Size(1787, 6, 127),
     "weight_sync": Size(867, 6, 63),
-    "workers": Size(2296, 13, 137),
+    "workers": Size(2299, 13, 138),
     "": Size(1733, 12, 114),
 }
 REASONS: dict[str, str] = {
@@ -54,7 +54,7 @@ REASONS: dict[str, str] = {
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse, in generation too, what a rank keeps of a model;"
     " asynchronous training, by mini-batch, with vLLM; teachers; rows whose number is not known; float16;"
-    " processes with several devices, on which vLLM generates beside training",
+    " processes with several devices, on which vLLM generates beside training, and what is said of them",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -69,7 +69,7 @@ REASONS: dict[str, str] = {
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
     " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"
     " kernels for CUDA: attention of all segments in two calls (varlen.py), norms and gates in one (fused_triton.py)",
-    "observe": "metrics of a step in parts; one thread for all waits (one of its own cost 4 ms beside a busy thread);"
+    "observe": "metrics of a step in parts; one thread for all waits, which outlives a failed report;"
     " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",

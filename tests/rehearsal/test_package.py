@@ -138,8 +138,9 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
         check_tool("nsys", torch.device("cpu"))
     on_ray = load_config(["trainer.backend=ray", "trainer.device=cuda:1"]).config
     assert any("a device of its own" in str(problem) for problem in training_findings(on_ray)[0])
-    beside = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.device=cuda:1")
-    assert any("take the first GPUs" in str(problem) for problem in training_findings(load_config(beside).config)[0])
+    for way in ("actor_rollout_ref.rollout.mode=async", "async_training.enable=True"):
+        beside = load_config(["actor_rollout_ref.rollout.name=vllm", way, "trainer.device=cuda:1"]).config
+        assert any("take the first GPUs" in str(problem) for problem in training_findings(beside)[0])
     keys = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     several = load_config(["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]).config
     assert any("Ray gives no devices" in str(problem) for problem in training_findings(several)[0])

@@ -123,7 +123,7 @@ class RayResourcePool(ResourcePool):
             found = "; ".join(node.describe(list(each)) for node in cluster_nodes())
             for group in groups:
                 remove_placement_group(group)
-            where = f"resource pool {self.name} {self.process_on_nodes}"
+            where = f"resource pool {self.name} {self.device_on_nodes}"
             got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s still {states}; {found}"
             fix = "Another program took them at the same moment: `ray list placement-groups` shows it."
             raise WorkerError(where, got=got, expected="the resources that were free before", fix=fix)
@@ -134,7 +134,7 @@ class RayResourcePool(ResourcePool):
         ]
         counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
         if len(counts) < len(self.process_on_nodes):
-            wanted = f"resource pool {self.name} {self.process_on_nodes}: {len(self.process_on_nodes)} nodes wanted"
+            wanted = f"resource pool {self.name} {self.device_on_nodes}: {len(self.process_on_nodes)} nodes wanted"
             print(
                 f"notice: {wanted} (trainer.nnodes), {len(counts)} used, with {counts} processes: the cluster has no "
                 "more nodes with room for it."

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines on third-party libraries share, by one that keeps weights in two dictionaries."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any, cast
 
 import pytest
@@ -15,7 +18,7 @@ from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
-from quadriga.rollout.third_party import ThirdPartyEngine, require_room
+from quadriga.rollout.third_party import ThirdPartyEngine, process_environment, require_room
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
@@ -131,3 +134,20 @@ def test_experts_are_refused(
     setup = EngineSetup(load_config(words).config, cast(Any, None), {}, torch.device("cpu"), torch.float32)
     with pytest.raises(RolloutError, match=rf"a mixture of experts \(.*model_type '{family}'\), expected {known}"):
         kind.from_config(setup)
+
+
+def test_engines_that_start_at_the_same_time_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those do that are made again: each has its own variables, and the next one starts after it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    both = Barrier(2)
+
+    def start(number: int) -> tuple[str, str]:
+        with process_environment(2, ENGINE=str(number)):
+            # Would both be in here, one would leave what the other has set.
+            with pytest.raises(BrokenBarrierError):
+                both.wait(0.2)
+            return os.environ["ENGINE"], os.environ["OMP_NUM_THREADS"]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, (1, 2))) == [("1", "2"), ("2", "2")]
+    assert "ENGINE" not in os.environ and os.environ["OMP_NUM_THREADS"] == "4"
