@@ -268,8 +268,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         call.round.processes.add(process)
                         more[next(self._numbers)] = call._replace(since=time.monotonic())
         if more:
+            chunk = [(number, call.round.timeout_s, call.arguments) for number, call in more.items()]
+            process.send(chunk, is_idle=not under_way)
             under_way |= more
-            process.send([(number, call.round.timeout_s, call.arguments) for number, call in more.items()])
         return len(under_way)
 
     def _process(self) -> GradingProcess:

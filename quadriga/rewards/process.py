@@ -8,6 +8,7 @@ threads and memory, nor runs the user's script again, and it never loads torch u
       | -- settings ------------------> |  loads the score function
       | <------------------ READY ----- |  or UNUSABLE, error
       | -- [(number, timeout_s, arguments), ...] -> |
+      | <------------------ BEGUN ----- |  it has them
       | <---------------- LOADING ----- |  only before a grader's library is imported; READY follows
       | <- GRADED, (number, outcome) -- |  one at a time, each sent before the next sample is begun
       | -- [...] ---------------------> |  the next samples, once all are graded
@@ -48,7 +49,7 @@ SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 DIED = "the grading process ended with {} while it graded this sample"
 _END_LIMIT_S = 15.0
 _LOOK_S = 0.05  # a process that awaits samples gets more of them this often
-READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
+READY, LOADING, UNUSABLE, BEGUN, GRADED = "ready", "loading", "unusable", "begun", "graded"
 LATE = "no score within {:g} s (reward_model.timeout_s)"
 COMMAND = (
     "import sys; sys.path[:] = sys.argv[3:]; "
@@ -115,7 +116,7 @@ class GradingProcess:
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
         self._lock = threading.Lock()
-        self.is_ready = self.is_ended = self.is_async = False
+        self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
 
@@ -124,17 +125,19 @@ class GradingProcess:
         """Whether it waits for samples: it has not ended, and sends nothing."""
         return not self._connection.poll()
 
-    def send(self, message: Any) -> None:
-        """Send the score function, or a chunk of samples."""
+    def send(self, message: Any, *, is_idle: bool = False) -> None:
+        """Send the score function, or a chunk of samples; `is_idle`: there are no others with it."""
+        # One that was killed since its last sample ends without having begun: no sample is to blame.
+        self._may_be_gone = is_idle and self._has_graded
         # A process that has died is found out when its outcomes are read: its pipe has ended.
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
         """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function). An
-        outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed. None: one that
-        awaits many samples has none yet. Loading has a limit of its own, `LOADING_LIMIT_S`; a QuadrigaError says that
-        the score function or a grader's library cannot be loaded."""
+        outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed, or had no sample
+        yet. None: one that awaits many samples has none yet. Loading has a limit of its own, `LOADING_LIMIT_S`; a
+        QuadrigaError says that the score function or a grader's library cannot be loaded."""
         if self.is_async:
             self._until = time.monotonic() + _LOOK_S
         else:
@@ -147,11 +150,15 @@ class GradingProcess:
             except (EOFError, OSError):
                 is_killed, end = self.is_ended, self.stop(is_ending=True)
                 if self.is_ready or is_killed:
-                    return failure("skipped" if is_killed else "died", DIED.format(end))
+                    return failure("skipped" if is_killed or self._may_be_gone else "died", DIED.format(end))
                 expected, fix = "a process that starts and loads the score function", "Its output above may say why."
                 raise RewardError("grading process", got=end, expected=expected, fix=fix) from None
             if kind == UNUSABLE:
                 raise value
+            if kind == BEGUN:
+                self._may_be_gone = False
+                continue
+            self._has_graded |= kind == GRADED
             self.is_ready, self.is_async = kind != LOADING, self.is_async or (kind == READY and bool(value))
             if self.is_async:
                 self.since, self._room = time.monotonic(), SAMPLE_BYTES
@@ -258,6 +265,7 @@ def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_scor
     loaded: set[str] = set()
     while True:
         chunk = connection.recv()
+        connection.send((BEGUN, None))
         with waiting("the score of a sample"):
             for number, _, arguments in chunk:
                 name = "" if function.path is not None else grader_name(arguments["data_source"])
@@ -299,6 +307,8 @@ async def _serve_many(connection: Connection, function: ScoreFunction, compute_s
         send(number, outcome)
 
     def begin(samples: list[tuple[int, float, Arguments]]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the driver is gone
+            connection.send((BEGUN, None))
         for sample in samples:
             tasks.add(task := loop.create_task(grade(*sample)))
             task.add_done_callback(tasks.discard)

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 
@@ -115,6 +116,20 @@ def test_a_process_that_was_killed_between_rounds_costs_no_sample(pool):
     os.kill(outcome.extra["pid"], 9)
     assert_ended([outcome.extra["pid"]])
     assert [o.score for o in pool.grade(rows(1, 2, 3), timeout_s=10)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_a_process_that_dies_before_it_has_a_sample_costs_none(tmp_path, prefix):
+    """It was stopped before, as one is that is being killed and still looks alive."""
+    (tmp_path / "reward.py").write_text(FUNCTION.replace("def compute_score", f"{prefix}def compute_score"))
+    with GradingPool(ScoreFunction(str(tmp_path / "reward.py")), num_workers=1) as pool:
+        (outcome,) = pool.grade(rows(1), timeout_s=10)
+        os.kill(outcome.extra["pid"], signal.SIGSTOP)
+        begun = pool.begin(rows(1), timeout_s=10)
+        time.sleep(0.2)
+        os.kill(outcome.extra["pid"], signal.SIGKILL)
+        (again,) = begun.result()
+        assert (again.score, again.error) == (1, "") and again.extra["pid"] != outcome.extra["pid"]
 
 
 def test_nothing_is_left_after_close(file):
