@@ -45,8 +45,8 @@ def test_a_run_generates_beside_training(folder: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keeps", "place", "told"),
     [
-        ("recompute", (), "vLLM"),
-        ("keep", (), "vLLM"),
+        ("recompute", (), "in processes of its own (1)"),
+        ("keep", (), "in processes of its own (1)"),
         ("keep", TWO, "in processes of its own (2)"),
     ],
     ids=["recompute", "keep", "keep, on Ray by two processes"],

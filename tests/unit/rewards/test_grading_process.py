@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.errors import RewardError
 from quadriga.rewards import process as grading_process
-from quadriga.rewards.process import GRADED, LOADING, READY, UNUSABLE
+from quadriga.rewards.process import BEGUN, GRADED, LOADING, READY, UNUSABLE
 from quadriga.rewards.scoring import ScoreFunction
 
 
@@ -37,8 +37,8 @@ def test_a_library_is_announced_once_so_that_its_import_costs_no_samples_time(co
     assert connection.recv()[0] == READY
     rows = [row(), row(text="#### 6"), row("quadriga/largest")]
     connection.send([(number, 1.0, one) for number, one in enumerate(rows)])
-    messages = [connection.recv() for _ in range(7)]
-    assert [kind for kind, _ in messages] == [LOADING, READY, GRADED, GRADED, LOADING, READY, GRADED]
+    messages = [connection.recv() for _ in range(8)]
+    assert [kind for kind, _ in messages] == [BEGUN, LOADING, READY, GRADED, GRADED, LOADING, READY, GRADED]
     graded = [value for kind, value in messages if kind == GRADED]
     assert [(number, outcome.score) for number, outcome in graded] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
@@ -55,6 +55,7 @@ def test_a_batch_function_answers_a_list(connection, tmp_path):
         "extra_infos": [{}] * 2,
     }
     connection.send([(7, 1.0, lists)])
+    assert connection.recv()[0] == BEGUN
     kind, (number, outcomes) = connection.recv()
     assert (kind, number, [outcome.score for outcome in outcomes]) == (GRADED, 7, [1.0, 3.0])
 
@@ -65,6 +66,7 @@ def test_an_unknown_data_source_is_no_outcome(monkeypatch):
     ours.send([(0, 1.0, row("nobody/knows"))])
     grading_process._serve(theirs)
     assert ours.recv()[0] == READY
+    assert ours.recv()[0] == BEGUN
     kind, error = ours.recv()
     assert kind == UNUSABLE
     assert isinstance(error, RewardError)
