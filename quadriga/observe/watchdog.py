@@ -88,8 +88,8 @@ class _Watch(threading.Thread):
                     report = threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True)
                     try:
                         report.start()
-                    except RuntimeError:  # no more threads, for now: the other waits, and the next report, go on
-                        wait.reports.release()
+                    except RuntimeError:  # there may be no more threads: a slow detail then holds up other reports
+                        wait.report(self.waits)
             self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
             self.wake.wait(self.wakes_at - now)
 

@@ -216,7 +216,7 @@ class ServedStream(GenerationStream):
         self._is_closed = False
         settings = generation.config.async_training
         # Whether anything may follow from the end of one group of a batch.
-        self._tells_at_once = waits or settings.by_mini_batch or settings.on_stale == "drop"
+        self._tells_at_once = waits or settings.by_mini_batch or settings.on_stale == "drop" or bool(settings.replay)
         self._batches: dict[int, int] = {}  # of groups that the driver does not know to have ended
         if waits:
             assert isinstance(self.engine, NativeEngine), "the configuration is checked before"

@@ -76,6 +76,20 @@ def test_a_detail_that_is_stuck_holds_up_no_other_wait():
         goes_on.set()
 
 
+def test_where_no_thread_can_be_started_it_is_reported_all_the_same(monkeypatch):
+    ear, start = Ear(), threading.Thread.start
+
+    def refused(thread):
+        if thread.name.startswith("waiting for"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with waiting("x", detail=lambda: "1 of 2", every_s=0.01, emit=ear):
+        ear.wait_for(2)
+    assert set(ear.reports) == {"waiting 0 s for x: 1 of 2"}
+
+
 def test_waits_in_a_fork_are_reported():
     with waiting("the parent's"):
         reader, writer = os.pipe()
