@@ -46,13 +46,15 @@ make_environment() { # an empty one, where there is none; pip's log begins anew
   : >"$log"
 }
 
+free_at() { df -h --output=avail "$1" | tail -n 1 | tr -d ' '; }
+
 pip_install() { # what is being installed, pip's arguments
   local what=$1
   shift
   say "$what ..."
   if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1; then
     tail -n 15 "$log" >&2
-    die "$what failed: the last lines of $log stand above. Is the package registry reachable, and is there room on the disk ($(df -h --output=avail . | tail -n 1 | tr -d ' ') free here; $room are needed)? Run the same command again when it is mended."
+    die "$what failed: the last lines of $log stand above. Is the package registry reachable, and is there room on the disk ($(free_at .) free here, $room are needed; $(free_at "${TMPDIR:-/tmp}") free in the temporary folder ${TMPDIR:-/tmp})? Run the same command again when it is mended."
   fi
 }
 

@@ -6,6 +6,7 @@ Temporary files lie in a folder that goes with it; the folders of `tmp_path` sta
 """
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from quadriga.descendants import Guardian
 
 # Processes of pytest-xdist take whole files, these folders first: a long file that starts last keeps one waiting.
 LONGEST_FIRST = ("tests/e2e/ray/", "tests/e2e/", "tests/numerics/", "tests/contract/")
+FREE_BYTES = 2 * 10**9
+"""What the temporary files of a whole run may take."""
 
 
 GUARDIAN = pytest.StashKey[Guardian]()
@@ -27,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """A guardian for each process of pytest; that of pytest-xdist's controller removes the temporary files."""
     folder = ""
     if not hasattr(config, "workerinput"):
+        _require_room(os.environ.get("TMPDIR", "/tmp"))
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         # A short name: sockets lie in it, whose paths have a limit. Tests act as other users, too.
         folder = tempfile.mkdtemp(prefix="qt-")
@@ -42,6 +46,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("busy")
+
+
+def _require_room(folder: str) -> None:
+    """Raise pytest.UsageError if the temporary folder has too little room.
+
+    Python looks for another folder where the one that is named is full, so this looks at the name itself.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < FREE_BYTES:
+        raise pytest.UsageError(
+            f"temporary folder {folder}: got {free_bytes / 1e9:.1f} GB free, expected at least "
+            f"{FREE_BYTES / 1e9:.0f} GB. Remove something there, or name another folder: TMPDIR=DIR scripts/test"
+        )
 
 
 class FailuresAtOnce:

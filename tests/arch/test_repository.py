@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from arch_tree import REPOSITORY, tracked_files
+from tests import limits
 
 PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
 CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
@@ -170,6 +171,15 @@ def test_scripts_are_executable() -> None:
         text = Path(REPOSITORY / name).read_text(encoding="utf-8")
         assert os.access(REPOSITORY / name, os.X_OK), f"{name} is not executable"
         assert text.splitlines()[1] == "# SPDX-License-Identifier: Apache-2.0", name
+
+
+def test_time_limits_inside_a_test_are_shorter_than_its_own() -> None:
+    """`scripts/test` ends a test after `TEST_S`; what hangs on purpose hangs for longer."""
+    (seconds,) = re.findall(r"--timeout=(\d+)", (REPOSITORY / "scripts/test").read_text(encoding="utf-8"))
+    assert int(seconds) == limits.TEST_S
+    inner = {name: value for name, value in vars(limits).items() if name.endswith("_S") and name != "TEST_S"}
+    assert inner.pop("HANGS_S") > limits.TEST_S
+    assert max(inner.values()) < limits.TEST_S
 
 
 def test_test_folders_are_no_packages() -> None:

@@ -43,6 +43,7 @@ from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fi
 from quadriga.workers.base import choose_device
 from quadriga.workers.models import sizes_of_models
 from tests.gpu.test_cuda import make_model
+from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
 from tests.rehearsal.stand_in import StandIn
 from tests.unit.rollout.sglang.test_engine import Direct, Model
@@ -325,6 +326,6 @@ def test_weights_to_other_processes(stand_in: StandIn) -> None:
     with ThreadPoolExecutor(2) as threads:
         sent = threads.submit(sender.publish, weights.items(), 1)
         received = threads.submit(receiver.receive, target, 1)
-        assert sent.exception(timeout=60) is None and received.exception(timeout=60) is None
+        assert sent.exception(timeout=SOON_S) is None and received.exception(timeout=SOON_S) is None
     assert all(torch.equal(target.weights[name], weights[name]) for name in weights)
     assert target.weight_version == 1 and stand_in.counts["nccl groups"] == 2

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import PROGRAM_S, SOON_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "4311.25"
 STARTS = f"""
@@ -53,7 +55,7 @@ def sleepers() -> list[int]:
 
 
 def wait_for(condition) -> None:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + SOON_S
     while not condition() and time.monotonic() < give_up:
         time.sleep(0.05)
     assert condition()
@@ -121,7 +123,7 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROGRAM_S,
     )
     assert not sleepers() and "Traceback" not in done.stderr, done.stderr
     (note,) = tmp_path.glob("started-*")

@@ -10,6 +10,7 @@ import pytest
 from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient, ServerLostError
 from tests.http_server import Handler, serving
+from tests.limits import HANGS_S
 
 GOOD = (200, {}, b'{"ok": true}')
 
@@ -83,11 +84,9 @@ def test_a_refusal_is_not_repeated(server):
 
 
 def test_the_time_limit_holds_over_attempts_and_pauses(server):
-    begun = time.monotonic()
-    server.script = [30.0]
+    server.script = [HANGS_S]
     with pytest.raises(TimeoutError, match=r"within 0.5 s"):
-        client(server.url).call_until({}, timeout_s=0.5, backoff_s=60)
-    assert time.monotonic() - begun < 10
+        client(server.url).call_until({}, timeout_s=0.5, backoff_s=HANGS_S)
 
 
 def test_nobody_is_there():
@@ -126,18 +125,16 @@ def test_a_reply_need_not_be_an_object(server):
 
 
 def test_a_cancelled_request_ends_its_connection(server):
-    server.script = [2.0]
+    server.script = [HANGS_S]
 
     async def call():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client(server.url).call_async(body={}), 0.2)
 
-    begun = time.monotonic()
     asyncio.run(call())
-    assert time.monotonic() - begun < 1.5
 
 
 def test_a_server_that_stays_silent_is_lost(server):
-    server.script = [2.0]
+    server.script = [HANGS_S]
     with pytest.raises(ServerLostError, match=r"no reply \(ReadTimeout"):
         client(server.url, timeout_s=0.2).call(body={})

@@ -18,6 +18,7 @@ from quadriga.weight_sync import CopiedWeights
 from small_groups import PROMPTS
 from small_models import save, wide_model
 from small_runs import require_run
+from tests.limits import PROGRAM_S
 
 COMMON = ("+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32", "actor_rollout_ref.actor.optim.eps=1e-3")
 FSDP = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",)
@@ -57,7 +58,7 @@ def test_groups_generate_as_one_process(size: int, sampled: list[list[int]], mod
     sleeps; greedy and sampled, a batch at once and requests that join, are cancelled and aborted: tokens equal,
     log-probabilities to 1e-4. Four ranks repeat the two key-value heads."""
     command = [sys.executable, str(Path(__file__).with_name("small_groups.py")), str(models), str(tmp_path), str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     for leader in found[::size]:

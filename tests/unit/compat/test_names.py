@@ -11,6 +11,7 @@ import pytest
 from quadriga.compat import verl
 from quadriga.errors import ConfigError
 from quadriga.user_file import import_file
+from tests.limits import PROGRAM_S
 
 
 @pytest.mark.usefixtures("verl_names")
@@ -81,7 +82,7 @@ def test_the_environment_turns_it_on_and_scores_need_no_torch(tmp_path: Path) ->
             env={"PYTHONPATH": repository, "PATH": "/usr/bin:/bin", **variables},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PROGRAM_S,
         )
         assert done.stdout.split() == ["1.0", "False"], done.stderr
 
@@ -100,7 +101,7 @@ def test_an_installed_verl_is_told(tmp_path: Path) -> None:
             env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", **variables},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PROGRAM_S,
         )
         assert done.stdout.splitlines()[-1] == expected, done.stderr
         assert done.stdout.count("verl is installed; with QUADRIGA_VERL=1") == (expected == "ours")

@@ -13,6 +13,7 @@ import pytest
 
 from quadriga.observe import watchdog
 from quadriga.observe.watchdog import waiting, watched
+from tests.limits import SOON_S
 
 
 class Ear:
@@ -29,7 +30,7 @@ class Ear:
 
     def wait_for(self, count: int) -> None:
         with self._heard:
-            assert self._heard.wait_for(lambda: len(self.reports) >= count, timeout=20)
+            assert self._heard.wait_for(lambda: len(self.reports) >= count, timeout=SOON_S)
 
 
 def test_a_short_wait_is_silent_and_has_no_thread_of_its_own():

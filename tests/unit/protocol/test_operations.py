@@ -12,6 +12,7 @@ import torch
 
 from quadriga.errors import ProtocolError
 from quadriga.protocol import DataProto, fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
+from tests.limits import PROGRAM_S
 
 
 def rows(count: int) -> DataProto:
@@ -107,5 +108,5 @@ def test_two_processes_of_unequal_rows(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=PROGRAM_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)

@@ -13,6 +13,7 @@ from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import pool as pool_module
 from quadriga.rewards.pool import MAX_CHUNK, GradingPool
 from quadriga.rewards.scoring import ScoreFunction
+from tests.limits import GRADED_S, SOON_S
 
 FUNCTION = """
 import ctypes, os, subprocess, sys, time
@@ -66,23 +67,23 @@ def is_alive(pid):
 
 
 def assert_ended(pids):
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + SOON_S
     while any(is_alive(pid) for pid in pids) and time.monotonic() < give_up:
         time.sleep(0.01)
     assert not [pid for pid in pids if is_alive(pid)]
 
 
 def test_outcomes_come_in_order_from_kept_processes(pool):
-    first = pool.grade(rows(*range(100)), timeout_s=10)
+    first = pool.grade(rows(*range(100)), timeout_s=GRADED_S)
     assert [outcome.score for outcome in first] == list(range(100))
-    second = pool.grade(rows(*range(100)), timeout_s=10)
+    second = pool.grade(rows(*range(100)), timeout_s=GRADED_S)
     # On a busy machine one of the two may have done all the work of a round.
     assert len({outcome.extra["pid"] for outcome in first + second}) <= 2
-    assert pool.grade([], timeout_s=10) == []
+    assert pool.grade([], timeout_s=GRADED_S) == []
 
 
 def test_a_hung_or_dead_sample_is_charged_alone(pool):
-    pool.grade(rows(*range(200)), timeout_s=10)  # quick samples make the chunks grow
+    pool.grade(rows(*range(200)), timeout_s=GRADED_S)  # quick samples make the chunks grow
     texts = [str(n) for n in range(60)]
     texts[10], texts[20], texts[30], texts[40] = "hang", "die", "crash", "raise"
     outcomes = pool.grade(rows(*texts), timeout_s=1.0)
@@ -94,11 +95,11 @@ def test_a_hung_or_dead_sample_is_charged_alone(pool):
     assert "SIGSEGV" in outcomes[30].error
     assert outcomes[40].error.endswith("KeyError: 'no such answer'")
     assert outcomes[40].error.count("File ") == 1
-    assert pool.grade(rows(5), timeout_s=10)[0].score == 5
+    assert pool.grade(rows(5), timeout_s=GRADED_S)[0].score == 5
 
 
 def test_leaving_python_is_an_error_of_the_sample_only(pool):
-    outcomes = pool.grade(rows("quit", 1), timeout_s=10)
+    outcomes = pool.grade(rows("quit", 1), timeout_s=GRADED_S)
     assert [outcome.kind for outcome in outcomes] == ["raised", "graded"]
     assert "SystemExit: enough" in outcomes[0].error
 
@@ -108,14 +109,14 @@ def test_too_many_failures_end_the_round_early(pool):
     kinds = [outcome.kind for outcome in outcomes]
     assert 4 <= kinds.count("timeout") <= 5
     assert kinds.count("skipped") == 200 - kinds.count("timeout")
-    assert pool.grade(rows(5), timeout_s=10)[0].score == 5
+    assert pool.grade(rows(5), timeout_s=GRADED_S)[0].score == 5
 
 
 def test_a_process_that_was_killed_between_rounds_costs_no_sample(pool):
-    (outcome,) = pool.grade(rows(1), timeout_s=10)
+    (outcome,) = pool.grade(rows(1), timeout_s=GRADED_S)
     os.kill(outcome.extra["pid"], 9)
     assert_ended([outcome.extra["pid"]])
-    assert [o.score for o in pool.grade(rows(1, 2, 3), timeout_s=10)] == [1, 2, 3]
+    assert [o.score for o in pool.grade(rows(1, 2, 3), timeout_s=GRADED_S)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -123,9 +124,9 @@ def test_a_process_that_dies_before_it_has_a_sample_costs_none(tmp_path, prefix)
     """It was stopped before, as one is that is being killed and still looks alive."""
     (tmp_path / "reward.py").write_text(FUNCTION.replace("def compute_score", f"{prefix}def compute_score"))
     with GradingPool(ScoreFunction(str(tmp_path / "reward.py")), num_workers=1) as pool:
-        (outcome,) = pool.grade(rows(1), timeout_s=10)
+        (outcome,) = pool.grade(rows(1), timeout_s=GRADED_S)
         os.kill(outcome.extra["pid"], signal.SIGSTOP)
-        begun = pool.begin(rows(1), timeout_s=10)
+        begun = pool.begin(rows(1), timeout_s=GRADED_S)
         time.sleep(0.2)
         os.kill(outcome.extra["pid"], signal.SIGKILL)
         (again,) = begun.result()
@@ -134,19 +135,19 @@ def test_a_process_that_dies_before_it_has_a_sample_costs_none(tmp_path, prefix)
 
 def test_nothing_is_left_after_close(file):
     pool = GradingPool(ScoreFunction(file), num_workers=2)
-    outcomes = pool.grade(rows(1, 2, 3, 4, "child"), timeout_s=10)
+    outcomes = pool.grade(rows(1, 2, 3, 4, "child"), timeout_s=GRADED_S)
     pids = {outcome.extra["pid"] for outcome in outcomes}
     assert all(map(is_alive, pids))
     pool.close()
     assert_ended(pids)
     pool.close()
     with pytest.raises(RewardError, match="closed"):
-        pool.grade(rows(1), timeout_s=10)
+        pool.grade(rows(1), timeout_s=GRADED_S)
 
 
 def test_nothing_is_left_of_a_pool_that_was_forgotten(file):
     pool = GradingPool(ScoreFunction(file), num_workers=1)
-    pid = pool.grade(rows(1), timeout_s=10)[0].extra["pid"]
+    pid = pool.grade(rows(1), timeout_s=GRADED_S)[0].extra["pid"]
     del pool
     assert_ended([pid])
 
@@ -155,7 +156,7 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
     pool = GradingPool(ScoreFunction(file), num_workers=1)
     pool.start()
     errors = []
-    grading = pool.begin(rows("sleep"), timeout_s=60)
+    grading = pool.begin(rows("sleep"), timeout_s=GRADED_S)
 
     def grade():
         try:
@@ -169,12 +170,12 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
         time.sleep(0.01)
     assert grading.progress().startswith("0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)")
     pool.close()
-    thread.join(timeout=20)
+    thread.join(timeout=SOON_S)
     assert [str(error) for error in errors] == ["grading pool: got close(), expected samples to be graded first."]
 
 
 def test_a_grading_process_loads_no_torch(pool):
-    (outcome,) = pool.grade(rows("modules"), timeout_s=10)
+    (outcome,) = pool.grade(rows("modules"), timeout_s=GRADED_S)
     assert "quadriga.rewards.process" in outcome.extra["modules"]
     heavy = {"torch", "transformers", "numpy", "pydantic", "tensordict", "ray", "math_verify"}
     assert not heavy & set(outcome.extra["modules"])
@@ -187,7 +188,7 @@ def test_a_file_that_cannot_be_used_is_an_error_at_start(tmp_path):
         with pytest.raises(ConfigError, match=r"compute_score\(text\)"):
             pool.start()
         with pytest.raises(ConfigError, match=r"compute_score\(text\)"):
-            pool.grade(rows(1), timeout_s=10)
+            pool.grade(rows(1), timeout_s=GRADED_S)
 
 
 def test_a_file_that_kills_its_process_is_an_error_at_start(tmp_path):
@@ -205,13 +206,13 @@ def test_an_unknown_data_source_stops_at_once():
         GradingPool(ScoreFunction(), num_workers=1) as pool,
         pytest.raises(RewardError, match="'nobody/knows'"),
     ):
-        pool.grade([{**rows(1)[0], "data_source": "nobody/knows"}], timeout_s=10)
+        pool.grade([{**rows(1)[0], "data_source": "nobody/knows"}], timeout_s=GRADED_S)
 
 
 def test_a_round_that_was_begun_goes_on_by_itself(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
-        begun = pool.begin(rows(*range(20)), timeout_s=10)
-        deadline = time.monotonic() + 20
+        begun = pool.begin(rows(*range(20)), timeout_s=GRADED_S)
+        deadline = time.monotonic() + SOON_S
         while begun.progress() != "20 of 20 graded, 0 failed, 0 in work" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert begun.progress() == "20 of 20 graded, 0 failed, 0 in work"
@@ -220,8 +221,8 @@ def test_a_round_that_was_begun_goes_on_by_itself(file):
 
 def test_a_round_that_is_cancelled_leaves_nothing_and_the_pool_goes_on(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
-        before = {outcome.extra["pid"] for outcome in pool.grade(rows(1, 2, 3), timeout_s=10)}
-        begun = pool.begin(rows("sleep", "hang", "hang"), timeout_s=60)
+        before = {outcome.extra["pid"] for outcome in pool.grade(rows(1, 2, 3), timeout_s=GRADED_S)}
+        begun = pool.begin(rows("sleep", "hang", "hang"), timeout_s=GRADED_S)
         while "2 in work" not in begun.progress():
             time.sleep(0.01)
         begun.cancel()
@@ -229,7 +230,7 @@ def test_a_round_that_is_cancelled_leaves_nothing_and_the_pool_goes_on(file):
         assert begun.progress() == "0 of 3 graded, 0 failed, 0 in work"
         with pytest.raises(RewardError, match=r"cancel\(\)"):
             begun.result()
-        (again,) = pool.grade(rows(5), timeout_s=10)
+        (again,) = pool.grade(rows(5), timeout_s=GRADED_S)
         assert again.score == 5 and again.extra["pid"] not in before
 
 
@@ -240,7 +241,7 @@ def test_a_round_may_be_cancelled_before_its_turn(file):
         first = pool.begin(rows("sleep"), timeout_s=1.0)
         while "1 in work" not in first.progress():
             time.sleep(0.01)
-        second = pool.begin(rows("hang"), timeout_s=60)
+        second = pool.begin(rows("hang"), timeout_s=GRADED_S)
         second.cancel()
         assert [outcome.kind for outcome in first.result()] == ["timeout"]
 
@@ -258,8 +259,8 @@ def test_what_a_grader_started_ends_with_its_process(tmp_path):
     with GradingPool(ScoreFunction(str(path)), num_workers=2) as pool:
         outcomes = pool.grade(rows("die", "late"), timeout_s=1.0)
         assert [outcome.kind for outcome in outcomes] == ["died", "timeout"]
-        begun = pool.begin(rows("cancelled"), timeout_s=60)
-        deadline = time.monotonic() + 20
+        begun = pool.begin(rows("cancelled"), timeout_s=GRADED_S)
+        deadline = time.monotonic() + SOON_S
         while not (tmp_path / "cancelled").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -278,7 +279,7 @@ def test_one_call_grades_all_samples_of_a_batch_function(tmp_path):
     )
     with GradingPool(ScoreFunction(str(path), is_batch=True), num_workers=1) as pool:
         for texts in (["ab"], ["ab", "abc"], []):
-            assert [outcome.score for outcome in pool.grade(rows(*texts), timeout_s=5)] == [*map(len, texts)]
+            assert [outcome.score for outcome in pool.grade(rows(*texts), timeout_s=GRADED_S)] == [*map(len, texts)]
         outcomes = pool.grade(rows("a", "hang"), timeout_s=0.2)
         assert [outcome.kind for outcome in outcomes] == ["timeout"] * 2
         assert "no score within 0.4 s" in outcomes[0].error
@@ -298,8 +299,8 @@ def test_rounds_of_an_event_loop_are_graded_side_by_side(file):
 def test_a_result_that_is_waited_for_ends_when_the_round_is_cancelled(file):
     """Other rounds in the queue are graded all the same."""
     with GradingPool(ScoreFunction(file), num_workers=1) as pool:
-        cancelled = pool.begin(rows(*["sleep"] * 50), timeout_s=60)
-        after = pool.begin(rows(*range(50)), timeout_s=60)
+        cancelled = pool.begin(rows(*["sleep"] * 50), timeout_s=GRADED_S)
+        after = pool.begin(rows(*range(50)), timeout_s=GRADED_S)
         threading.Timer(0.3, cancelled.cancel).start()
         with pytest.raises(RewardError, match=r"grading: got cancel\(\)"):
             cancelled.result()
@@ -339,17 +340,17 @@ def coroutines(tmp_path_factory):
 
 def test_a_coroutine_function_is_awaited_for_many_samples_at_a_time(coroutines):
     """Of one round and of several, and never for more than the limit."""
-    outcomes = coroutines.grade(rows(*["meet"] * 100), timeout_s=30)
+    outcomes = coroutines.grade(rows(*["meet"] * 100), timeout_s=GRADED_S)
     assert [outcome.score for outcome in outcomes] == [1] * 100
     assert 32 < max(outcome.extra["most"] for outcome in outcomes) <= MAX_CHUNK
-    rounds = [coroutines.begin(rows("meet"), timeout_s=30) for _ in range(20)]
+    rounds = [coroutines.begin(rows("meet"), timeout_s=GRADED_S) for _ in range(20)]
     assert [round_.result()[0].score for round_ in rounds] == [1] * 20
     assert len({round_.result()[0].extra["pid"] for round_ in rounds}) == 1
 
 
 def test_each_sample_of_a_coroutine_function_has_its_own_limit(coroutines):
     """One that is late or raises ends alone, in a process that goes on."""
-    before = coroutines.grade(rows(1), timeout_s=10)[0].extra["pid"]
+    before = coroutines.grade(rows(1), timeout_s=GRADED_S)[0].extra["pid"]
     outcomes = coroutines.grade(rows("late", 1, "raise", 2), timeout_s=1.0)
     assert [outcome.kind for outcome in outcomes] == ["timeout", "graded", "raised", "graded"]
     assert outcomes[0].error == "no score within 1 s (reward_model.timeout_s)"
@@ -370,7 +371,7 @@ def test_the_sample_that_ends_or_blocks_its_process_is_found_among_many(coroutin
 
 
 def test_a_round_of_a_coroutine_function_that_is_cancelled_costs_no_other(coroutines):
-    slow, other = coroutines.begin(rows("late"), timeout_s=60), coroutines.begin(rows("meet"), timeout_s=60)
+    slow, other = coroutines.begin(rows("late"), timeout_s=GRADED_S), coroutines.begin(rows("meet"), timeout_s=GRADED_S)
     while not slow.processes:
         time.sleep(0.01)
     slow.cancel()
@@ -384,4 +385,4 @@ def test_a_coroutine_of_another_function_is_awaited(tmp_path):
     body = "async def own(text):\n    return len(text)\n\n\n"
     path.write_text(f"{body}compute_score = lambda solution_str, **_: own(solution_str)\n")
     with GradingPool(ScoreFunction(str(path)), num_workers=1) as pool:
-        assert pool.grade(rows("four"), timeout_s=10)[0].score == 4
+        assert pool.grade(rows("four"), timeout_s=GRADED_S)[0].score == 4

@@ -15,6 +15,7 @@ from quadriga.descendants import _group
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.process import MINUTE_BYTES
 from quadriga.rewards.scoring import ScoreFunction
+from tests.limits import GRADED_S, PROGRAM_S, SOON_S
 
 REWARD = """
 import os, re, sys
@@ -62,7 +63,7 @@ def run(tmp_path):
 
 
 def wait_for(condition):
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + SOON_S
     while not condition() and time.monotonic() < give_up:
         time.sleep(0.01)
     assert condition()
@@ -81,7 +82,7 @@ def is_alive(pid):
 
 
 def test_a_script_without_a_main_guard_runs_once(run):
-    output, errors = run("1", "2", "3").communicate(timeout=60)
+    output, errors = run("1", "2", "3").communicate(timeout=PROGRAM_S)
     assert output.splitlines() == ["script runs", "scores [1.0, 1.0, 1.0]"]
     assert errors == ""
 
@@ -93,7 +94,7 @@ def test_hung_processes_end_with_their_driver(run, tmp_path, end):
     pids = grading_pids(tmp_path)
     assert all(map(is_alive, pids))
     driver.send_signal(end)
-    output, errors = driver.communicate(timeout=60)
+    output, errors = driver.communicate(timeout=PROGRAM_S)
     wait_for(lambda: not any(map(is_alive, pids)))
     assert output.splitlines() == ["script runs"]
     assert errors.rstrip().endswith("KeyboardInterrupt") if end == signal.SIGINT else errors == ""
@@ -160,7 +161,7 @@ def test_sessions_of_their_own_end_with_the_driver(run, tmp_path, end):
     driver = run("hang", "hang")
     wait_for(lambda: len(sleepers()) == 4)
     driver.send_signal(end)
-    driver.communicate(timeout=60)
+    driver.communicate(timeout=PROGRAM_S)
     assert_no_sleepers()
 
 
@@ -175,7 +176,7 @@ def test_what_score_functions_print_is_bounded_and_counted(tmp_path, capsys):
     )
     rows = [{"data_source": "x", "ground_truth": "", "extra_info": {}, "solution_str": "1"}] * 24
     with GradingPool(ScoreFunction(str(tmp_path / "reward.py")), num_workers=2) as pool:
-        outcomes = pool.grade(rows, timeout_s=60)
+        outcomes = pool.grade(rows, timeout_s=GRADED_S)
     assert [outcome.score for outcome in outcomes] == [1.0] * 24
     shown = capsys.readouterr().out
     assert len(shown) <= MINUTE_BYTES + 200

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +19,7 @@ from PIL import Image
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.http import HTTPEngine
 from quadriga.rollout.interface import Images, SamplingParams
+from tests.limits import HANGS_S
 from tests.vision_folder import IMAGE, noise, tiny_tokenizer
 
 Reply = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -177,7 +177,7 @@ def test_when_all_are_lost_each_is_named(serve) -> None:
 def test_the_less_busy_one_is_asked(serve) -> None:
     """While one server thinks, the other gets what comes."""
     release = threading.Event()
-    slow = serve(lambda body: (200, _choice()) if release.wait(30) else (500, "late"))
+    slow = serve(lambda body: (200, _choice()) if release.wait(HANGS_S) else (500, "late"))
     fast = serve(_fine)
     engine = HTTPEngine([slow.url, fast.url], "small", max_num_seqs=2)
     threading.Timer(0.5, release.set).start()
@@ -188,9 +188,8 @@ def test_the_less_busy_one_is_asked(serve) -> None:
 def test_abort_and_cancel_wait_for_no_server(serve) -> None:
     """Both end the connection: nobody waits for the answer."""
     release = threading.Event()
-    server = serve(lambda body: (200, _choice()) if release.wait(30) else (500, "late"))
+    server = serve(lambda body: (200, _choice()) if release.wait(HANGS_S) else (500, "late"))
     engine = HTTPEngine([server.url], "small")
-    started = time.monotonic()
     threading.Timer(0.2, engine.abort).start()
     [answer] = engine.generate_batch([[1]], [PARAMS])
     assert (answer.token_ids, answer.finish_reason) == ([], "abort")
@@ -203,7 +202,6 @@ def test_abort_and_cancel_wait_for_no_server(serve) -> None:
         return task
 
     assert asyncio.run(cancelled()).cancelled()
-    assert time.monotonic() - started < 10
     release.set()
 
 

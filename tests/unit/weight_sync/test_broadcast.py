@@ -15,6 +15,7 @@ import torch
 from quadriga.errors import EngineError, WeightSyncError
 from quadriga.weight_sync import Fingerprint, WeightReceiver, WeightSender, broadcast, fingerprint
 from quadriga.weight_sync.broadcast import Channel
+from tests.limits import SOON_S
 
 CPU = torch.device("cpu")
 NAMES = ("embed", "layer", "norm", "head")
@@ -57,7 +58,7 @@ class Line:
             futures = [threads.submit(self.sender.publish, weights, version)]
             for receiver, target in zip(self.receivers, targets, strict=True):
                 futures.append(threads.submit(receiver.receive, target, version))
-            errors = [future.exception(timeout=60) for future in futures]
+            errors = [future.exception(timeout=SOON_S) for future in futures]
         assert all(error is None or isinstance(error, Exception) for error in errors)
         return [error if isinstance(error, Exception) else None for error in errors]
 

@@ -21,6 +21,7 @@ from quadriga.errors import RewardError
 from quadriga.rewards.code import containment, run
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.graders.code import compute_score
+from tests.limits import SOON_S
 
 pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
 
@@ -45,7 +46,7 @@ def contained_processes():
 
 
 def assert_nothing_is_left():
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + SOON_S
     while contained_processes() and time.monotonic() < give_up:
         time.sleep(0.02)
     assert not contained_processes()
@@ -109,12 +110,10 @@ def test_no_process_and_a_bounded_number_of_threads_can_be_made():
     ],
 )
 def test_what_a_program_tries_scores_0_with_its_reason(program, reason):
-    begun = time.monotonic()
     # On a busy machine a second of CPU time takes many by the clock.
     result = graded(program, wall_s=2.0) if "sleep" in program else graded(program)
     assert result["score"] == 0.0
     assert reason in result["reason"]
-    assert time.monotonic() - begun < SMALL["total_s"]
     assert_nothing_is_left()
 
 
@@ -165,12 +164,10 @@ def test_its_own_folder_is_empty_writable_and_gone_afterwards(monkeypatch, tmp_p
 
 
 def test_the_time_of_all_tests_together_ends_them():
-    begun = time.monotonic()
-    tests = {"inputs": [""] * 50, "outputs": ["1"] * 50}
+    tests = {"inputs": [""] * 1000, "outputs": ["1"] * 1000}
     result = graded("import time\ntime.sleep(0.5)\nprint(1)", tests, total_s=3.0, parallel=1)
-    assert 0 < result["pass_rate"] < 0.2
-    assert "the 3 s for all 50 tests were over" in result["reason"]
-    assert time.monotonic() - begun < 8
+    assert 0 < result["pass_rate"] < 0.1
+    assert "the 3 s for all 1000 tests were over" in result["reason"]
     assert_nothing_is_left()
 
 
@@ -181,7 +178,7 @@ def test_everything_ends_with_the_grader():
     )
     root = str(Path(run.__file__).parents[3])
     grader = subprocess.Popen([sys.executable, "-c", code, root])
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + SOON_S
     while not contained_processes() and time.monotonic() < give_up and os.geteuid() == 0:
         time.sleep(0.02)
     time.sleep(0 if os.geteuid() == 0 else 3)

@@ -17,6 +17,7 @@ from quadriga.descendants import own_folder, remove_stale_folders
 from quadriga.rewards import GradingPool, ScoreFunction
 from quadriga.rewards.code import containment, run
 from quadriga.rewards.graders.code import compute_score
+from tests.limits import GRADED_S, SOON_S
 
 pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
 
@@ -132,7 +133,7 @@ def test_a_folder_is_removed_by_its_owner_or_when_that_is_dead(temporary):
 
 
 def await_folders(place, number):
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + SOON_S
     while len(list(place.glob("quadriga-folder-*"))) < number and time.monotonic() < give_up:
         time.sleep(0.02)
 
@@ -144,7 +145,7 @@ OPTIONS = {"code": {"total_s": 300.0, "wall_s": 300.0}}
 
 def test_the_folder_of_a_killed_grader_is_removed(temporary):
     with GradingPool(ScoreFunction(reward_kwargs=OPTIONS), num_workers=1) as pool:
-        round_ = pool.begin([{**ROW, "extra_info": {}}], timeout_s=300)
+        round_ = pool.begin([{**ROW, "extra_info": {}}], timeout_s=GRADED_S)
         await_folders(temporary, 1)
         assert list(temporary.iterdir())
         round_.cancel()
@@ -155,7 +156,7 @@ def test_the_folders_of_a_killed_run_are_removed(temporary):
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]; from quadriga.rewards import GradingPool, ScoreFunction; "
         f"GradingPool(ScoreFunction(reward_kwargs={OPTIONS!r}), num_workers=1)"
-        f".grade([{{**{ROW!r}, 'extra_info': {{}}}}], timeout_s=300)"
+        f".grade([{{**{ROW!r}, 'extra_info': {{}}}}], timeout_s={GRADED_S})"
     )
     driver = subprocess.Popen([sys.executable, "-c", code, PACKAGE])
     try:
@@ -164,7 +165,7 @@ def test_the_folders_of_a_killed_run_are_removed(temporary):
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + SOON_S
     while list(temporary.iterdir()) and time.monotonic() < give_up:
         time.sleep(0.02)
     assert not list(temporary.iterdir())

@@ -14,6 +14,7 @@ from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards.managers.judge import Judge, JudgeRewardManager, RateLimit, read_score
 from tests.http_server import Handler, serving
+from tests.limits import SOON_S
 
 
 class Clock:
@@ -227,7 +228,7 @@ def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, serv
     manager = judge(prompt=PROMPT, max_concurrency=1)
     data = batch([0, 1, 2], "x", "{x}")
     grading = manager.begin(data)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SOON_S
     while len(server.questions) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert grading.result().scores.tolist() == manager(data).scores.tolist()

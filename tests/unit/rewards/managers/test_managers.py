@@ -11,6 +11,7 @@ from quadriga.config import Config, CustomRewardFunctionConfig, DataConfig, Rewa
 from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import load_reward_manager
+from tests.limits import GRADED_S
 
 TEXTS = ["it is 5", "5 or 6", "", "raise", "5", "print(5)", "print(6)"]
 
@@ -91,7 +92,7 @@ def test_naive_stops_above_the_error_rate(manager):
 
 def test_a_hung_function_is_counted_as_timeout(manager):
     code = "import time\ndef compute_score(solution_str, **kwargs):\n    return 1 if solution_str else time.sleep(60)\n"
-    output = manager(code, timeout_s=0.5, num_workers=1)(batch([0, 2, 4]))
+    output = manager(code, timeout_s=2.0, num_workers=1)(batch([0, 2, 4]))
     assert output.scores.sum(dim=1).tolist() == [1, 0, 1]
     assert output.metrics["reward/timeouts"].value == 1
 
@@ -230,7 +231,7 @@ def test_prime_runs_programs_and_adds_acc(manager):
     data = batch([5, 6, 2])
     data.non_tensor_batch["data_source"][:] = "apps"
     data.non_tensor_batch["reward_model"][:] = [{"ground_truth": '{"inputs": [""], "outputs": ["5"]}'}] * 3
-    output = manager(reward_manager="prime", timeout_s=60.0)(data)
+    output = manager(reward_manager="prime", timeout_s=GRADED_S)(data)
     assert output.scores.sum(dim=1).tolist() == [1.0, 0.0, 0.0]
     assert output.extra["acc"].tolist() == [1.0, 0.0, 0.0]
     assert output.extra["reason"].tolist()[0] == ""
@@ -238,21 +239,37 @@ def test_prime_runs_programs_and_adds_acc(manager):
     assert output.metrics["reward/extra/pass_rate"].value == pytest.approx(1 / 3)
 
 
-def test_prime_grades_side_by_side_and_keeps_its_own_time_limit(manager):
+def test_prime_grades_side_by_side(manager):
     code = """
-import os, time
+import os, pathlib, time
 
 def compute_score(solution_str, **kwargs):
-    time.sleep(60 if solution_str == "raise" else 0.3)
+    folder = pathlib.Path(__file__).parent
+    (folder / f"process-{os.getpid()}").touch()
+    while len(list(folder.glob("process-*"))) < 2:
+        time.sleep(0.01)
     return {"score": 1, "process": os.getpid()}
 """
-    kwargs = {"num_processes": 3, "timeout_s": 2.0}
-    grade = manager(code, reward_manager="prime", reward_kwargs=kwargs, timeout_s=999.0, max_error_rate=0.5)
-    output = grade(batch([0, 0, 0, 0, 0, 0, 3]))
-    assert output.metrics["reward/timeouts"].value == 1
-    assert output.extra["acc"].tolist() == [1.0] * 6 + [None]
-    assert len(set(output.extra["process"][:6])) > 1
+    kwargs = {"num_processes": 3, "timeout_s": GRADED_S}
+    output = manager(code, reward_manager="prime", reward_kwargs=kwargs)(batch([0] * 6))
+    assert output.extra["acc"].tolist() == [1.0] * 6
+    assert len(set(output.extra["process"])) > 1
     assert os.getpid() not in output.extra["process"]
+
+
+def test_prime_keeps_its_own_time_limit(manager):
+    code = """
+import time
+
+def compute_score(solution_str, **kwargs):
+    time.sleep(3600 if solution_str == "raise" else 0)
+    return 1
+"""
+    kwargs = {"num_processes": 1, "timeout_s": 1.0}
+    grade = manager(code, reward_manager="prime", reward_kwargs=kwargs, timeout_s=999.0, max_error_rate=0.5)
+    output = grade(batch([0, 0, 3]))
+    assert output.metrics["reward/timeouts"].value == 1
+    assert output.extra["acc"].tolist() == [1.0, 1.0, None]
 
 
 @pytest.mark.parametrize("kwargs", [{"num_processes": 0}, {"timeout_s": -1}, {"num_workers": 3}])

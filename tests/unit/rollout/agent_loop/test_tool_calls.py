@@ -26,6 +26,7 @@ from quadriga.rollout.agent_loop.tool_calls import (
     truncate,
 )
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, spec_of
+from tests.limits import HANGS_S
 
 Answer = Callable[..., ToolResponse]
 
@@ -142,15 +143,13 @@ def test_a_tool_that_hangs(answer: Answer, is_async: bool) -> None:
     release = threading.Event()
 
     async def act_async() -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(HANGS_S)
 
     def act() -> None:
-        release.wait(60)
+        release.wait(HANGS_S)
 
-    started = time.perf_counter()
     with pytest.raises(ToolFailedError, match=r"act.*no response within 0.2 s.*tool_timeout_s"):
         answer(act_async if is_async else act, {"tool_timeout_s": 0.2})
-    assert time.perf_counter() - started < 10
     release.set()
 
 
@@ -162,7 +161,7 @@ def test_too_many_hanging_tools_stop_the_run(
     release = threading.Event()
     for _ in range(2):
         with pytest.raises(ToolFailedError):
-            answer(lambda: release.wait(60), {"tool_timeout_s": 0.1})
+            answer(lambda: release.wait(HANGS_S), {"tool_timeout_s": 0.1})
     assert thread.num_given_up == 2
     with pytest.raises(ToolsStuckError, match="2 calls that run on"):
         answer(lambda: 1)

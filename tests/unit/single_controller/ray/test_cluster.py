@@ -15,6 +15,7 @@ from ray._private.utils import check_version_info
 
 from quadriga.errors import WorkerError
 from quadriga.single_controller.ray.cluster import _connect, _drop_noise, cluster, forwarded_variables
+from tests.limits import PROGRAM_S
 
 
 @pytest.fixture
@@ -73,7 +74,9 @@ def test_a_cluster_that_cannot_be_started(arguments: str, said: str, monkeypatch
     """In a program of its own: this one may be connected to a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     program = f"from quadriga.single_controller.ray.cluster import cluster\nwith cluster({arguments}):\n    pass\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S, check=False
+    )
     assert said in done.stderr
 
 
