@@ -16,7 +16,9 @@ Whether a node is there is seen at its ports, without Ray: Ray gives a node that
 """
 
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,10 +155,31 @@ def _drop_noise(batch: dict[str, Any]) -> None:
     batch["lines"] = [line for line in batch["lines"] if not any(words in line for words in _RAYS_NOISE)]
 
 
+@contextmanager
+def keeping_sigterm_handler() -> Iterator[None]:
+    """Put the handler of SIGTERM back that was there before the block.
+
+    `ray.init` installs one in Python, and `ray.shutdown` leaves it there. Every process that is forked afterwards
+    inherits it, and may then survive SIGTERM: Python runs a handler between two bytecodes, so a signal that arrives
+    just before the child blocks in a lock stays unnoticed, and `multiprocessing.Pool.terminate` waits forever. It also
+    replaces the handler that lets a run end after its step (`quadriga.observe.stopping`) when a cluster is renewed.
+    Only the main thread can set handlers, and Ray sets none in another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None:  # None: it was not installed by Python, which cannot set it again
+            signal.signal(signal.SIGTERM, handler)
+
+
 def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
     try:
         # Ray's greeting, and its notice about tokens, are below errors. What workers print comes through all the same.
-        return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
+        with keeping_sigterm_handler():
+            return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
     except (RuntimeError, ConnectionError, ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has both, a line each for Ray and Python: the cluster's, then ours.

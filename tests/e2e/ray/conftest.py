@@ -20,7 +20,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from quadriga.cli.main import main  # noqa: E402
-from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
+from quadriga.single_controller.ray.cluster import OWN_CLUSTER, keeping_sigterm_handler  # noqa: E402
 from tests.e2e.conftest import command_line  # noqa: E402
 
 QUIET = {
@@ -56,15 +56,16 @@ def ray_folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def ray_cluster(ray_folder: Path) -> Iterator[str]:
     """This process is the driver of a cluster of one node with 9 logical CPUs; gives its address."""
-    context = ray.init(
-        address="local",
-        num_cpus=9,
-        include_dashboard=False,
-        object_store_memory=256 * 2**20,
-        log_to_driver=False,
-        _temp_dir=str(ray_folder / "one"),
-        _system_config=OWN_CLUSTER,
-    )
+    with keeping_sigterm_handler():
+        context = ray.init(
+            address="local",
+            num_cpus=9,
+            include_dashboard=False,
+            object_store_memory=256 * 2**20,
+            log_to_driver=False,
+            _temp_dir=str(ray_folder / "one"),
+            _system_config=OWN_CLUSTER,
+        )
     yield context.address_info["gcs_address"]
     ray.shutdown()
 

@@ -2,19 +2,27 @@
 """Clusters that cannot be joined: each is one sentence, at once, with what to do."""
 
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import ray
 from ray._private.utils import check_version_info
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.ray.cluster import _connect, _drop_noise, cluster, forwarded_variables
+from quadriga.single_controller.ray.cluster import (
+    _connect,
+    _drop_noise,
+    cluster,
+    forwarded_variables,
+    keeping_sigterm_handler,
+)
 from tests.limits import PROGRAM_S
 
 
@@ -78,6 +86,60 @@ def test_a_cluster_that_cannot_be_started(arguments: str, said: str, monkeypatch
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S, check=False
     )
     assert said in done.stderr
+
+
+SIGTERM_HANDLER = """
+import signal, subprocess, sys
+from quadriga.single_controller.ray import cluster as clusters
+
+def handler(number, frame): ...
+
+signal.signal(signal.SIGTERM, handler)
+
+def is_kept():
+    return signal.getsignal(signal.SIGTERM) is handler
+
+if len(sys.argv) > 1:
+    with clusters.cluster({"address": sys.argv[1]}, num_processes=1):
+        print("handler joined", is_kept())
+    sys.exit()
+with clusters.cluster({}, num_processes=1) as address:
+    print("handler started", is_kept(), flush=True)
+    subprocess.run([sys.executable, __file__, address], check=True)
+    [first] = clusters._OWN
+    first._parts[1].kill()
+    first._parts[1].wait()
+    clusters.renew_own_cluster()
+    assert clusters._OWN != [first]
+    print("handler renewed", is_kept())
+print("handler left", is_kept())
+"""
+
+
+def test_the_handler_of_sigterm_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a cluster is started, joined, renewed and left: a child that is forked must end at SIGTERM."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    program = tmp_path / "program.py"
+    program.write_text(SIGTERM_HANDLER)
+    output = subprocess.check_output([sys.executable, str(program)], text=True)
+    said = [line for line in output.splitlines() if line.startswith("handler ")]
+    assert said == [f"handler {state} True" for state in ("started", "joined", "renewed", "left")]
+
+
+def test_in_a_thread_no_handler_is_set() -> None:
+    """Only the main thread can set one."""
+    before = signal.getsignal(signal.SIGTERM)
+    said: list[str] = []
+
+    def enter() -> None:
+        with keeping_sigterm_handler():
+            said.append("entered")
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert said == ["entered"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_cluster_of_another_version_is_said_in_rays_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
