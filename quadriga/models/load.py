@@ -135,9 +135,7 @@ def skeleton_causal_lm(
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
     with explained(path):
         # Only parameters are empty. Buffers are small, and most of them are in no file.
-        with register_module_parameter_registration_hook(
-            lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
-        ):
+        with register_module_parameter_registration_hook(_as_empty):
             how = {"dtype": torch.float32, "attn_implementation": attention_of(config, way.attention)}
             model = (auto_class or _auto_class(config)).from_config(config, trust_remote_code=trust_remote_code, **how)
         if (Path(path) / "generation_config.json").is_file():
@@ -145,6 +143,14 @@ def skeleton_causal_lm(
     if not way.reason:
         fuse(model)
     return model.eval()
+
+
+def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter without values, on "meta", which transformers does not initialize."""
+    empty = parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    # Initialization has no effect on "meta", but takes half of the time in which a model without values is made.
+    empty._is_hf_initialized = True
+    return empty
 
 
 @contextmanager

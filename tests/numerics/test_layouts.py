@@ -18,13 +18,27 @@ from tests.numerics.layouts import GOES_ON, IN_BFLOAT16, KINDS, LAYOUTS, SAVED
 
 PROGRAM = Path(__file__).with_name("layouts.py")
 TOLERANCE = 1e-5
-# Of four processes, each layout with a policy, and two of them with every kind of model; the rest is slow.
-ALWAYS = (*LAYOUTS[2], "fsdp 2 x tp 2", "tp 2 x pp 2")
+OF_TWO = [*((name, "policy") for name in LAYOUTS[2]), ("replicas 2", "policy, untied")]
+# Of four processes, one kind of model for each layout, so that each kind meets each way to spread a model, here or in
+# OF_TWO. "fsdp 4" learns after it has read a checkpoint. The rest is slow.
+OF_FOUR = {
+    "hsdp 2 x 2": "critic",
+    "fsdp 2 x tp 2": "policy",
+    "fsdp 2 x sp 2": "policy, untied",
+    "tp 2 x pp 2": "critic",
+    "fsdp 2 x pp 2": "policy, untied",
+    "sp 2 x tp 2": "policy, untied",
+    "sp 2 x pp 2": "policy",
+    "sp 4, more than key-value heads": "critic",
+    "pp 4": "policy",
+}
 SPREAD = [
-    pytest.param(name, kind, marks=() if kind == "policy" or name in ALWAYS else pytest.mark.slow)
-    for size in (2, 4)
-    for name in LAYOUTS[size]
-    for kind in KINDS
+    *OF_TWO,
+    *(
+        pytest.param(name, kind, marks=() if OF_FOUR.get(name) == kind else pytest.mark.slow)
+        for name in LAYOUTS[4]
+        for kind in KINDS
+    ),
 ]
 # How a batch was cut shows in these and in nothing else.
 OF_THE_CUT = ("packed_tokens", "perf/")
