@@ -39,7 +39,7 @@ refused. In one process and float32 the weights themselves are compared once mor
 
 `tests/numerics/test_models.py` and `test_model_layouts.py` hold each cell: log-probs, entropies and gradients within
 1e-5 of transformers' (gradients of Qwen3-Next: 5e-5); greedy tokens of `native` equal to those of `hf`; two ranks equal
-to one process after three optimizer steps; weights in the rollout and in `hf_model` bit for bit. Models are small and
+to one process after two optimizer steps; weights in the rollout and in `hf_model` bit for bit. Models are small and
 random.
 
 """
@@ -48,9 +48,9 @@ A number is the reason for an empty cell, which a run is told before a process s
 
 {reasons}
 
-Each *yes* of a layout is tested with all weights and with an adapter: in all linear modules, or in those of attention
-for mixtures of experts and Falcon-H1, where PEFT's *all-linear* takes in routers, experts or Mamba layers, and is
-refused.
+Each *yes* of a layout is tested with all weights. Each architecture is also tested with an adapter, under tensor
+parallelism or, without it, in one other layout: in all linear modules, or in those of attention for mixtures of experts
+and Falcon-H1, where PEFT's *all-linear* takes in routers, experts or Mamba layers, and is refused.
 
 Not part of the table: vLLM, which loads some of these models only, and of mixtures of experts Qwen2-MoE, Qwen3-MoE,
 GLM-4-MoE and Mixtral ([rollout.md](rollout.md)).

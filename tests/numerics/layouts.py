@@ -6,7 +6,7 @@ the first alone; what came out is written for the test to compare.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 24)
+# Two mini-batches of ragged rows, of which the first has two micro-batches; then one mini-batch of all rows.
+TWO_STEPS = (Passes(7, 1, MICRO),)
+THREE_STEPS = (*TWO_STEPS, Passes(99, 1, MICRO))
 PARTS = frozenset({"model", "optimizer"})
 LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
     1: {"one process": Layout()},
@@ -99,14 +102,16 @@ def own_rows(batch: DataProto, engine: FSDPEngine) -> DataProto:
     return rows.chunk(engine.replicas.size)[engine.replicas.rank]
 
 
-def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, float]]:
-    """Three optimizer steps; the metrics of each two of them, in every process."""
+def learn(
+    engine: FSDPEngine, batch: DataProto, kind: str, updates: Sequence[Passes] = THREE_STEPS
+) -> list[dict[str, float]]:
+    """Run some updates; the metrics of each, in every process."""
     config = ActorConfig(entropy_coeff=0.05)
     # One of the policies learns from a teacher's likeliest tokens as well.
     teacher = DistillationConfig(enable=True, loss_mode="forward_kl_topk") if "untied" in kind else None
     objective = ValueObjective(CriticConfig()) if kind == "critic" else PolicyObjective(config, None, teacher)
     told = []
-    for passes in (Passes(7, 1, MICRO), Passes(99, 1, MICRO)):
+    for passes in updates:
         part = update(engine, own_rows(batch, engine), objective, passes, lr=0.5, temperature=0.7)
         answers = engine.world.gather(part if engine.processes.place.is_collected else None)
         whole = DataProto.concat([DataProto(meta_info={"metrics": metrics}) for metrics in answers if metrics])
