@@ -44,9 +44,10 @@ from quadriga.rollout.native.engine import NativeEngine
 from quadriga.single_controller import WorkerPlace
 from quadriga.weight_sync import Address, WeightReceiver, WeightSender
 from quadriga.workers.checkpoint import RoleCheckpoint
+from tests.megatron.cases import CHAINS, GOES_ON, NARROW, PLAIN_MIXTURES, PUBLISHED, RUNS, SAVED, TOLD_MIXTURES
 from tests.numerics import expert_layouts
 from tests.numerics.conftest import ragged_batch
-from tests.numerics.layouts import CPU, ask, learn, own_rows
+from tests.numerics.layouts import CPU, TWO_STEPS, ask, ask_and_learn, learn, own_rows, weights_of
 from tests.numerics.weight_layouts import tell, told
 
 LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
@@ -96,15 +97,6 @@ KINDS = {
     "qwen3": ("qwen3", PolicyScorer, Memory()),
     "mixture": ("qwen3_moe", PolicyScorer, Memory()),
 }
-
-
-CHAINS = {"policy": "tp 2, sequence parallel", "critic": "tp 2, sequence parallel", "mixture": "ep 2, tp 2"}
-"""Models, and the layouts of the first engine, whose checkpoints go from engine to engine."""
-PUBLISHED = {"tp 2 x pp 2": "llama", "tp 2 x pp 2, ep 2": "mixture"}
-"""Layouts that send their weights to a rollout, and the model."""
-NARROW = (torch.bfloat16, torch.float16)
-IN_NARROW = ("one process", "tp 2, sequence parallel", "pp 2")
-SAVED, GOES_ON = "dp 2 x tp 2, distributed optimizer", ("one process", "pp 2", "tp 2")
 PARTS = frozenset({"model", "optimizer"})
 
 
@@ -145,24 +137,16 @@ def end_groups() -> None:
     _last.clear()
 
 
-def run(engine: FSDPEngine, batch: DataProto, kind: str) -> dict[str, Any]:
-    asked = ask(engine, batch)
-    metrics = learn(engine, batch, kind)
-    return {"asked": asked, "metrics": metrics, "weights": weights_of(engine)}
-
-
-def run_told(engine: FSDPEngine) -> dict[str, Any]:
-    """What the routers of a mixture choose, which only a last stage returns; and steps of which they are told some."""
-    found, rows = {}, own_rows(ragged_batch(), engine)
+def run_told(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
+    """Outputs of a mixture; what its routers choose, which only a last stage returns; steps of which they are told
+    some."""
+    rows = own_rows(ragged_batch(), engine)
+    found: dict[str, Any] = {"asked": ask(engine, batch)}
     if engine.processes.layout.pp == 1:
         chosen = infer(engine, rows, MicroBatching(None, 24), with_routes=True)[ROUTES]
         found["routes"] = rows.batch["row_index"], chosen.sort(-1).values
     found["weights"], found["said"] = expert_layouts.learn(engine, expert_layouts.tell(engine, ragged_batch()))
     return found
-
-
-def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in engine.weights()}
 
 
 def overflow(engine: FSDPEngine, batch: DataProto) -> list[tuple[bool, list[float]]]:
@@ -184,13 +168,13 @@ def write(engine: FSDPEngine, folder: Path) -> None:
 
 
 def go_on(engine: FSDPEngine, batch: DataProto, source: Path) -> dict[str, Any]:
-    """Three steps from a checkpoint, in an engine whose tensors rest between its phases."""
+    """Two steps from a checkpoint, in an engine whose tensors rest between its phases."""
     engine.rest_between_phases(ALL_KINDS, source.parent)
     with engine.awake(*ALL_KINDS):
         load_state(source, engine.state(PARTS), engine.world)
         engine.state_was_loaded(PARTS)
         loaded = weights_of(engine)
-    metrics = learn(engine, batch, "policy")
+    metrics = learn(engine, batch, "policy", TWO_STEPS)
     with engine.awake("weights"):
         return {"loaded": loaded, "metrics": metrics, "weights": weights_of(engine)}
 
@@ -202,14 +186,14 @@ def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
 
 
 def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dict[str, Any]:
-    """Three steps on Megatron and three more; a checkpoint between them goes to FSDP2, from there to two stages of
+    """Two steps on Megatron and two more; a checkpoint between them goes to FSDP2, from there to two stages of
     Megatron, which go on, and from these to a Hugging Face folder."""
     first, layouts = CHAINS[kind], MIXTURES if kind == "mixture" else LAYOUTS
     engine = make_engine(folder, layouts[2][first][0], world, kind)
-    learn(engine, batch, kind)
+    learn(engine, batch, kind, TWO_STEPS)
     states, place = [whole_state(engine)], folder / f"{kind} 0"
     write(engine, place)
-    found = {"undisturbed": {"metrics": learn(engine, batch, kind), "weights": weights_of(engine)}}
+    found = {"undisturbed": {"metrics": learn(engine, batch, kind, TWO_STEPS), "weights": weights_of(engine)}}
     for number, layout in enumerate((Layout(dp_shard=2), LAYOUTS[2]["pp 2"][0]), start=1):
         engine = make_engine(folder, layout, world, kind)
         load_state(place, engine.state(PARTS), world)
@@ -220,7 +204,7 @@ def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dic
     checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
     checkpoint.start(folder / f"{kind} exported", frozenset({"hf_model"}))
     checkpoint.writer.is_written(wait=True)
-    found["goes on"] = {"metrics": learn(engine, batch, kind), "weights": weights_of(engine)}
+    found["goes on"] = {"metrics": learn(engine, batch, kind, TWO_STEPS), "weights": weights_of(engine)}
     return found | {"states": states}
 
 
@@ -264,17 +248,23 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     world = process_group.join(place, CPU, also_alone=True)
     results: dict[str, Any] = {}
     for name, (layout, own) in LAYOUTS[world.size].items():
-        for kind in KINDS.keys() - {"mixture"}:
-            results[f"{name}, {kind}"] = run(make_engine(folder, layout, world, kind, **own), batch, kind)
-        for dtype in NARROW if name in IN_NARROW else ():
+        for kind in RUNS[name]:
+            if (name, kind) == (SAVED, "policy"):
+                continue  # `of_four` saves it
+            results[f"{name}, {kind}"] = ask_and_learn(make_engine(folder, layout, world, kind, **own), batch, kind)
+        for dtype in NARROW.get(name, ()):
             engine = make_engine(folder, layout, world, "policy", dtype, **own)
-            results[f"{name}, {dtype}"] = run(engine, batch, "policy")
+            results[f"{name}, {dtype}"] = ask_and_learn(engine, batch, "policy")
         if name in GOES_ON:
             engine = make_engine(folder, layout, world, "policy", **own)
             results[f"{name}, goes on"] = go_on(engine, batch, folder / "saved")
     for name, (layout, own) in MIXTURES[world.size].items():
-        results[f"{name}, mixture"] = run(make_engine(folder, layout, world, "mixture", **own), batch, "mixture")
-        results[f"{name}, told"] = run_told(make_engine(folder, layout, world, "mixture", **own))
+        if name in PLAIN_MIXTURES:
+            results[f"{name}, mixture"] = ask_and_learn(
+                make_engine(folder, layout, world, "mixture", **own), batch, "mixture"
+            )
+        if name in TOLD_MIXTURES:
+            results[f"{name}, told"] = run_told(make_engine(folder, layout, world, "mixture", **own), batch)
     results |= {1: of_one, 2: of_two, 4: of_four}[world.size](folder, batch, world)
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
@@ -283,10 +273,10 @@ def meet(folder: Path, place: WorkerPlace) -> None:
 
 
 def of_one(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    found = {f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
-    for dtype in NARROW:
-        found[f"fsdp, {dtype}"] = run(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
-    found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"))
+    found = {f"fsdp, {kind}": ask_and_learn(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
+    for dtype in NARROW["one process"]:
+        found[f"fsdp, {dtype}"] = ask_and_learn(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
+    found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"), batch)
     return found | {"outside": outside()}
 
 
@@ -296,7 +286,7 @@ def of_two(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any
     found = {"fsdp 2, goes on": go_on(fsdp, batch, folder / "saved")}
     for name, layout in {"fsdp 2": Layout(dp_shard=2), "fsdp, pp 2": Layout(pp=2)}.items():
         engine = make_engine(folder, layout, world, "policy", torch.float16)
-        found[f"{name}, {torch.float16}"] = run(engine, batch, "policy")
+        found[f"{name}, {torch.float16}"] = ask_and_learn(engine, batch, "policy")
     of_megatron = "dp 2, distributed optimizer"
     for name, layout in {"fsdp 2": Layout(dp_shard=2), of_megatron: LAYOUTS[2][of_megatron][0]}.items():
         found[f"{name}, overflow"] = overflow(make_engine(folder, layout, world, "policy", torch.float16), batch)
@@ -333,20 +323,20 @@ def with_other_modules(folder: Path, batch: DataProto, world: ProcessGroup) -> d
         said = engine.describe()["weights"]
     modules = [one for chunk in engine.stage.chunks for one in chunk.modules()]
     counts = [sum(isinstance(one, kind) for one in modules) for kind in (Column, Row)]
-    return run(engine, batch, "llama") | {"counts": counts, "said": said}
+    return ask_and_learn(engine, batch, "llama") | {"counts": counts, "said": said}
 
 
 def of_four(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    """Three steps, a checkpoint, and three more."""
+    """Three steps, a checkpoint, and two more."""
     engine = make_engine(folder, LAYOUTS[4][SAVED][0], world, "policy")
-    learn(engine, batch, "policy")
+    first_steps = ask_and_learn(engine, batch, "policy")
     write(engine, folder / "saved")
-    saved = weights_of(engine)
-    metrics = learn(engine, batch, "policy")
+    metrics = learn(engine, batch, "policy", TWO_STEPS)
+    undisturbed = {"saved": first_steps["weights"], "metrics": metrics, "weights": weights_of(engine)}
     for name, kind in PUBLISHED.items():
         layout, own = (MIXTURES if kind == "mixture" else LAYOUTS)[4][name]
         send(make_engine(folder, layout, world, kind, **own), folder, name)
-    return {"undisturbed": {"saved": saved, "metrics": metrics, "weights": weights_of(engine)}}
+    return {f"{SAVED}, policy": first_steps, "undisturbed": undisturbed}
 
 
 def main(rank: int, folder: Path, ports: tuple[int, int]) -> None:

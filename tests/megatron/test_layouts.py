@@ -22,22 +22,13 @@ from transformers import (
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from quadriga.protocol import DataProto
+from tests.megatron.cases import CHAINS, GOES_ON, NARROW, PLAIN_MIXTURES, PUBLISHED, RUNS, TOLD_MIXTURES
 from tests.numerics.launching import run_ranks
 from tests.numerics.test_layouts import distance, require_close, require_same_metrics
 
 PROGRAM = Path(__file__).with_name("layouts.py")
-KINDS = ("policy", "critic", "llama", "qwen3")
-IN_TWO = ("dp 2", "dp 2, distributed optimizer", "tp 2", "tp 2, sequence parallel", "sp 2", "pp 2", "pp 2, virtual 2")
-IN_TWO += ("pp 2, uneven",)
-IN_FOUR = ("tp 2 x pp 2", "dp 2 x tp 2, distributed optimizer", "dp 2 x pp 2")
-IN_FOUR += ("sp 2 x tp 2", "sp 2 x tp 2, whole tokens", "sp 2 x pp 2")
-CHAINS = ("policy", "critic", "mixture")
-PUBLISHED = {"tp 2 x pp 2": "llama", "tp 2 x pp 2, ep 2": "mixture"}
-GOES_ON = ("one process", "pp 2", "tp 2", "fsdp 2")
-MIXTURES = ("one process", "dp 2, distributed optimizer", "tp 2, sequence parallel", "ep 2", "ep 2, tp 2")
-MIXTURES += ("dp 4 x ep 2, distributed optimizer", "dp 4 x ep 2", "tp 2 x pp 2, ep 2", "sp 2 x tp 2, ep 4")
-SPREAD = [(layout, kind) for layout in ("one process", *IN_TWO, *IN_FOUR) for kind in KINDS]
-SPREAD += [(layout, "mixture") for layout in MIXTURES]
+SPREAD = [(layout, kind) for layout, kinds in RUNS.items() for kind in kinds]
+LEARNED_MIXTURES = [(layout, "mixture") for layout in PLAIN_MIXTURES]
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +72,13 @@ def with_values(batch: DataProto) -> DataProto:
     return batch
 
 
-@pytest.mark.parametrize(("layout", "kind"), SPREAD)
+@pytest.mark.parametrize(("layout", "kind"), [*SPREAD, *LEARNED_MIXTURES, *((name, "told") for name in TOLD_MIXTURES)])
 def test_log_probs_and_values(results: dict[str, Any], layout: str, kind: str) -> None:
-    """What the model says before it has learned."""
+    """Outputs of the model before it has learned."""
     require_close(results[f"{layout}, {kind}"]["asked"], results[f"fsdp, {kind}"]["asked"])
 
 
-@pytest.mark.parametrize(("layout", "kind"), SPREAD)
+@pytest.mark.parametrize(("layout", "kind"), SPREAD + LEARNED_MIXTURES)
 def test_three_optimizer_steps(results: dict[str, Any], layout: str, kind: str) -> None:
     """Losses, gradient norms (clipped ones), and the whole model afterwards, gathered."""
     got, expected = results[f"{layout}, {kind}"], results[f"fsdp, {kind}"]
@@ -103,7 +94,7 @@ def test_transformer_engines_linear_modules_are_taken_on_cuda(results: dict[str,
     require_close(got["weights"], results["fsdp, llama"]["weights"])
 
 
-@pytest.mark.parametrize("layout", MIXTURES)
+@pytest.mark.parametrize("layout", TOLD_MIXTURES)
 def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) -> None:
     """Their own choices, which pipelines do not return; steps in which they are told some, with a load-balancing loss
     and a z-loss; and what is said of them."""
@@ -117,10 +108,10 @@ def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) ->
         assert (chosen >= 0).any()
 
 
-@pytest.mark.parametrize("layout", GOES_ON)
+@pytest.mark.parametrize("layout", [*GOES_ON, "fsdp 2"])
 def test_a_checkpoint_goes_on_in_another_layout_and_engine(results: dict[str, Any], layout: str) -> None:
     """Written by Megatron on four ranks, read by Megatron on one and two, whose tensors rest in a file between phases,
-    and by FSDP2: the next three steps."""
+    and by FSDP2: the next two steps."""
     got, expected = results[f"{layout}, goes on"], results["undisturbed"]
     assert all(torch.equal(got["loaded"][name], weight) for name, weight in expected["saved"].items())
     require_same_metrics(got["metrics"], expected["metrics"])
@@ -130,7 +121,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_engine(results: dict[str, An
 @pytest.mark.parametrize("kind", CHAINS)
 def test_checkpoints_go_from_engine_to_engine(results: dict[str, Any], kind: str) -> None:
     """From tensor parallelism (and experts on two ranks) to FSDP2 to two stages: weights, moments and numbers of steps
-    are exact, and so is the folder that is exported; the next three steps are those of a run that was not stopped."""
+    are exact, and so is the folder that is exported; the next two steps are those of a run that was not stopped."""
     found = results[f"chain, {kind}"]
     first, *others = found["states"]
     assert any(name.startswith("optimizer.exp_avg_sq.") and one.any() for name, one in first.items())
@@ -157,8 +148,7 @@ def test_weights_reach_native_in_another_process(results: dict[str, Any], layout
     assert all(torch.equal(received[name], parameter) for name, parameter in sent.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16"])
-@pytest.mark.parametrize("layout", ["one process", "tp 2, sequence parallel", "pp 2"])
+@pytest.mark.parametrize(("layout", "dtype"), [(name, str(dtype)) for name in NARROW for dtype in NARROW[name]])
 def test_narrow_is_as_near_to_float32_as_the_other_engine(results: dict[str, Any], layout: str, dtype: str) -> None:
     """Log-probabilities, and what three steps have added to the weights."""
     exact, alone, got = results["fsdp, policy"], results[f"fsdp, {dtype}"], results[f"{layout}, {dtype}"]

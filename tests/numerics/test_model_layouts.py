@@ -29,8 +29,8 @@ CELLS = [
     for layout in LAYOUTS
     if layout != "one process" and not obstacle(name, LAYOUTS[layout])
 ]
-# Tensor parallelism cuts the factors of an adapter as each architecture cuts its weights, so that each has it. What else
-# a layout does with an adapter depends on no architecture: each mixture, and each layout, has it once or twice.
+# Tensor parallelism cuts the factors of an adapter as an architecture cuts its weights: all architectures have both.
+# What other layouts do with an adapter depends on no architecture: each mixture has one of them, each layout several.
 WITH_ADAPTER = [
     *(cell for cell in CELLS if cell[1] == "tp 2"),
     ("Llama 3", "fsdp 2"),
