@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quadriga.config import Config, load_config
 from quadriga.config.root import respell
-from quadriga.data.files import make_directory, read_table, resolve_files, written_aside
+from quadriga.data.files import drop_null_fields, make_directory, read_table, resolve_files, written_aside
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
 from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
@@ -379,11 +379,14 @@ class _Draft:
             if not rows:
                 self.values[key] = files
                 return num_rows
-        elif isinstance(given, pd.DataFrame):
-            rows = given.to_dict("records")
-        elif isinstance(given, datasets.Dataset):
-            # As they are stored: images as bytes.
-            rows = given.with_format("arrow")[:].to_pylist()
+        elif isinstance(given, pd.DataFrame | datasets.Dataset):
+            if isinstance(given, pd.DataFrame):
+                rows = given.to_dict("records")
+            else:
+                # As they are stored: images as bytes.
+                rows = given.with_format("arrow")[:].to_pylist()
+            for row in rows:
+                drop_null_fields(row, self.config.data.chat_columns)
         else:
             rows = list(given)
         label = key.rpartition(".")[2].removesuffix("_files")
@@ -402,7 +405,8 @@ class _Draft:
     def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
         """The rows of files that lack what is read of them, none of files that have it; and their number."""
         data = self.config.data
-        tables = [read_table(file) for file in resolve_files(files, data.cache_dir, where=key)]
+        paths = resolve_files(files, data.cache_dir, where=key)
+        tables = [read_table(path, chat_columns=data.chat_columns) for path in paths]
         needed = {data.reward_fn_key, "reward_model"} if self.reward else set()
         is_complete = all(needed <= set(table.columns) for table in tables)
         if is_complete and not (self.reward and any(part.reads_row for part in self.reward.parts)):

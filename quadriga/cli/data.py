@@ -53,7 +53,7 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     """Print what a file holds; where the configuration has a model or a tokenizer also `row` as a model gets it.
     Raises DataError: the file cannot be read."""
     errors: list[DataError] = []
-    table = read_table(path, config.data.cache_dir, errors)
+    table = read_table(path, config.data.cache_dir, errors, config.data.chat_columns)
     if not 0 <= row < len(table):
         raise DataError("--row", got=f"{row} of {path}", expected=f"0 to {len(table) - 1}")
     print(f"{path}: {len(table)} rows, {decimal(path.stat().st_size)}")

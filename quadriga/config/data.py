@@ -174,6 +174,11 @@ class DataConfig(Section):
     datagen: DataGenConfig = Field(default_factory=DataGenConfig)
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
 
+    @property
+    def chat_columns(self) -> tuple[str, ...]:
+        """Columns that hold chats or tool schemas, of any task."""
+        return (self.prompt_key, self.messages_key, self.tools_key, self.chosen_key, self.rejected_key)
+
     @model_validator(mode="after")
     def _one_data_set(self) -> Self:
         if self.custom_cls.path is not None and self.datagen.path is not None:

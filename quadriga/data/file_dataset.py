@@ -51,7 +51,7 @@ class FileDataset(Dataset, ABC):
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
         """The rows of a file; what is wrong with lines of JSON is added to a list, or raised where there is none."""
-        return read_table(file, self.config.cache_dir, bad_lines)
+        return read_table(file, self.config.cache_dir, bad_lines, self.config.chat_columns)
 
     @abstractmethod
     def __len__(self) -> int:

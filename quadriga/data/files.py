@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
@@ -56,7 +57,8 @@ class RowTable:
     """The rows of one file `path`, and the names of their `columns`, those of any row.
 
     `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row. The
-    first of them is row `first` of the file."""
+    first of them is row `first` of the file. Rows of an Arrow table lose the null fields of `chat_columns`
+    (`drop_null_fields`)."""
 
     def __init__(
         self,
@@ -65,11 +67,13 @@ class RowTable:
         json_columns: Sequence[str] | None = None,
         digest: str | None = None,
         first: int = 0,
+        chat_columns: Sequence[str] = (),
     ) -> None:
         self.path, self._rows, self._is_json = path, rows, json_columns is not None
         self.columns = tuple(rows.column_names if json_columns is None else json_columns)
         self.schema = rows.schema if json_columns is None else None  # JSON has none
         self._digest, self.first = digest, first
+        self._chat_columns = chat_columns
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,7 +90,10 @@ class RowTable:
         for start in range(rows.start, rows.stop, size):
             values = table.slice(start, min(size, rows.stop - start))
             if not self._is_json:
-                yield values.to_pylist()
+                arrow_rows = values.to_pylist()
+                for row in arrow_rows:
+                    drop_null_fields(row, self._chat_columns)
+                yield arrow_rows
                 continue
             read = map(json.loads, values.column(0).to_pylist())
             yield [{column: row.get(column) for column in columns} for row in read]
@@ -100,6 +107,33 @@ class RowTable:
     def digest(self) -> str:
         """SHA-256 of the file's content."""
         return self._digest or _digest(self.path)
+
+
+def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
+    """Remove the null fields of chats and tool schemas from a row of an Arrow table, in place.
+
+    Arrow gives each struct in a column the fields of all the others, with null as their value. A chat template would
+    write them into the prompt.
+
+    Args:
+        row: values by column.
+        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep their nulls.
+    """
+    for name in columns:
+        *path, field_name = [name] if name in row else name.split(".")
+        struct: Any = row
+        for part in path:
+            struct = struct.get(part) if isinstance(struct, dict) else None
+        if isinstance(struct, dict) and field_name in struct:
+            struct[field_name] = _without_null_fields(struct[field_name])
+
+
+def _without_null_fields(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null_fields(field) for key, field in value.items() if field is not None}
+    if isinstance(value, list | np.ndarray):  # pandas has arrays in the place of lists
+        return [_without_null_fields(item) for item in value]
+    return value
 
 
 def _digest(path: Path) -> str:
@@ -116,10 +150,16 @@ class _JsonFacts:
     bad: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[DataError] | None = None) -> RowTable:
+def read_table(
+    path: Path,
+    cache_dir: str | Path | None = None,
+    bad_lines: list[DataError] | None = None,
+    chat_columns: Sequence[str] = (),
+) -> RowTable:
     """The rows of a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong.
     `cache_dir`: the rows of a large file are kept in `rows/` inside it. None: in memory.
-    `bad_lines`: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised."""
+    `bad_lines`: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
+    `chat_columns`: those with chats and tool schemas, which lose the null fields that Parquet adds to structs."""
     suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
     if suffix not in TABLE_SUFFIXES:
         raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
@@ -148,11 +188,16 @@ def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[
         bad_lines += bad
     if len(rows) == 0:
         raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
-    return RowTable(path, rows, [*facts.columns] if suffix in _JSON else None, digest)
+    json_columns = [*facts.columns] if suffix in _JSON else None
+    return RowTable(path, rows, json_columns, digest, chat_columns=chat_columns)
 
 
 def read_blocks(
-    path: Path, num_rows: int, start: int = 0, bad_lines: list[DataError] | None = None
+    path: Path,
+    num_rows: int,
+    start: int = 0,
+    bad_lines: list[DataError] | None = None,
+    chat_columns: Sequence[str] = (),
 ) -> Iterator[RowTable]:
     """The rows of a parquet, json or jsonl file, at most so many at a time, from row `start` on, where a block begins.
     A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`."""
@@ -177,7 +222,8 @@ def read_blocks(
                 continue
             for batch in parquet.iter_batches(num_rows, row_groups=[group]):
                 if first >= start:
-                    yield RowTable(path, pa.Table.from_batches([batch]), first=first)
+                    rows = pa.Table.from_batches([batch])
+                    yield RowTable(path, rows, first=first, chat_columns=chat_columns)
                 first += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error

@@ -29,7 +29,9 @@ class _Block(RLHFDataset):
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
-        if (table := next(read_blocks(file, self.config.streaming, bad_lines=bad_lines), None)) is None:
+        config = self.config
+        blocks = read_blocks(file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns)
+        if (table := next(blocks, None)) is None:
             raise DataError(str(file), got="no rows", expected="at least one", fix="Leave the file out.")
         return table
 
@@ -84,10 +86,11 @@ class StreamedDataset(Dataset):
         self._advance(is_next=False)
 
     def _read_on(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
-        bad = self._bad_lines if self.config.on_bad_row == "skip" else None
+        config = self.config
+        bad = self._bad_lines if config.on_bad_row == "skip" else None
         while True:
             for number in range(file, len(self._files)):
-                for table in read_blocks(self._files[number], self.config.streaming, row, bad):
+                for table in read_blocks(self._files[number], config.streaming, row, bad, config.chat_columns):
                     yield passes, number, table
                 row = 0
             passes, file = passes + 1, 0

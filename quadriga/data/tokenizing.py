@@ -179,6 +179,7 @@ class ChatEncoder:
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         slow = [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
         facts = {
+            "rows": 2,  # raised when rows become messages in another way
             "transformers": transformers.__version__,
             "tokenizer": slow if backend is None else backend.to_str(),
             "template": template,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from quadriga.data.files import drop_null_fields
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.rl_dataset import prompt_columns, read_media
@@ -86,6 +87,7 @@ class RLHFDataset(Dataset):
         return as_messages(example[key or self.prompt_key], where=f"column {key or self.prompt_key!r}")
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        drop_null_fields(row, [self.prompt_key])
         return list(self._build_messages(row, **taken(self._build_messages, {"key": self.prompt_key})))
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 """Files: tables that are read whole or refused, files that appear only when they are whole."""
 
 import hashlib
+import json
 import multiprocessing
 import time
 from http.server import BaseHTTPRequestHandler
@@ -381,3 +382,36 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path):
         draft.write_text("half")
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+def calls(index: int, **arguments) -> list[dict]:
+    """A chat with one tool call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"{index}", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("column", ["prompt", "extra_info.messages"])
+def test_chats_of_parquet_lose_the_nulls_that_arrow_adds_and_other_columns_keep_theirs(tmp_path: Path, column: str):
+    rows = [
+        {
+            "prompt": calls(index, **arguments),
+            "extra_info": {"messages": calls(index, **arguments), "note": None},
+            "reward_model": {"ground_truth": [1, None], "style": None},
+        }
+        for index, arguments in enumerate([{"x": 1}, {"y": [None, {"z": 2}]}])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    for index, row in enumerate(rows):
+        read = read_table(tmp_path / "t.parquet", chat_columns=[column])[index]
+        other = "extra_info" if column == "prompt" else "prompt"
+        chats = {"prompt": read["prompt"], "extra_info": read["extra_info"]["messages"]}
+        assert chats[column.partition(".")[0]] == row["prompt"]
+        assert chats[other] != row["prompt"]
+        assert read["extra_info"]["note"] is None
+        assert read["reward_model"] == row["reward_model"]
+
+
+def test_chats_of_json_keep_their_nulls(tmp_path: Path):
+    chat = calls(0, x=None)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": chat}))
+    assert read_table(tmp_path / "t.jsonl", chat_columns=["prompt"])[0]["prompt"] == chat
