@@ -122,11 +122,21 @@ class RLHFDataset(FileDataset):
         rows = datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
         return cast(datasets.Dataset, rows.select(self._rows))
 
+    def file_and_row(self, item: int) -> tuple[int, int]:
+        """The number of an item's file among all files, and the number of its row in that file."""
+        return self._position(int(self._rows[item]))
+
+    def _position(self, number: int) -> tuple[int, int]:
+        """The same for a row by its number among the rows of all files."""
+        file_number = int(np.searchsorted(self._ends, number, side="right"))
+        num_rows_before = int(self._ends[file_number - 1]) if file_number else 0
+        return file_number, number - num_rows_before
+
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""
-        position = int(np.searchsorted(self._ends, number, side="right"))
-        table, own_number = self._tables[position], number - int(self._ends[position - 1]) if position else number
-        return table, own_number, f"{table.path} row {table.first + own_number}"
+        file_number, row_number = self._position(number)
+        table = self._tables[file_number]
+        return table, row_number, f"{table.path} row {table.first + row_number}"
 
     @property
     def digest(self) -> str:

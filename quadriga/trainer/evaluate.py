@@ -39,6 +39,7 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
+from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import ModelReward, generate_responses, repeat_prompts
 from quadriga.trainer.roles import Role
 from quadriga.trainer.run_lock import run_lock
@@ -150,8 +151,7 @@ def answer_files(config: Config, output: Path) -> int:
             ):
                 for columns in watched(loader, "a batch of prompts"):
                     prompts = DataProto.from_single_dict(columns)
-                    # By the row, so that what is sampled does not depend on how many are in work at a time.
-                    prompts.non_tensor_batch["uid"] = object_array(str(len(texts) + row) for row in range(len(prompts)))
+                    assign_row_uids(prompts, rows, len(texts))
                     prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
                     responses = generate_responses(policy, config, prompts, num_samples)
                     part.add(texts_of(tokenizer, responses, num_samples))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.background import in_background
+from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import CheckpointError, DataError
 from quadriga.observe.watchdog import waiting, watched
 from quadriga.protocol import DataProto
@@ -124,5 +125,23 @@ def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
     responses are the same.
     """
     names = [f"{prefix}-{row}" for row in range(first, first + len(prompts))]
+    prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
+    return prompts
+
+
+def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
+    """Give each prompt a `uid` made of the numbers of its file and of its row in that file, in place.
+
+    What is sampled for a row then depends neither on the size of a batch nor on which other rows are left out.
+
+    Args:
+        prompts: a batch of rows of `dataset`.
+        dataset: `RLHFDataset`. Rows of classes that make their own rows are numbered in their order instead.
+        first: the number of rows before the batch.
+    """
+    if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
+        return assign_uids(prompts, "row", first)
+    places = [dataset.file_and_row(item) for item in prompts.non_tensor_batch["item"]]
+    names = [f"file-{file}-row-{row}" for file, row in places]
     prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
     return prompts

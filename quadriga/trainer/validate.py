@@ -37,7 +37,7 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.prompts import assign_uids
+from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import generate_responses, grade, sample_rows, write_samples
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker
@@ -78,8 +78,11 @@ class Validator:
         rows: list[dict[str, Any]] = []
         errors: dict[str, float] = {}
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
-        for number, columns in enumerate(watched(self.dataloader or (), "a batch of validation prompts")):
-            prompts = assign_uids(DataProto.from_single_dict(columns), f"val-{number}")
+        dataset = getattr(self.dataloader, "dataset", None)
+        num_prompts = 0
+        for columns in watched(self.dataloader or (), "a batch of validation prompts"):
+            prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
+            num_prompts += len(prompts)
             prompts.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward = grade(self.reward, batch)

@@ -15,7 +15,8 @@ from quadriga.config import DataConfig
 from quadriga.data import RLHFDataset
 from quadriga.data.loading import create_dataloader, create_rl_sampler
 from quadriga.errors import CheckpointError, DataError
-from quadriga.trainer.prompts import PromptStream
+from quadriga.protocol import DataProto
+from quadriga.trainer.prompts import PromptStream, assign_row_uids
 from quadriga_recipes.playground import build_tokenizer
 
 
@@ -216,3 +217,47 @@ def test_an_error_is_raised_by_the_batch_that_has_it(read: Any, monkeypatch: pyt
     assert items(prompts, 1) == [first]
     with pytest.raises(DataError, match="an image that is gone"):
         prompts.take()
+
+
+def write_sums(path: Path, first: int, count: int) -> str:
+    rows = [
+        {"data_source": "x", "prompt": f"{'1' * (n % 5)}{n}+1=", "reward_model": {"ground_truth": ""}, "n": n}
+        for n in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def uids_of_validation(files: list[str], batch_size: int, **values: Any) -> dict[int, str]:
+    """The `uid` of each row by its column `n`."""
+    config = DataConfig(cache_dir=str(Path(files[0]).parent), **values)
+    rows = RLHFDataset(files, build_tokenizer(), config, is_train=False)
+    uids: dict[int, str] = {}
+    num_prompts = 0
+    sampler = create_rl_sampler(config, rows, is_train=False)
+    for columns in create_dataloader(rows, config, batch_size=batch_size, sampler=sampler, drop_last=False):
+        prompts = assign_row_uids(DataProto.from_single_dict(columns), rows, num_prompts)
+        num_prompts += len(prompts)
+        uids |= zip(prompts.non_tensor_batch["n"], prompts.non_tensor_batch["uid"], strict=True)
+    return uids
+
+
+def test_uids_of_validation_follow_the_row_in_its_file(tmp_path: Path) -> None:
+    files = [write_sums(tmp_path / "a.jsonl", 0, 5), write_sums(tmp_path / "b.jsonl", 5, 4)]
+    whole = uids_of_validation(files, batch_size=9)
+    assert len(set(whole.values())) == 9
+    assert uids_of_validation(files, batch_size=2) == whole
+    longer_first_file = [write_sums(tmp_path / "c.jsonl", 100, 7), files[1]]
+    assert uids_of_validation(longer_first_file, batch_size=4)[5] == whole[5]
+    short_only = uids_of_validation(files, batch_size=3, max_prompt_length=9, filter_overlong_prompts=True)
+    assert 0 < len(short_only) < 9
+    assert short_only.items() <= whole.items()
+
+
+def test_uids_of_rows_that_a_class_makes_follow_their_order() -> None:
+    batches = [DataProto.from_single_dict({"input_ids": torch.zeros(size, 1)}) for size in (2, 1)]
+    uids = [
+        list(assign_row_uids(batch, Numbers(), first).non_tensor_batch["uid"])
+        for batch, first in zip(batches, (0, 2), strict=True)
+    ]
+    assert uids == [["row-0", "row-1"], ["row-2"]]
