@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.config.adapter import ADAPTER_CONFIG, is_adapter
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
-from quadriga.models.load import from_pretrained
+from quadriga.models.load import from_pretrained, load_config
 from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import share_with_readers
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        model, _ = from_pretrained(folder, AutoConfig.from_pretrained(folder), dtype=dtype)
+        model, _ = from_pretrained(folder, load_config(folder), dtype=dtype)
         return model, read_tokenizer(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         got, expected = str(error).strip().partition("\n")[0], "a model and a tokenizer that transformers can load"

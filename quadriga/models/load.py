@@ -31,8 +31,9 @@ from quadriga.models.architecture import PACKED, head_of, way_of
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.vision import attention_of, is_vision
-from quadriga.models.weight_files import SafetensorFiles, distributed_folder
+from quadriga.models.weight_files import SafetensorFiles, distributed_folder, open_weights
 
+_HEAD = "lm_head.weight"
 _FIX = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
 
 
@@ -108,6 +109,10 @@ def from_pretrained(
         weights = open_model(path)
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
         model, info = model_class.from_pretrained(None, state_dict=state, **options)
+    # Transformers ties no weights that differ, and leaves the configuration as it is.
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
+        _say_untied(model.config)
     # Transformers passes over a file that it cannot read, and over the tokens that end a response with it.
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -117,9 +122,35 @@ def from_pretrained(
 def load_config(
     path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """The configuration of a model, with some entries replaced. EngineError: there is none."""
+    """The configuration of a model, with some entries replaced. EngineError: there is none.
+
+    `tie_word_embeddings` is what the weights are: false where the files have a head that differs from the embedding."""
     with explained(path):
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
+    if getattr(config, "tie_word_embeddings", False) and _has_untied_head(Path(path)):
+        _say_untied(config)
+    return config
+
+
+def _say_untied(config: PreTrainedConfig) -> None:
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False
+
+
+def _has_untied_head(folder: Path) -> bool:
+    """Whether the files of a model have a head, and no embedding that is equal to it."""
+    if not folder.is_dir():
+        return False
+    try:
+        weights = open_weights(folder)
+        shapes = weights.shapes
+        if _HEAD not in shapes:
+            return False
+        head = weights.read(_HEAD)
+        tables = [name for name, shape in shapes.items() if name != _HEAD and shape == shapes[_HEAD]]
+        return bool(tables) and not any(torch.equal(head, weights.read(name)) for name in tables)
+    except CheckpointError:
+        return False  # loading the weights says what is wrong with them
 
 
 def skeleton_causal_lm(

@@ -2,6 +2,7 @@
 """What a rollout engine is made from: the configuration, the tokenizer, the device, the model."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config, RolloutConfig
 from quadriga.errors import ConfigError
-from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm
 from quadriga.rollout.group import RolloutGroup
 
 
@@ -57,6 +58,16 @@ class EngineSetup:
     def skeleton(self) -> PreTrainedModel:
         """The model on "meta": its configuration, and names and shapes of its weights."""
         return skeleton_causal_lm(**self._named_model)
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """Entries of config.json to replace in an engine that reads the model's folder by itself."""
+        section = self.config.actor_rollout_ref.model
+        overrides = dict(section.override_config or {})
+        has_file = (Path(section.path) / "config.json").is_file()
+        if has_file and not load_config(**self._named_model).tie_word_embeddings:
+            overrides["tie_word_embeddings"] = False  # the file may say otherwise, against the weights
+        return overrides
 
     def load_copy(self, attention: str) -> PreTrainedModel:
         """The model that the actor started from, with all of its weights."""

@@ -324,7 +324,7 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         "enable_memory_saver": can_sleep,
         "disable_cuda_graph": rollout.enforce_eager or is_on_cpu,
         "trust_remote_code": model.trust_remote_code,
-        "json_model_override_args": json.dumps(model.override_config or {}),
+        "json_model_override_args": json.dumps(setup.config_overrides),
         "log_level": "error",
     }
     if cache_tokens is not None:

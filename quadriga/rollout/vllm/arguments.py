@@ -45,7 +45,7 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
         "worker_extension_cls": "quadriga.rollout.vllm.engine.WorkerExtension",
         "generation_config": "vllm",
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": model.override_config or {},
+        "hf_overrides": setup.config_overrides,
         "disable_log_stats": True,
     }
     gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone, head_of
-from quadriga.models.load import load_causal_lm, stop_token_ids
+from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm, stop_token_ids
 
 
 @pytest.fixture
@@ -39,6 +39,21 @@ def test_a_tied_model_is_complete_and_fused(folder: Path) -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     sdpa = load_causal_lm(folder, dtype=torch.float32, attention="sdpa")
     torch.testing.assert_close(sdpa(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_config_that_says_tied_follows_the_weights(folder: Path, is_equal: bool) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head if is_equal else head + 1}, file, metadata={"format": "pt"})
+    model = load_causal_lm(folder, dtype=torch.float32)
+    for loaded in (model, skeleton_causal_lm(folder)):
+        assert loaded.config.tie_word_embeddings is is_equal
+        assert (head_of(loaded).weight is backbone(loaded).embed_tokens.weight) is is_equal
+    model.save_pretrained(folder / "saved")
+    assert load_config(folder / "saved").tie_word_embeddings is is_equal
+    assert ("lm_head.weight" in load_file(folder / "saved" / "model.safetensors")) is not is_equal
 
 
 def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:
