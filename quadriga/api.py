@@ -8,12 +8,12 @@ So the run has the command's checks, messages, files, checkpoints and numbers, i
 
 import hashlib
 import json
+import math
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -30,7 +30,7 @@ from quadriga.data.files import drop_null_fields, make_directory, read_table, re
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
 from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
-from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
+from quadriga.observe.tracking.jsonl import METRICS_FILE, jsonable, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
@@ -395,6 +395,9 @@ class _Draft:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns")
+        # NaN in these columns is a missing text. It stays missing: as the text "NaN" it would be learned.
+        text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
+        rows = [{k: None if k in text_columns and _is_missing(v) else v for k, v in row.items()} for row in rows]
         if self.task == "rl":
             rows = [self._complete(row) for row in rows]
         elif "response" in rows[0] and "messages" not in rows[0]:
@@ -418,6 +421,8 @@ class _Draft:
         """A row with the columns that the trainer reads, and for functions that name columns with all of them."""
         truth = {"style": "rule", "ground_truth": row.get("ground_truth")}
         complete = {self.config.data.reward_fn_key: "rows", "reward_model": truth, **row}
+        if isinstance(truth := complete["reward_model"], Mapping) and _is_missing(truth.get("ground_truth")):
+            complete["reward_model"] = {key: value for key, value in truth.items() if key != "ground_truth"}
         own = {name: value for name, value in row.items() if name not in ("extra_info", "reward_model")}
         for part in self.reward.parts if self.reward else ():
             part.check(own)
@@ -462,11 +467,22 @@ class _Draft:
         return size
 
 
+def _plain(value: Any) -> Any:
+    """The elements of a tensor as plain JSON values. Raises AttributeError: JSON cannot hold the value."""
+    return jsonable(value.tolist(), _plain)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a table has no value there, for which pandas writes NaN."""
+    return isinstance(value, float) and math.isnan(value)
+
+
 def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
     """The rows as a file named after its content: JSON lines, or parquet where JSON cannot hold a value."""
     make_directory(folder, where="trainer.default_local_dir")
     try:
-        text = "".join(json.dumps(row, ensure_ascii=False, default=methodcaller("tolist")) + "\n" for row in rows)
+        lines = [json.dumps(jsonable(row, _plain), ensure_ascii=False, allow_nan=False) for row in rows]
+        text = "".join(f"{line}\n" for line in lines)
         suffix, content = "jsonl", text.encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
         stream = pa.BufferOutputStream()

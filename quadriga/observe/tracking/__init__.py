@@ -3,12 +3,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from quadriga.errors import ConfigError
 from quadriga.observe.progress import Progress, aligned, step_fields, validation_results
 from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
-from quadriga.observe.tracking.jsonl import JsonlBackend
+from quadriga.observe.tracking.jsonl import JsonlBackend, jsonable
 from quadriga.observe.tracking.services import MlflowBackend, SwanlabBackend, TensorboardBackend, WandbBackend
 from quadriga.observe.watchdog import waiting
 
@@ -91,6 +92,7 @@ class Tracking(AbstractContextManager["Tracking"]):
             expected, fix = "a directory that can be written", "Set trainer.default_local_dir to another place."
             raise ConfigError("trainer.default_local_dir", got=got, expected=expected, fix=fix) from error
         self._backends: list[TrackingBackend] = []
+        facts = replace(facts, config=jsonable(facts.config))
         try:
             for name in dict.fromkeys(backends):
                 with waiting(f"the tracker {name} to start"):
@@ -108,7 +110,8 @@ class Tracking(AbstractContextManager["Tracking"]):
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Record validation samples (`trainer.log_val_generations` of them)."""
         if samples:
-            self._each(lambda backend: backend.log_samples(samples, step))
+            records = jsonable(list(samples))
+            self._each(lambda backend: backend.log_samples(records, step))
 
     def close(self, *, has_failed: bool = False) -> None:
         try:

@@ -9,7 +9,7 @@ and the infinities; they are written as the strings "NaN", "Infinity" and "-Infi
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,11 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-def jsonable(value: Any) -> Any:
-    """Plain JSON values; what has no JSON form (a tensor, an object of the user's) is written as its text."""
+def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
+    """Plain JSON values, with the texts "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot hold.
+
+    `convert` makes a value of what has no JSON form (a tensor, an object of the user's): its text by default.
+    """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -124,7 +127,7 @@ def jsonable(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): jsonable(entry) for key, entry in value.items()}
+        return {str(key): jsonable(entry, convert) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(entry) for entry in value]
-    return str(value)
+        return [jsonable(entry, convert) for entry in value]
+    return convert(value)

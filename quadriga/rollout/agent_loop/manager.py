@@ -31,6 +31,7 @@ from quadriga.background import off_the_loop, run_coroutine
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, QuadrigaError, RolloutError, traceback_text
 from quadriga.observe.metrics import Metric
+from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
@@ -393,7 +394,7 @@ def write_trace(
             "step": step,
             "is_validation": is_validation,
         }
-        lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
     if not lines:
         return
     folder, kind = Path(directory).expanduser(), ".validate" if is_validation else ""

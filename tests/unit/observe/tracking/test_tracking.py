@@ -2,12 +2,13 @@
 """One call reaches every backend, and the failure of one does not cost the others a step."""
 
 import json
+import math
 import os
 
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking import RunFacts, Tracking
+from quadriga.observe.tracking import BACKENDS, RunFacts, Tracking
 
 
 def tracking(directory, backends=("console", "jsonl"), **options) -> Tracking:
@@ -50,6 +51,23 @@ def test_a_broken_backend_is_reported_after_the_others_had_their_turn(tmp_path):
     sink.close()
     sink.close()
     assert broken.closed_with == [False]
+
+
+def test_backends_get_values_that_json_can_hold(tmp_path, monkeypatch):
+    class Recorder(Broken):
+        def __init__(self, facts) -> None:
+            super().__init__()
+            self.config = facts.config
+
+        def log_samples(self, rows, step):
+            self.samples = rows
+
+    monkeypatch.setitem(BACKENDS, "jsonl", Recorder)
+    with Tracking(["jsonl"], RunFacts("p", "e", {"clip": math.inf}, tmp_path)) as sink:
+        (recorder,) = sink._backends
+        sink.log_samples([{"score": math.nan}], 1)
+    assert recorder.config == {"clip": "Infinity"}
+    assert recorder.samples == [{"score": "NaN"}]
 
 
 def test_a_run_that_fails_is_closed_as_failed(tmp_path):

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -396,7 +397,7 @@ def test_trace(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
     """A record for each conversation: turns with tokens, calls with times, what was not read, reasons, scores."""
 
     async def grade(row: dict[str, Any]) -> Outcome:
-        return Outcome(0.5, {}, "", "graded")
+        return Outcome(math.inf, {}, "", "graded")
 
     engine = recorder({"use it": CALL, "say it": "42"})
     prompts = make_prompts(["use it", "say it"], meta_info={"global_steps": 12, "validate": True})
@@ -405,8 +406,8 @@ def test_trace(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
     converse(engine, prompts, config, grade=grade, trace_dir=str(tmp_path / "trace"))
     (path,) = (tmp_path / "trace").iterdir()
     assert path.name.startswith("000012.validate.")
-    used, said = map(json.loads, path.read_text().splitlines())
-    assert (used["uid"], used["sample"], used["step"], used["score"]) == ("u0", 3, 12, 0.5)
+    used, said = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert (used["uid"], used["sample"], used["step"], used["score"]) == ("u0", 3, 12, "Infinity")
     assert [turn["role"] for turn in used["turns"]] == ["assistant", "tool", "assistant"]
     (call,) = used["turns"][1]["calls"]
     assert (call["name"], call["answer"], json.loads(call["arguments"])) == ("add", "42", {"a": 40, "b": 2})
