@@ -22,12 +22,17 @@ from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, prompt_length
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
+from quadriga.models.load import declared_stop_token_ids
 from quadriga.trainer.build import build_tokenizer
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.workers.generation import build_processor
 
 _LISTED, _BARS, _WIDTH = 20, 12, 40
 """Bad rows that are listed; bars of a histogram, and characters of its longest."""
+
+
+class _Chats(MultiTurnSFTDataset):
+    may_be_empty = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,11 +79,15 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     elif is_chat:
         encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
         skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
-        processor = build_processor(config) if config.actor_rollout_ref.model.path else None
-        chats = MultiTurnSFTDataset([path], encoder.tokenizer, skips, processor=processor)
+        options: dict[str, Any] = {}
+        if model_path := config.actor_rollout_ref.model.path:
+            options = {"processor": build_processor(config), "stop_token_ids": declared_stop_token_ids(model_path)}
+        chats = _Chats([path], encoder.tokenizer, skips, **options)
         print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
-        shown = chats.rows[min(row, len(chats) - 1)]
-        _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())
+        print(f"bad: {len(chats.bad_rows)} rows")
+        if chats.rows:
+            shown = chats.rows[min(row, len(chats) - 1)]
+            _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())
     else:
         _print_prompts(config, table, row, errors)
 

@@ -10,6 +10,7 @@ mapped into memory from there. JSON is read by Python's own parser, and its rows
 column types would change values (`"1"` and `2` in one column become numbers) and could not name the line of an error.
 """
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -187,7 +188,8 @@ def read_table(
     if bad_lines is not None:
         bad_lines += bad
     if len(rows) == 0:
-        raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
+        got = f"{len(bad)} bad lines only, the first: {bad[0]}" if bad else "no rows"
+        raise DataError(str(path), got=got, expected="at least one row", fix="Write the file again or leave it out.")
     json_columns = [*facts.columns] if suffix in _JSON else None
     return RowTable(path, rows, json_columns, digest, chat_columns=chat_columns)
 
@@ -310,10 +312,13 @@ def _json_batches(
 def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
     """The text of each row, and its number in words."""
     with path.open("rb") as file:
+        has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        first_byte = file.tell() if has_mark else 0
+        file.seek(first_byte)
         start = b""
         while not is_lines and (start := file.read(1)).isspace():
             pass
-        file.seek(0)
+        file.seek(first_byte)
         if start != b"[":
             # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
             yield from ((f"line {number}", line) for number, line in enumerate(file, start=1) if line.strip())

@@ -72,8 +72,8 @@ class RMDataset(TokenizedRows[Pair]):
         if self.processor and not set(self.processor.media_ids).isdisjoint([*tokens[1], *tokens[3]]):
             expected = "text, to a prompt that may have some"
             raise DataError(where, got="images or videos in a response", expected=expected, fix="Leave the row out.")
-        eos = self.tokenizer.eos_token_id
-        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], eos).ids[len(tokens[i]) :] for i in (0, 2))
+        ends = (self.tokenizer.eos_token_id, self.stop_token_ids)
+        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], *ends).ids[len(tokens[i]) :] for i in (0, 2))
         if np.array_equal(chosen, rejected):
             got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
             raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")

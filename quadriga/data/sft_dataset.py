@@ -7,7 +7,8 @@
 
 Each part is tokenized by itself, as in a rollout: there the prompt is tokenized, the model adds its own tokens, and of
 a further turn only what is new is tokenized. A response is learned up to and with its end-of-sequence token; what a
-template writes behind that one (a line break, say) the model never has to generate.
+template writes behind that one (a line break, say) the model never has to generate. Where a template ends no turn, the
+marker of the next role is learned, if generation stops at it.
 
 Everything is tokenized when the data set is made, so that a bad row is found then and not after an hour, and no epoch
 pays for it again. It is kept as 5 bytes a token. Of images and videos the sizes are read then, and the pixels when the
@@ -78,11 +79,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
     """Rows of files that are tokenized at once; a subclass defines what a row is.
 
     Arguments as for `FileDataset`, and `processor`, of a vision-language model; None: rows are text.
+    `stop_token_ids`: tokens that end a response, beside the tokenizer's end of sequence.
     Raises DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and
     number."""
 
     columns: tuple[str, ...]
     """Keys of the section `data` that name the columns of a row."""
+    may_be_empty = False
+    """Whether it may be that no row is good, or short enough."""
+    num_open_turns = 0
+    """Turns of the assistant that are learned without an end."""
 
     def __init__(
         self,
@@ -92,8 +98,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
         *,
         processor: Any = None,
         is_train: bool = True,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         self.processor = as_vision(processor)
+        self.stop_token_ids = stop_token_ids
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
@@ -112,15 +120,21 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 rows.extend(islice(self._read(table), num_rows - len(rows)))
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
-        if not rows:
+        if not rows and not self.may_be_empty:
             raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
         num_rows, lengths = len(rows), [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-        if not self.rows:
+        if not self.rows and not self.may_be_empty:
             got, expected = f"rows of {min(lengths)} to {max(lengths)} tokens", f"at most data.max_length={limit}"
             raise DataError(self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length.")
         if left_out := num_rows - len(self.rows):
             print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
+        if self.num_open_turns:
+            print(
+                f"{self._key}: {self.num_open_turns} turns of the assistant before the last are learned without an end: "
+                "the chat template ends them with no token at which generation stops.",
+                flush=True,
+            )
 
     @abstractmethod
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
@@ -309,7 +323,11 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
     def made(
         self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str
     ) -> Conversation:
-        made = conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
+        is_response = [part.is_learned for part in parts]
+        eos = self.tokenizer.eos_token_id
+        made = conversation(tokens, is_response, eos, self.stop_token_ids)
+        num_ends = np.isin(made.ids[made.is_learned], [eos, *self.stop_token_ids]).sum() if eos is not None else 0
+        self.num_open_turns += max(0, sum(is_response) - int(num_ends))
         if media is None or self.processor is None:
             return made
         return Conversation(made.ids, made.is_learned & ~np.isin(made.ids, self.processor.media_ids), media)
@@ -382,21 +400,40 @@ def text_parts(
     return parts
 
 
-def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eos_token_id: int | None) -> Conversation:
-    """The token ids of the parts of a conversation put together; `is_response` tells the assistant's turns.
-    `eos_token_id` ends a turn: it is put behind the last one if the template does not write it there."""
+def conversation(
+    parts: Sequence[Sequence[int]],
+    is_response: Sequence[bool],
+    eos_token_id: int | None,
+    stop_token_ids: Sequence[int] = (),
+) -> Conversation:
+    """Join the parts of a conversation, and mark the tokens that are learned.
+
+    Args:
+        parts: token ids of each part.
+        is_response: whether a part is a turn of the assistant.
+        eos_token_id: ends a turn; put behind the last one if the template writes no end there.
+        stop_token_ids: further tokens that end a turn. The first token of the next part is learned as the end of a turn
+            without one, if it is among these.
+    """
+    end_ids = {*stop_token_ids} if eos_token_id is None else {eos_token_id, *stop_token_ids}
     ids: list[int] = []
     learned: list[bool] = []
+    is_open = False  # whether the part before is a response without an end
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
-        has_end = is_learned and eos_token_id in tokens
-        # The response reaches up to and with its last end-of-sequence token, or to the end of the part.
-        end = len(tokens) - tokens[::-1].index(eos_token_id) if has_end else len(tokens)
-        if is_learned and number == len(parts) - 1 and eos_token_id is not None:
-            tokens = tokens[:end] if has_end else [*tokens, eos_token_id]
-            end = len(tokens)
+        num_learned = int(is_open and bool(tokens) and tokens[0] in end_ids)
+        is_open = False
+        if is_learned:
+            # The response reaches up to and with its last end token, or to the end of the part.
+            num_learned = max((place for place, token in enumerate(tokens, 1) if token in end_ids), default=0)
+            is_open = num_learned == 0
+            if is_open:
+                num_learned = len(tokens)
+            if number == len(parts) - 1 and eos_token_id is not None:
+                tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]
+                num_learned = len(tokens)
         ids += tokens
-        learned += [is_learned and position < end for position in range(len(tokens))]
+        learned += [position < num_learned for position in range(len(tokens))]
     return Conversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
 

@@ -166,6 +166,8 @@ class ChatEncoder:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each rendered text; the template has already written the special tokens."""
+        if not texts:
+            return []  # which transformers refuses
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     @cached_property

@@ -18,6 +18,7 @@ from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.errors import ConfigError, WorkerLostError
+from quadriga.models.load import declared_stop_token_ids
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
@@ -299,7 +300,9 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
     if config.task != "rl":
         kind = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}[data.format]
         kind = RMDataset if config.task == "reward_model" else kind
-        return kind(files, tokenizer, data, processor=build_processor(config), is_train=is_train)
+        stop_token_ids = declared_stop_token_ids(config.actor_rollout_ref.model.path)
+        options = {"processor": build_processor(config), "stop_token_ids": stop_token_ids}
+        return kind(files, tokenizer, data, is_train=is_train, **options)
     if config.reward_model.enable:
         # A reward model may read the chats.
         data = data.model_copy(update={"return_raw_chat": True})

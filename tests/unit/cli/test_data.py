@@ -84,3 +84,15 @@ def test_what_cannot_be_shown(folder: Path, capsys: pytest.CaptureFixture):
     assert "no column 'prompt'" in inspected(capsys, str(folder / "rows.jsonl"))
     assert main(["data", "inspect", str(folder / "rows.jsonl"), "--row", "3"]) == 1
     assert "--row: got 3 of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "two " * 1100])
+def test_conversations_of_which_none_can_be_learned(folder: Path, capsys: pytest.CaptureFixture, content: str):
+    """Each of them is bad, or too long."""
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
+    file = folder / "rows.jsonl"
+    file.write_text(f"{json.dumps({'messages': chat})}\n" * 4)
+    said = inspected(capsys, str(file), f"data.tokenizer={folder}", "--rows", "0")
+    assert f"bad: {0 if content else 4} rows" in said
+    assert ("row 3, message 1: got an empty turn" in said) is not bool(content)
+    assert ("4 of 4 rows are over 1024 tokens" in said) is bool(content)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quadriga.data import files
-from quadriga.data.files import read_table, resolve_files, written_aside
+from quadriga.data.files import read_blocks, read_table, resolve_files, written_aside
 from quadriga.errors import DataError
 from tests.http_server import Handler, serving
 
@@ -322,6 +322,21 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str):
     with pytest.raises(DataError, match=message) as caught:
         read_table(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_file_of_broken_lines_alone(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text("{\n{\n")
+    with pytest.raises(DataError, match=r"got 2 bad lines only, the first: .*line 1: got text that is no JSON"):
+        read_table(tmp_path / "t.jsonl", bad_lines=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("t.jsonl", '{"a": 1}\n'), ("t.json", ' [{"a": 1}]'), ("u.json", '{"a": 1}')]
+)
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, name: str, text: str):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_table(tmp_path / name)[0] == {"a": 1}
+    assert next(read_blocks(tmp_path / name, 1))[0] == {"a": 1}
 
 
 def test_a_parquet_file_cut_in_the_middle(write):

@@ -7,7 +7,7 @@ import pytest
 
 from quadriga.config import DataConfig
 from quadriga.data import MultiTurnSFTDataset, SFTDataset
-from quadriga.data.sft_dataset import conversation, text_parts
+from quadriga.data.sft_dataset import BATCH_ROWS, conversation, text_parts
 from quadriga.data.tokenizing import ChatEncoder, as_messages
 from quadriga.errors import DataError
 
@@ -54,6 +54,37 @@ def test_a_template_that_never_ends_a_turn_gets_an_end_behind_the_last(tokenizer
     assert marked(tokenizer, made) == [
         *["<user>", "w1", "<assistant>", "w2*", "<user>", "w3", "<assistant>", "w4*", "<eos>*"]
     ]
+
+
+def test_where_no_turn_has_an_end_the_next_role_is_learned_if_it_stops_generation(tokenizer) -> None:
+    encoder = ChatEncoder(tokenizer, {})
+    parts = text_parts(chat("w1", "w2", "w3", "w4"), encoder, where="")
+    ids = encoder.encode([part.text for part in parts])
+    is_response = [part.is_learned for part in parts]
+    user = tokenizer.convert_tokens_to_ids("<user>")
+    made = conversation(ids, is_response, tokenizer.eos_token_id, [user])
+    assert marked(tokenizer, made) == [
+        *["<user>", "w1", "<assistant>", "w2*", "<user>*", "w3", "<assistant>", "w4*", "<eos>*"]
+    ]
+
+
+@pytest.mark.parametrize(("ends", "num_open"), [([], 1), (["<user>"], 0)])
+def test_turns_without_an_end_are_told(write, data, tokenizer, capsys, ends: list[str], num_open: int) -> None:
+    stop_token_ids = tokenizer.convert_tokens_to_ids(ends)
+    path = write("t.jsonl", [chat_dataset("w1", "w2", "w3", "w4"), chat_dataset("w1", "w2")])
+    rows = MultiTurnSFTDataset(path, tokenizer, data(), stop_token_ids=stop_token_ids)
+    assert rows.num_open_turns == num_open
+    assert (
+        "1 turns of the assistant before the last are learned without an end" in capsys.readouterr().out
+    ) == num_open
+
+
+def test_a_batch_of_bad_rows_is_left_out(write, data, tokenizer, capsys) -> None:
+    bad_rows = [chat_dataset("w1", "")] * (BATCH_ROWS + 1)
+    path = write("t.jsonl", [*bad_rows, chat_dataset("w1", "w2")])
+    rows = MultiTurnSFTDataset(path, tokenizer, data(on_bad_row="skip"))
+    assert len(rows) == 1
+    assert f"{len(bad_rows)} bad rows are left out" in capsys.readouterr().out
 
 
 def test_what_follows_the_last_answer_is_left_out(tokenizer) -> None:
