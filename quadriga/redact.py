@@ -14,19 +14,52 @@ HIDDEN = "<hidden>"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ANYWHERE = re.compile(r"password|passwd|passphrase|apikey", re.IGNORECASE)
 _ALONE = {"pwd", "secret", "credential", "authorization", "cookie"}
-_BEFORE_KEY = {"api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "service"}
+# These name a secret as the last word: `db_pass` does, `pass_rate` and `auth_mode` do not.
+_LAST = {"auth", "bearer", "pass", "pat", "jwt"}
+# Words that are written together with another: `dbpass`, `mysecret`.
+_ENDS = re.compile(r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$")
+_BEFORE_KEY = {
+    "api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "service", "judge",
+    "server", "sandbox", "search", "client", "admin", "license", "webhook", "ssh", "llm", "subscription", "storage",
+    # Vendors.
+    "openai", "anthropic", "claude", "azure", "google", "gemini", "vertex", "aws", "bedrock", "gcp", "hf",
+    "huggingface", "wandb", "mlflow", "swanlab", "comet", "neptune", "clearml", "mistral", "cohere", "groq", "together",
+    "fireworks", "deepseek", "dashscope", "qwen", "moonshot", "zhipu", "minimax", "openrouter", "nvidia", "ngc",
+    "replicate", "xai", "grok", "perplexity", "cerebras", "sambanova", "anyscale", "modal", "runpod", "serper",
+    "serpapi", "tavily", "bing", "jina", "firecrawl", "daytona", "slack", "github", "gitlab", "npm", "stripe", "twilio",
+    "sendgrid", "telegram", "datadog", "sentry", "langsmith", "langfuse", "pinecone", "weaviate",
+}  # fmt: skip
 _BEFORE_TOKEN = {
     "pad", "eos", "bos", "unk", "mask", "cls", "sep", "image", "img", "video", "audio", "vision", "stop", "special",
     "start", "end", "begin", "per", "think", "boi", "eoi", "extra", "first", "last", "next",
 }  # fmt: skip
 # What such a name says about the key without being it.
 _ABOUT = {"env", "file", "path", "name", "url", "uri", "id", "ids", "type", "len", "length", "count", "level", "budget"}
+# What the keys of vendors look like from their first character on.
+_BY_VENDOR = {
+    "OpenAI, Anthropic": r"sk-(?=[\w-]*\d)[\w-]{16,}",
+    "Hugging Face": r"hf_[A-Za-z0-9]{16,}",
+    "GitHub": r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}",
+    "GitLab": r"glpat-[\w-]{16,}",
+    "Slack": r"xox[abeprs]-[\w-]{10,}",
+    "Amazon": r"(?:AKIA|ASIA)[A-Z0-9]{12,}",
+    "Google": r"AIza[\w-]{30,}",
+    "Weights & Biases": r"wandb_v\d_\w{16,}",
+    "NVIDIA": r"nvapi-[\w-]{16,}",
+    "Groq": r"gsk_[A-Za-z0-9]{16,}",
+    "npm": r"npm_[A-Za-z0-9]{16,}",
+    "Replicate": r"r8_[A-Za-z0-9]{16,}",
+    "JSON Web Token": r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*",
+}
+# What follows this text in an address, or stands between these.
+_IN_ADDRESSES = {
+    "user and password": r"(?<=://)[^\s/:@]{0,200}:[^\s/@]{1,200}(?=@)",
+    "hook of Slack": r"(?<=hooks\.slack\.com/)[\w/-]{10,}",
+    "signature of Azure": r"(?<=[?&]sig=)[\w%+/=-]{10,}",
+}
+_PRIVATE_KEY = r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,30}-----)?"
 _LOOKS = re.compile(
-    r"(?<![\w-])(?:sk-(?=[\w-]*\d)[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
-    r"|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)"
-    r"|(?<=://)[^\s/:@]{0,200}:[^\s/@]{1,200}(?=@)"
-    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,30}-----)?"
+    "|".join([rf"(?<![\w-])(?:{'|'.join(_BY_VENDOR.values())})", *_IN_ADDRESSES.values(), _PRIVATE_KEY])
 )
 _SCHEME = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 # Possessive: a name is tried once, however long it is.
@@ -46,12 +79,14 @@ def is_secret(name: str) -> bool:
     before, last = words[-2] if len(words) > 1 else "", words[-1]
     if last == "token":
         return before not in _BEFORE_TOKEN
-    if _ANYWHERE.search(name) or last in ("auth", "bearer") or any(one.removesuffix("s") in _ALONE for one in words):
+    if _ANYWHERE.search(name) or last in _LAST or any(one.removesuffix("s") in _ALONE for one in words):
+        return True
+    if _ENDS.search(last):
         return True
     if any(pair[0] in _BEFORE_KEY and pair[1] in ("key", "keys") for pair in pairwise(words)):
         return True
     # A variable of the environment.
-    return name.isupper() and len(words) > 1 and last in ("key", "pass", "pat")
+    return name.isupper() and len(words) > 1 and last == "key"
 
 
 def redacted(value: Any, name: str = "") -> Any:

@@ -229,6 +229,11 @@ for n in range(10**6):
 ## links
 attempts(lambda: os.symlink('/etc/passwd', 'x'), lambda: os.link('/usr/bin/env', 'y'), lambda: os.mkfifo('z'),
     lambda: os.mkdir('w'), lambda: open('x').read())
+## whiteout
+open('x', 'w').close()
+print(call(316, -100, b'x', -100, b'y', 4))
+## dumpable again
+print(call(157, 4, 1, 0, 0, 0))
 ## outside files
 import sysconfig
 attempts(lambda: open(sysconfig.get_path('stdlib') + '/hostile.py', 'w'), lambda: open('/tmp/hostile', 'w'),

@@ -11,14 +11,19 @@ from quadriga.redact import HIDDEN, hidden_names, is_secret, redacted, redacted_
 SECRET = """password db_password PGPASSWORD passwords passphrase api_key apiKey APIKEY x-api-key api_keys OPENAI_API_KEY
     AWS_SECRET_ACCESS_KEY client_secret credentials token hf_token HF_TOKEN authToken refresh_token X-Auth-Token
     Authorization auth Cookie DB_PASS MYSQL_PWD GITHUB_PAT DASHSCOPE_KEY private_key _redis_password
-    env_vars.WANDB_API_KEY"""
+    env_vars.WANDB_API_KEY judge_key openai_key wandb_key azure_key groqKey anthropic_key pass smtp_pass dbpass passwd
+    mysecret mysecrets secret jwt id_jwt github_pat pat auth basic_auth"""
 OPEN = """max_tokens
     max_new_tokens pad_token_id pad_token eos_token bos_token image_token stop_tokens token_level tokenizer
     tokens_per_s ppo_max_token_len_per_gpu stop_token_ids prompt_key image_key reward_fn_key messages_key api_key_env
-    password_file token_url key monkey keyboard pass_k num_passes compass author KEY secret.temperature"""
+    password_file token_url key monkey keyboard pass_k num_passes compass author KEY secret.temperature
+    bypass_mode bypass overpass pass_rate passage authority secretary auth_mode response_key video_key chosen_key
+    tools_key sort_key pattern path jwt_algorithm pat_count"""
 KEYS = [
     "sk-proj-Ab3dEf6hIj9kLmNo", "sk-ant-api03-abcdefghijklmnop", "hf_AbCdEfGhIjKlMnOpQr", "ghp_0123456789abcdefABCD",
     "github_pat_11ABCDEFG0123456789", "glpat-abcdefghij0123456789", "AKIAIOSFODNN7EXAMPLE", "xoxb-123456789012-abc",
+    "wandb_v1_AbCdEfGhIjKlMnOpQr", "nvapi-AbCdEfGhIjKlMnOp_Qr", "gsk_AbCdEfGhIjKlMnOpQr", "npm_AbCdEfGhIjKlMnOpQr",
+    "r8_AbCdEfGhIjKlMnOpQr",
     "AIza" + "SyA1234567890abcdefghijklmnopqrstuv", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_123",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY-----",
 ]  # fmt: skip
@@ -42,6 +47,8 @@ def test_values_that_look_like_keys(key: str) -> None:
         ("Authorization: Bearer abc.def-123", "Authorization: Bearer <hidden>"),
         ("GET http://me:pass@host:80/v1?api_key=12345678&n=1", "GET http://<hidden>@host:80/v1?api_key=<hidden>&n=1"),
         ("{'x-api-key': 'opensesame', 'n': 'opensesame'}", "{'x-api-key': '<hidden>', 'n': 'opensesame'}"),
+        ("POST https://hooks.slack.com/services/T0/B0/abc123 200", "POST https://hooks.slack.com/<hidden> 200"),
+        ("az://c/f?sv=1&sig=abc%2Fdef123%3D&se=2 gone", "az://c/f?sv=1&sig=<hidden>&se=2 gone"),
         ("a.env_vars.MY_KEY=opensesame b", "a.env_vars.MY_KEY=<hidden> b"),
         ('{\\"token\\": \\"opensesame\\"}', '{\\"token\\": \\"<hidden>\\"}'),
     ],

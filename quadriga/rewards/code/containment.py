@@ -35,7 +35,7 @@ from quadriga.rewards.code.system_calls import filter_calls, is_known_machine, m
 MEGABYTE = 1 << 20
 NETWORK_SIGNAL = signal.SIGSYS
 
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 8, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_SLAVE = 2, 4, 0x4000, 0x80000
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1 << 1, 1 << 2
@@ -127,6 +127,8 @@ def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove:
     _drop_capabilities()
     die_with_parent(parent)
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # No other process of its user may attach to it or read its memory.
+    make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     read_only = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
     confine_files([*read_only, ("/dev/null", _OWN), (folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE)])
     return filter_calls(may_have_threads=are_threads_counted)

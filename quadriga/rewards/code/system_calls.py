@@ -47,6 +47,8 @@ _ALLOWED_IF = {
     # But with O_TMPFILE.
     "open": [(2, 0x400000, [0])],
     "openat": [(4, 0x400000, [0])],
+    # But with RENAME_WHITEOUT, which makes a device node.
+    "renameat2": [(8, 4, [0])],
     # Names of threads and of memory.
     "prctl": [(0, _ALL, [15, 16, 0x53564D41])],
     # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, locks of files, F_DUPFD_CLOEXEC.

@@ -206,6 +206,17 @@ for may_mount in (run.can_mount(), False):
     print(may_mount, compute_score("{files}", dict(inputs=[""], outputs=["1"])))
 for program in {hostile!r}:
     print(compute_score(program, dict(inputs=[""], outputs=[""])))
+import os, time
+from quadriga.rewards.code import containment
+is_confined, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    containment.confine(tempfile.mkdtemp(), containment.Limits(), [], may_remove=True)
+    os.write(tell, b"x")
+    time.sleep(60)
+os.read(is_confined, 1)
+print("memory of user", os.stat(f"/proc/{{child}}/mem").st_uid)
+os.kill(child, 9)
 """
     # Where the user can read it: our tree may lie in a folder of root's.
     shutil.copytree(Path(run.__file__).parents[2], tmp_path / "quadriga", ignore=shutil.ignore_patterns("__pycache__"))
@@ -215,7 +226,8 @@ for program in {hostile!r}:
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code]
     done = subprocess.run(as_nobody, capture_output=True, text=True, cwd="/tmp", env={"TMPDIR": "/tmp"})
     assert done.returncode == 0, done.stderr
-    first, in_memory, on_disk, *others = done.stdout.splitlines()
+    first, in_memory, on_disk, *others, owner = done.stdout.splitlines()
+    assert owner == "memory of user 0", "nobody of the same user may attach to it"
     assert "'score': 1.0" in first
     assert in_memory.startswith("False") or "'score': 1.0" in in_memory
     assert "'score': 0.0" in on_disk

@@ -97,6 +97,8 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         ("openat", (-100, 0, os.O_RDWR | os.O_DIRECTORY), ALLOWED),
         ("openat", (-100, 0, os.O_TMPFILE | os.O_RDWR), REFUSED),
         ("openat2", (), UNKNOWN),
+        *[("renameat2", (-100, 0, -100, 0, flags), ALLOWED) for flags in (0, 1, 2)],
+        *[("renameat2", (-100, 0, -100, 0, flags), REFUSED) for flags in (4, 5)],
         # Steering.
         ("sched_setaffinity", (0, 8), ALLOWED),
         ("sched_setaffinity", (PID, 8), ALLOWED),
@@ -105,6 +107,7 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         ("prlimit64", (OTHER, 0), REFUSED),
         ("prctl", (15,), ALLOWED),
         ("prctl", (1,), REFUSED),
+        ("prctl", (4, 1), REFUSED),
         ("prctl", (62,), REFUSED),
         *[
             (name, (), REFUSED)
