@@ -3,22 +3,26 @@
 
 import hashlib
 import io
+import struct
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 try:
-    from PIL import ExifTags, Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 except ImportError:  # `require_pillow` reports it, where images are used
     Image = None
 
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+"""What is read: formats that Pillow decodes itself, without another program. JPEG includes MPO."""
+MAX_PIXELS = 50_000_000
 _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
 _TURNED = (5, 6, 7, 8)
 """Orientations of a camera that exchange height and width."""
@@ -77,7 +81,8 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     file; a dictionary with `bytes`, `path`, or any of these as `image`; a `PIL.Image.Image`.
     `folder`: of the data file.
     `where`: the row and the number of the image, for errors.
-    Raises DataError: it is none of these, is not there, is no image, or has too many pixels for Pillow."""
+    Raises DataError: it is none of these, is not there, is no image, is of a format that is not read, or has more than
+    `MAX_PIXELS`."""
     source = source_of(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
@@ -107,9 +112,11 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
             yield source
             return
         with warnings.catch_warnings():
-            # Beyond this Pillow only warns, and a run would spend its memory on one image.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source) as picture:
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            Image.init()
+            with Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN]) as picture:
+                if picture.width * picture.height > MAX_PIXELS:
+                    raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
                 if getattr(picture, "n_frames", 1) > 1 and picture.format in _ANIMATED:
                     got = f"an image of {picture.n_frames} frames ({picture.format})"
                     fix = "Save the frame that is meant, or give it as a video: <video> and data.video_key."
@@ -119,12 +126,29 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
         raise
     except Exception as error:  # decoders raise what they like about a damaged file
         reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
-        if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-            got, limit = f"an image that is too large ({reason})", f"at most {Image.MAX_IMAGE_PIXELS} pixels"
+        if isinstance(error, Image.DecompressionBombError):
+            got, limit = f"an image that is too large ({reason})", f"at most {MAX_PIXELS} pixels"
             raise DataError(where, got=got, expected=limit, fix="Make it smaller.") from error
+        if isinstance(error, UnidentifiedImageError) and (name := _format_of(source)):
+            fix = "Save it as one of these."
+            raise DataError(where, got=f"an image in {name}", expected=", ".join(_FORMATS), fix=fix) from error
         described = f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
         got, fix = f"{described}, which is no image that can be read ({reason})", "Correct or leave out the row."
         raise DataError(where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix) from error
+
+
+def _format_of(source: Path | io.BytesIO) -> str:
+    """The format that the first bytes of a file stand for in Pillow, which reads no further; empty if it knows none."""
+    if isinstance(source, io.BytesIO):
+        first_bytes = bytes(source.getbuffer()[:16])
+    else:
+        with source.open("rb") as file:
+            first_bytes = file.read(16)
+    for name, (_, accepts) in Image.OPEN.items():
+        with suppress(IndexError, struct.error):
+            if accepts is not None and accepts(first_bytes):
+                return name
+    return ""
 
 
 def source_of(value: Any, folder: Path, where: str, what: str, expected: str) -> Any:

@@ -98,14 +98,32 @@ def test_what_is_no_image(path: Path, tmp_path: Path):
             read(value, tmp_path)
 
 
-def test_too_many_pixels(monkeypatch):
-    large = as_bytes(Image.new("RGB", (100, 100)))
-    for limit in (9_000, 4_000):  # Pillow warns up to twice its limit, and refuses beyond
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(
-            DataError, match=f"image 0: got an image that is too large .*10000.* at most {limit} pixels"
-        ):
-            read(large)
+@pytest.mark.parametrize("limit_of_pillow", [9_000, 4_000])
+def test_too_many_pixels(monkeypatch, limit_of_pillow: int):
+    """Pillow warns up to twice its limit, and refuses beyond."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit_of_pillow)
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 9_999)
+    with pytest.raises(DataError, match=r"image 0: got an image that is too large .*100.* at most 9999 pixels"):
+        read(as_bytes(Image.new("RGB", (100, 100))))
+    assert read(as_bytes(Image.new("RGB", (99, 100)))).size == (99, 100)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"])
+def test_formats_that_are_read(kind: str):
+    assert read(as_bytes(noise(12, 8), kind)).size == (12, 8)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "ICNS"])
+def test_formats_that_are_not_read(kind: str, tmp_path: Path):
+    """EPS would start Ghostscript, a program of its own."""
+    content = as_bytes(noise(16, 16), kind)
+    (tmp_path / "a.png").write_bytes(content)
+    told = f"got an image in {kind}, expected PNG, JPEG,"
+    for value in (content, "a.png"):
+        with pytest.raises(DataError, match=told):
+            read(value, tmp_path)
+        with pytest.raises(DataError, match=told):
+            picture_size(value, folder=tmp_path, where="")
 
 
 def test_without_pillow(monkeypatch):
