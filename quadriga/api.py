@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,7 +224,8 @@ class Run:
         """The model with the last weights as a Hugging Face folder."""
         folder = self.directory / MODEL_FOLDER
         if not folder.is_dir():
-            fix = f"Go on with it, or make a model of a checkpoint: quadriga export {self.directory} FOLDER."
+            command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
+            fix = f"Go on with it, or make a model of a checkpoint: {command}"
             raise CheckpointError(str(folder), got="nothing", expected="a run that came to its last step", fix=fix)
         return folder
 

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +15,8 @@ _DATA_HELP = "largest, gsm8k, gsm8k_tools, math, geometry3k, hellaswag, hh_rlhf,
 _MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
 _NEXT = """
 Next:
-  quadriga sft --config {folder}/sft.yaml
-  quadriga train --config {folder}/sums.yaml"""
+  quadriga sft --config {sft}
+  quadriga train --config {sums}"""
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
         width = max(map(len, parts))
         for name, path in parts.items():
             print(f"{name:<{width}}  {path}")
-        print(_NEXT.format(folder=options.output))
+        configs = {name: shlex.quote(str(options.output / f"{name}.yaml")) for name in ("sft", "sums")}
+        print(_NEXT.format(**configs))
         return 0
     sizes = {"num_train": options.num_train, "num_val": options.num_val}
     prepare_data = _recipe("tasks").prepare_data

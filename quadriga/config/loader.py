@@ -4,7 +4,9 @@
 files, `a.b=c`  ->  dotted keys, each with its place  ->  one tree  ->  pydantic: `Config`  ->  checks
 """
 
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -94,7 +96,7 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         elif argument.startswith("-"):
             fix = "Keys are written without dashes; --config FILE stands before them."
         elif argument.endswith((".yaml", ".yml")):
-            fix = f"To read a configuration file write --config {argument}."
+            fix = f"To read a configuration file write --config {shlex.quote(argument)}."
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key, text = spelled(match["key"], task), match["value"].strip()
     section, _, name = key.rpartition(".")
@@ -117,6 +119,14 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         fix = "Write a space after the colon: {name: value}."
         raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
     return key, value
+
+
+def as_override(key: str, path: str | Path) -> str:
+    """`key=path` as a word of a shell's command line, which `parse_override` reads as this path again."""
+    text = str(path)
+    # At the beginning these would be YAML.
+    is_yaml = text.startswith(("[", "{", "'", '"'))
+    return shlex.quote(f"{key}={json.dumps(text, ensure_ascii=False) if is_yaml else text}")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
+from quadriga.config.loader import as_override
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.workers.checkpoint import HF_FOLDER
@@ -68,7 +69,10 @@ class Checkpoints:
     def _written(self) -> str:
         """What stands in the file that names the step written last; it is written with an end of line."""
         try:
-            text = (self.directory / LATEST).read_bytes().decode(errors="replace")
+            path = self.directory / LATEST
+            if path.exists() and not path.is_file():
+                return "no regular file"
+            text = path.read_bytes().decode(errors="replace")
             return text[:-1] if text.endswith("\n") else text and f"{text} without an end of line"
         except FileNotFoundError:
             return ""
@@ -261,7 +265,8 @@ class Checkpoints:
                 verify(path)
             except DamagedCheckpointError:
                 continue
-            return f"Resume from {path} with trainer.resume_mode=resume_path trainer.resume_from_path={path}."
+            named = as_override("trainer.resume_from_path", path)
+            return f"Resume from {path} with trainer.resume_mode=resume_path {named}"
         return (
             f"No other checkpoint in {self.directory} is whole. Put the files back from a copy, or name a checkpoint "
             "elsewhere with trainer.resume_mode=resume_path trainer.resume_from_path, or begin anew with "
@@ -314,6 +319,7 @@ def verify(checkpoint: Path) -> None:
     fix = "Take another checkpoint."
     file = manifest = checkpoint / MANIFEST
     try:
+        _require_regular(manifest)
         files = json.loads(manifest.read_bytes())
         if files == {}:
             raise ValueError("it is empty")
@@ -322,6 +328,7 @@ def verify(checkpoint: Path) -> None:
             raise ValueError(f"it names {outside[0]}, which is outside")
         for name, size, digest in facts:
             file = checkpoint / name
+            _require_regular(file)
             found = file.stat().st_size
             if found != size:
                 raise DamagedCheckpointError(str(file), got=f"{found} bytes", expected=f"{size} bytes", fix=fix)
@@ -336,9 +343,18 @@ def verify(checkpoint: Path) -> None:
     except OSError as error:
         got = f"{type(error).__name__}: {error.strerror}"
         raise DamagedCheckpointError(str(file), got=got, expected="a file that can be read", fix=fix) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         got = f"no list of files ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what is no regular file, such as a named pipe, which would be waited for without end."""
+    if path.exists() and not path.is_file():
+        expected = "a file that can be read"
+        raise DamagedCheckpointError(
+            str(path), got="no regular file", expected=expected, fix="Take another checkpoint."
+        )
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:

@@ -9,6 +9,7 @@ a worker raises an exception                       the run ends: the exception w
 """
 
 import random
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from quadriga.config import Config
+from quadriga.config.loader import as_override
 from quadriga.config.placement import with_fewer_processes
 from quadriga.errors import EngineLostError, NoRoomError, PeerLostError, QuadrigaError, WorkerLostError
 from quadriga.observe.machine import describe_machine
@@ -177,15 +179,18 @@ def what_next(config: Config, step: int | None) -> str:
     trainer, run = config.trainer, config.trainer.directory
     length = "total_training_steps" if trainer.total_training_steps == step else "total_epochs"
     if config.task != "rl":
-        key = "actor_rollout_ref" if config.task == "sft" else "reward_model.enable=True reward_model"
-        return f"done. Next:\n  quadriga train --config FILE {key}.model.path={run / 'model'}"
+        enables, section = "", "actor_rollout_ref"
+        if config.task == "reward_model":
+            enables, section = "reward_model.enable=True ", "reward_model"
+        model = as_override(f"{section}.model.path", run / "model")
+        return f"done. Next:\n  quadriga train --config FILE {enables}{model}"
     rows = "" if config.data.val_files else " data.val_files=FILE"
     if step is None:
         return f"done: {run}, without a checkpoint; trainer.save_freq=N writes one every N steps and at the end."
     return (
         f"done: {run} has the checkpoint of step {step}. Next:\n"
-        f"  quadriga eval {run} --config {run / CONFIGURATION}{rows}\n"
-        f"  quadriga export {run} --output DIR\n"
+        f"  quadriga eval {shlex.quote(str(run))} --config {shlex.quote(str(run / CONFIGURATION))}{rows}\n"
+        f"  quadriga export {shlex.quote(str(run))} --output DIR\n"
         f"  the same command with a larger trainer.{length} goes on"
     )
 
