@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
@@ -71,7 +72,7 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     try:
         model, _ = from_pretrained(folder, load_config(folder), dtype=dtype)
         return model, read_tokenizer(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         got, expected = str(error).strip().partition("\n")[0], "a model and a tokenizer that transformers can load"
         raise CheckpointError(str(folder), got=got, expected=expected, fix="Export another checkpoint.") from error
 

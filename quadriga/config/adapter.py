@@ -79,7 +79,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     file = folder / ADAPTER_CONFIG
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
     unlike = [f"{name}={facts[name]}" for name, values in _PLAIN.items() if facts.get(name, values[0]) not in values]
     unlike += [f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)]

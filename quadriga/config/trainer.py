@@ -41,6 +41,14 @@ def _known_places(value: str) -> str:
     return value
 
 
+def _name_in_a_path(value: str) -> str:
+    """A name that leads nowhere else, since the run's directory is made of it; folders may stand in it."""
+    parts = value.split("/")
+    if not parts[0] or ".." in parts or not {"\0", "\n", "\r"}.isdisjoint(value):
+        raise refuse("a name without '..', NUL or line end that does not begin with '/'")
+    return value
+
+
 def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in value if name not in RAY_INIT_KEYS]:
         close = get_close_matches(unknown[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
@@ -59,9 +67,9 @@ class TrainerConfig(Section):
     total_training_steps: Count | None = None
     """Training steps after which the run ends, where `total_epochs` does not end it before. null: as many as those
     take."""
-    project_name: Name = "quadriga"
+    project_name: Annotated[Name, AfterValidator(_name_in_a_path)] = "quadriga"
     """Name of the project, for trackers and for the run's directory."""
-    experiment_name: Name = "run"
+    experiment_name: Annotated[Name, AfterValidator(_name_in_a_path)] = "run"
     """Name of the run, for trackers and for the run's directory."""
     logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
     """Trackers that metrics are logged to: one name or a list."""

@@ -254,7 +254,8 @@ def _mapped(
     key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
     entry, num_rows = Path(cache_dir).expanduser() / "rows" / key, 0
     make_directory(entry.parent, where="data.cache_dir")
-    with entry.with_suffix(".lock").open("w") as lock, waiting(f"another process to write {entry}"):
+    # "a": what a link in its place leads to is not emptied.
+    with entry.with_suffix(".lock").open("a") as lock, waiting(f"another process to write {entry}"):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if entry.is_dir():
             try:
@@ -291,7 +292,7 @@ def _json_batches(
             row = json.loads(text := raw.decode())
         except UnicodeDecodeError as error:
             bad = f"bytes that are not UTF-8 ({error})", "text in UTF-8"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             bad = f"text that is no JSON ({error})", "one JSON object per line"
         else:
             if isinstance(row, dict):
@@ -327,7 +328,7 @@ def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
             rows = json.load(file)
         except UnicodeDecodeError as error:
             raise DataError(str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             got = f"text that is no JSON ({error})"
             raise DataError(str(path), got=got, expected="a list of JSON objects") from error
         yield from ((f"row {number}", json.dumps(row).encode()) for number, row in enumerate(rows))

@@ -131,8 +131,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
             print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
         if self.num_open_turns:
             print(
-                f"{self._key}: {self.num_open_turns} turns of the assistant before the last are learned without an end: "
-                "the chat template ends them with no token at which generation stops.",
+                f"{self._key}: {self.num_open_turns} turns of the assistant before the last are learned without an end:"
+                " the chat template ends them with no token at which generation stops.",
                 flush=True,
             )
 
@@ -443,7 +443,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
         found = json.loads(value) if isinstance(value, str) and value else value
         tools = [json.loads(one) if isinstance(one, str) else one for one in found or ()]
         wrong = next((one for one in tools if not isinstance(one, Mapping)), None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         tools, wrong = None, f"{shortened(value)} ({error})"
     if wrong is not None:
         expected = 'a list such as [{"type": "function", "function": {"name": ..., "parameters": {...}}}]'

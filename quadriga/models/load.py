@@ -7,6 +7,7 @@ Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def explained(path: str | Path, kind: str = "causal language model", fix: str = 
     """What transformers raises while it loads a model of some kind becomes an EngineError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         got = str(error).strip().splitlines()[0]
         if len(Path(path).parts) > 2 and not Path(path).exists():
             # No hub name has so many parts, and transformers speaks of nothing else.
@@ -213,9 +214,10 @@ def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[i
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """Token ids that end a response by the generation_config.json of a model, which may have none."""
-    try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        return ()
+    with explained(path):
+        try:
+            declared = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            return ()
     ids = declared if isinstance(declared, list) else [declared]
     return tuple(token for token in ids if token is not None)

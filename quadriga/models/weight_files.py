@@ -15,6 +15,7 @@ Legend: [...] is the shape of a parameter.
 
 import json
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, EnumType
 from pathlib import Path
@@ -58,14 +59,16 @@ def open_weights(folder: str | Path) -> WeightFiles:
     if (index := folder / INDEX).is_file():
         try:
             files = [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(index, error) from error
         # Not resolved: in a hub's cache files are links to where their content is.
         for file in files:
             if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
                 raise _leads_outside(index, file)
-        if missing := [file for file in files if not file.is_file()]:
+        if missing := [file for file in files if not file.exists()]:
             raise CheckpointError(str(missing[0]), "no such file", f"the file that {INDEX} names", _ANOTHER)
+    if unreadable := [file for file in files if not file.is_file()]:  # a named pipe would be waited for
+        raise CheckpointError(str(unreadable[0]), "no regular file", "whole files of weights", _ANOTHER)
     if not files:
         got = "neither *.safetensors nor a distributed checkpoint"
         fix = "A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents."
@@ -163,6 +166,16 @@ class ChunkReader(FileSystemReader):
         self.listed: Metadata = listed
         entries = listed.state_dict_metadata.items()
         self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        stored_bytes = Counter[str]()
+        for index, chunk in listed.storage_data.items():
+            stored_bytes[index.fqn] += chunk.length
+        for name, entry in self.tensors.items():
+            num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
+            if num_bytes > stored_bytes[name]:
+                got = f"{num_bytes} bytes for {name}"
+                raise DamagedCheckpointError(
+                    str(path), got, f"at most the {stored_bytes[name]} that are stored", _ANOTHER
+                )
         self.set_up_storage_reader(listed, is_coordinator=True)
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:

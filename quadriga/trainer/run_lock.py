@@ -48,7 +48,8 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
         while (descriptor := _take(path)) is None:
             pass
     except OSError as error:
-        got, expected = f"{type(error).__name__}: {error.strerror or error}", "a directory that can be written"
+        named = f" ({error.filename})" if error.filename else ""
+        got, expected = f"{type(error).__name__}: {error.strerror or error}{named}", "a directory that can be written"
         fix = f"Free space or set {key} to another one."
         raise CheckpointError(f"{key}={directory}", got=got, expected=expected, fix=fix) from error
     except CheckpointError as error:
@@ -80,7 +81,8 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
 
 def _take(path: Path) -> int | None:
     """The locked file, with this process written into it; None: its holder has deleted it meanwhile."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    # Not through a link, which would have another file overwritten.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         without_locks = _lock(descriptor, path)
         holder, boot = _holder(descriptor), Path("/proc/sys/kernel/random/boot_id")
@@ -148,5 +150,5 @@ def _holder(descriptor: int) -> dict[str, str]:
     """What stands in the file; nothing where a process died before it had written it."""
     try:
         return dict(json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}

@@ -245,7 +245,7 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     try:
         known = json.loads((checkpoint / "actor" / "config.json").read_text())
         theirs = _num_experts(SimpleNamespace(**known.get("text_config", known)))
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return
     if theirs != (ours := _num_experts(_model_config(config, ACTOR).get_text_config())):
         got, fix = f"a model of {theirs} experts in a layer", "Resume with the model that the checkpoint was made of."

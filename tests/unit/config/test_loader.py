@@ -137,6 +137,10 @@ def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
         ("actor_rollout_ref.actor.strategy=veomni", "one of fsdp, fsdp2, megatron"),
         ("trainer.logger=[consle]", "console"),
         ("trainer.default_local_dir=out/{run}", "{experiment_name}"),
+        ("trainer.experiment_name=../run", "without '..'"),
+        ("trainer.experiment_name=team/../../run", "without '..'"),
+        ("trainer.project_name=/run", "does not begin with '/'"),
+        ('trainer.project_name="a\\nb"', "line end"),
         ("reward_model.max_error_rate=2", "at most 1"),
         ("data=3", "a section"),
     ],
@@ -145,6 +149,11 @@ def test_a_value_out_of_range_is_refused(override: str, reason: str) -> None:
     error = error_of(override)
     assert error.where == override.split("=")[0]
     assert reason in error.expected
+
+
+@pytest.mark.parametrize("name", ["team/exp1", "v1..2", "..."])
+def test_a_name_may_have_folders_and_dots(name: str) -> None:
+    assert load_config([f"trainer.experiment_name={name}"]).config.trainer.experiment_name == name
 
 
 def test_none_in_python_is_null_in_yaml() -> None:

@@ -312,6 +312,8 @@ def test_the_digest_follows_the_content(write):
         ("t.json", b"[]", "no rows, expected at least one"),
         ("t.jsonl", b'{"a": 1}\n\n{"a": ', "line 3: got text that is no JSON"),
         ("t.jsonl", b'{"a": 1}\n[1]', "line 2: got a JSON list"),
+        ("t.jsonl", b'{"a": ' + b"[" * 10_000, "line 1: got text that is no JSON"),
+        ("t.json", b"[" * 10_000, "got text that is no JSON"),
         ("t.json", b'[{"a": 1}, 5]', "row 1: got a JSON int"),
         ("t.jsonl", b"\xff\xfe", "not UTF-8"),
         ("t.csv", b"a,b", r"a \.csv suffix, expected \.parquet, \.json or \.jsonl"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading a causal model: what is checked, what is made of it."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_a_config_that_says_tied_follows_the_weights(folder: Path, is_equal: boo
     model.save_pretrained(folder / "saved")
     assert load_config(folder / "saved").tie_word_embeddings is is_equal
     assert ("lm_head.weight" in load_file(folder / "saved" / "model.safetensors")) is not is_equal
+
+
+def test_a_pickle_that_names_code_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(re.compile))
+    with pytest.raises(EngineError, match=str(folder)):
+        load_causal_lm(folder, dtype=torch.float32)
 
 
 def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:

@@ -2,6 +2,7 @@
 """Weights by name, from the folders that transformers writes and from those of our checkpoints."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from enum import Enum
@@ -78,8 +79,22 @@ def test_what_was_written_is_read(write: Callable[[Path], None], tmp_path: Path)
         (distributed, lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp: got "),
         (in_a_role, lambda folder: cut(folder / "model" / ".metadata"), "model/.metadata: got "),
         (lambda folder: None, lambda folder: None, "neither *.safetensors nor a distributed checkpoint"),
+        (indexed, lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 10_000), "index.json: got"),
+        (distributed, lambda folder: enlarged_in_list(folder), ".metadata: got 4398046511104 bytes for model.scale"),
+        (one_file, lambda folder: as_pipe(folder / "model.safetensors"), "model.safetensors: got no regular file"),
     ],
-    ids=["missing", "no index", "cut", "missing chunk", "cut chunk", "cut list", "empty"],
+    ids=[
+        "missing",
+        "no index",
+        "cut",
+        "missing chunk",
+        "cut chunk",
+        "cut list",
+        "empty",
+        "nested",
+        "terabytes",
+        "pipe",
+    ],
 )
 def test_damage_is_named(
     write: Callable[[Path], None], damage: Callable[[Path], object], words: str, tmp_path: Path
@@ -89,6 +104,18 @@ def test_damage_is_named(
     with pytest.raises(CheckpointError) as caught:
         open_weights(tmp_path)
     assert words in str(caught.value)
+
+
+def as_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def enlarged_in_list(folder: Path) -> None:
+    """The list of chunks with a tensor of 4 TB, of which it has a few bytes."""
+    listed = pickle.loads((folder / ".metadata").read_bytes())
+    listed.state_dict_metadata["model.scale"].size = torch.Size([2**40])
+    (folder / ".metadata").write_bytes(pickle.dumps(listed))
 
 
 def renamed_in_list(folder: Path, name: str) -> None:

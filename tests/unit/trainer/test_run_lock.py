@@ -184,3 +184,20 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     refused = pytest.raises(CheckpointError, match=r"default_local_dir=.*NotADirectoryError")
     with refused, run_lock(tmp_path / "file" / "run"):
         pass
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(other)
+    with pytest.raises(CheckpointError, match=r"symbolic links .*run/\.lock"), run_lock(tmp_path / "run"):
+        pass
+    assert other.read_text() == "mine"
+
+
+def test_the_directory_of_a_run_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with run_lock(tmp_path / "link"):
+        assert (tmp_path / "run" / LOCK).is_file()
