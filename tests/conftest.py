@@ -7,6 +7,7 @@ Temporary files lie in a folder that goes with it; the folders of `tmp_path` sta
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -132,6 +133,14 @@ def _managers() -> dict[str, Any]:
     """Reward managers by name."""
     registry = sys.modules.get("quadriga.rewards.registry")
     return {} if registry is None else registry._classes
+
+
+@pytest.fixture
+def sigint_raises() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as in a shell's foreground job: one in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

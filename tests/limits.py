@@ -16,7 +16,24 @@ GRADED_S = 60.0
 """`timeout_s` of samples that are graded in microseconds; the start of a grading process counts in it."""
 
 PROGRAM_S = 300.0
-"""A program that imports torch and the package: 3 s with a model's modules, 10 s on a slow machine."""
+"""A program that imports torch and the package: 3 s with a model's modules, 10 s on a slow machine. Or pip, which builds a wheel."""
 
 HANGS_S = 3600.0
 """How long what hangs would take: longer than `TEST_S`, so that a test that waits for it fails."""
+
+# ---- tests/e2e ----------------------------------------------------------------------------------
+
+COMMAND_S = 300.0
+"""A command comes to the step that is waited for, or to its end: 30 s at most, on a cluster of its own."""
+NOTEBOOK_S = 300.0
+"""A cell of the notebook, which trains: 20 s."""
+PROCESS_ENDS_S = 60.0
+"""A process has ended once it was told to, or once the one that started it has: 2 s."""
+PASSES_BEGIN_S = 60.0
+"""Passes of models in several processes have all begun, or a grader has, once a step has its responses: 1 s."""
+ENGINE_RESTARTS_S = 240.0
+"""A rollout engine is started again in a new process: 15 s."""
+NODES_LOST_S = 300.0
+"""The driver of a cluster of two nodes that loses one, then its head: 30 s, most of it Ray's waiting."""
+RUN_LOSES_A_NODE_S = 500.0
+"""A run on two nodes that loses one, with a pause of 3 s in each step: 45 s."""

@@ -19,8 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from quadriga.cli.main import main
+from tests.limits import COMMAND_S, PROCESS_ENDS_S
 
-INTERRUPT_LIMIT_S = 300.0
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLES = ["<user>", "<assistant>"]
@@ -200,6 +200,22 @@ def train(arguments: Callable[..., list[str]], tmp_path: Path) -> Callable[..., 
     return run_here
 
 
+@pytest.fixture(scope="session")
+def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`alone(*overrides)`: the directory of a run in one process, made once for all tests that compare with it."""
+    done: dict[tuple[str, ...], Path] = {}
+
+    def run_once(*overrides: str) -> Path:
+        if overrides not in done:
+            folder = tmp_path_factory.mktemp("alone")
+            more = f"trainer.rollout_data_dir={folder / 'run' / 'rollouts'}"
+            assert main(["train", *command_line(home, folder, *overrides, more)]) == 0
+            done[overrides] = folder / "run"
+        return done[overrides]
+
+    return run_once
+
+
 def with_the_tests(*command: str) -> list[str]:
     """A command that is killed when the process is that starts it: between a fork and the command nothing may run where
     that process has threads of Ray's.
@@ -238,7 +254,7 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
         if process.poll() is None:
             process.kill()
         # What it has started may hold its output for as long as it lives.
-        process.communicate(timeout=120)
+        process.communicate(timeout=PROCESS_ENDS_S)
 
 
 @pytest.fixture(scope="session")
@@ -280,7 +296,7 @@ def interrupt() -> Callable[[subprocess.Popen[str]], str]:
     def press(process: subprocess.Popen[str]) -> str:
         # As a terminal does: to the whole foreground process group.
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=INTERRUPT_LIMIT_S)
+        output, _ = process.communicate(timeout=COMMAND_S)
         assert process.returncode == 130, output
         assert "Traceback" not in output
         (line,) = [line for line in output.splitlines() if line.startswith("interrupted in step ")]

@@ -54,22 +54,20 @@ def share(text: str) -> float:
     return text.count(TRUTH) / max(1, len(text))
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
 def test_numbers_of_the_command(
-    backend: str,
     settings: Callable[..., dict[str, Any]],
     train: Callable[..., Path],
     make_rows: Callable[..., list[dict[str, Any]]],
     metric_lines: Lines,
 ) -> None:
-    """From a list of rows and a lambda, bit for bit, validation too."""
+    """From a list of rows and a lambda, bit for bit, validation too. On Ray: tests/e2e/ray/test_stopping.py."""
     lines = metric_lines(train("trainer.val_before_train=True", run="command"))
-    rows, options = make_rows(24), {"trainer.backend": backend, "trainer.val_before_train": True}
+    rows = make_rows(24)
     run = quadriga.train(
         data=rows[:10],
         reward=lambda text: text.count(TRUTH) / max(1, len(text)),
         eval_data=rows[20:],
-        **settings("python", **options),
+        **settings("python", **{"trainer.val_before_train": True}),
     )
     assert metric_lines(run.directory) == lines
     assert list(run.metrics.index) == [0, 1, 2]
@@ -226,6 +224,7 @@ def test_sft(settings: Callable[..., dict[str, Any]], monkeypatch: pytest.Monkey
     assert runs[0].model.num_parameters() == runs[1].model.num_parameters()
 
 
+@pytest.mark.usefixtures("sigint_raises")
 def test_interrupt_in_a_callback_ends_the_run(
     settings: Callable[..., dict[str, Any]],
     make_rows: Callable[..., list[dict[str, Any]]],

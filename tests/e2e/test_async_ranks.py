@@ -4,6 +4,7 @@ run on Ray, which `tests/e2e/ray/test_async_training.py` makes."""
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.cli.main import main
 from quadriga.errors import WorkerLostError
+from quadriga.protocol import DataProtoFuture
 from quadriga.rollout.native.generation import Generation
 from quadriga.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroups
 from quadriga.trainer import build, launch
@@ -21,6 +24,7 @@ from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.async_record import RECORD
 from quadriga.trainer.stream_pool import RemoteStream
 from quadriga.workers.stream import ServedStream
+from tests.limits import ENGINE_RESTARTS_S
 
 Lines = list[dict[str, Any]]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -55,6 +59,27 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "CLUSTER", f"{__name__}:no_cluster")
 
 
+@pytest.fixture
+def _ahead_only_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take their time except while the trainer waits for a batch: what they generate ahead is under way when a
+    checkpoint is written, on a machine of any speed."""
+    advance, take, is_waiting = Generation.advance, AsyncBatches.take, threading.Event()
+
+    def advance_slowly(*step: Any) -> Any:
+        is_waiting.wait(0.2)
+        return advance(*step)
+
+    def take_at_once(batches: AsyncBatches, step: int) -> Any:
+        is_waiting.set()
+        try:
+            return take(batches, step)
+        finally:
+            is_waiting.clear()
+
+    monkeypatch.setattr(Generation, "advance", advance_slowly)
+    monkeypatch.setattr(AsyncBatches, "take", take_at_once)
+
+
 def test_a_rank_that_is_lost_changes_no_number(
     train: Callable[..., Path],
     metric_lines: Callable[[Path], Lines],
@@ -77,7 +102,7 @@ def test_a_rank_that_is_lost_changes_no_number(
 
     def late(batches: AsyncBatches, step: int) -> Any:
         if step == 5 and batches._pool is not None:
-            batches._pool._restarts.wait(60)
+            batches._pool._restarts.wait(ENGINE_RESTARTS_S)
         return take(batches, step)
 
     for name in ("both", "one lost"):
@@ -101,10 +126,12 @@ def test_a_record_replays_on_several_ranks(
     """Whatever takes how long: to float32 rounding, with the same groups in each step, each of the same weights. On
     other ranks, too, and a record of one process."""
     options = (*ON, "async_training.preset=one_step_off", "async_training.max_staleness=2", *keys)
-    for name, own in {"apart": APART, "one process": ()}.items():
+    other = "trainer.resource_pools.generation=[3]"
+    placements = {"apart": APART} if keys else {"apart": APART, "one process": ()}
+    for name, own in placements.items():
         first = train(*options, *own, run=name)
         expected, steps = metric_lines(first), steps_of(first)
-        again = train(*options, *APART, f"async_training.replay={first}/{RECORD}", run=f"{name} again")
+        again = train(*options, *APART, other, f"async_training.replay={first}/{RECORD}", run=f"{name} again")
         assert steps_of(again) == steps and len(steps) == 6
         for ours, theirs in zip(metric_lines(again), expected, strict=True):
             for metric in theirs.keys() - set(BY_TIME):
@@ -124,7 +151,7 @@ CONTINUES = {
 def test_a_deterministic_run_saves_what_is_under_way(
     side: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one rank of its own: it has the numbers of one process, bit for bit, and so has the run that goes on from each
+    """By one rank of its own: it has the numbers of one process, bit for bit, and so has the run that goes on from one
     of its checkpoints, in either placement. The driver is slow to decide."""
     options = (*ON, "async_training.max_staleness=2", "async_training.deterministic=True", *CONTINUES[side])
     options = (*options, *VARIED, f"{ROLLOUT}.max_num_seqs=12")
@@ -132,7 +159,7 @@ def test_a_deterministic_run_saves_what_is_under_way(
     monkeypatch.setattr(RemoteStream, "_take", lambda *event: (time.sleep(0.01), take(*event)))
     expected, unfinished = metric_lines(train(*options, run="one process")), 0
     first = train(*options, *apart, run="apart")
-    for step, own in {0: apart, 1: apart, 2: (), 4: apart}.items():
+    for step, own in {0: apart, 2: (), 4: apart}.items():
         run = go_on(first, step, train, *options, *own) if step else first
         unfinished += sum(len(one[2]) for one in unfinished_in(first, step)) if step else 0
         lines = metric_lines(run)
@@ -143,19 +170,18 @@ def test_a_deterministic_run_saves_what_is_under_way(
     assert unfinished
 
 
+@pytest.mark.usefixtures("_ahead_only_slowly")
 def test_what_several_ranks_have_under_way_goes_on_on_others(
-    train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
 ) -> None:
     """With weights that stay as they are responses do not depend on the time: each step learns from those of a run in
     one process, and those that a checkpoint has begun keep their tokens, by other ranks, more or fewer."""
-    advance = Generation.advance
-    monkeypatch.setattr(Generation, "advance", lambda *step: (time.sleep(0.01), advance(*step)))
     still = ("actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=3")
     options = (*ON, *VARIED, *still, "async_training.max_staleness=2")
     expected, kept = metric_lines(train(*options, run="one process")), 0
     first = train(*options, *APART, run="apart")
     many = (*APART, "trainer.resource_pools.generation=[3]")
-    for step, own in {0: (), 2: many, 3: APART, 4: ()}.items():
+    for step, own in {0: (), 2: many, 4: ()}.items():
         run = go_on(first, step, train, *options, *own) if step else first
         lines = metric_lines(run)
         assert [line["step"] for line in lines] == list(range(step + 1, 7))
@@ -164,12 +190,12 @@ def test_what_several_ranks_have_under_way_goes_on_on_others(
     assert kept
 
 
+@pytest.mark.usefixtures("_ahead_only_slowly")
 def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
     train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had under way starts anew, in the run that goes on and in the one that resumes."""
-    advance, hand_out, lost = Generation.advance, ServedStream.hand_out, list[ServedStream]()
-    monkeypatch.setattr(Generation, "advance", lambda *step: (time.sleep(0.01), advance(*step)))
+    hand_out, lost = ServedStream.hand_out, list[ServedStream]()
 
     def dies(stream: ServedStream) -> None:
         if len(stream._open) > 1 and not lost:
@@ -187,7 +213,7 @@ def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
     lines = metric_lines(first)
     assert lost and sum(line.get("async/restarted_groups", 0) for line in lines) >= 1
     require_alike(lines, expected)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         require_alike(metric_lines(go_on(first, step, train, *options, *APART)), expected[step:])
 
 
@@ -236,3 +262,22 @@ def test_the_bound_holds_with_several_ranks(train: Callable[..., Path], metric_l
     lines = metric_lines(train(*ON, *APART, "async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=3"))
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert 1 <= max(line["async/staleness_max"] for line in lines) <= 2
+
+
+def test_what_fails_in_a_rank_ends_the_run(
+    arguments: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that change on their way are refused by the engine."""
+    call = RemoteStream._call
+
+    def spoiled(stream: RemoteStream, method: str, *args: Any, **kwargs: Any) -> None:
+        if method == "give_weights" and args[0] == 1:
+            copied = args[1].get()
+            next(iter(copied[0].weights.values()))[0] += 1
+            args = (args[0], DataProtoFuture(list, copied, resolve=list))
+        call(stream, method, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteStream, "_call", spoiled)
+    assert main(["train", *arguments(*ON, *APART)]) == 1
+    told = capsys.readouterr().err
+    assert "weights that differ" in told

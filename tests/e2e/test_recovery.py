@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quadriga.cli.main import main
+from quadriga.models.weight_files import open_weights
 from quadriga.trainer import task_runner
 
 COMMON = (
@@ -67,6 +69,35 @@ def test_each_completed_checkpoint_gives_the_restarts_back(
     key = "restarts are left (trainer.max_worker_restarts)."
     assert told[0].endswith(f"the run goes on from the checkpoint of step 1; 1 of 2 {key}")
     assert "  in step 4: actor[rank 1/2] died in update_actor" in output.splitlines()
+
+
+def test_a_run_begun_anew_goes_on_from_its_own_checkpoints(
+    train: Callable[..., Path],
+    losing: Callable[..., tuple[str, ...]],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the start where it has none yet, from step 3 later, bit for bit; what an earlier run has left in the same
+    directory is left alone."""
+    train(*COMMON, "trainer.total_training_steps=1", "trainer.save_freq=1", "data.seed=7", run="lost")
+    options = ("trainer.save_freq=3", "trainer.test_freq=2", "trainer.log_val_generations=2")
+    alone = train(*COMMON, *options, run="alone")
+    capsys.readouterr()
+    lost = train(*losing(LOST, 2, 5), *options, "trainer.resume_mode=disable", run="lost")
+    output = capsys.readouterr().out
+    assert [line.partition("goes on ")[2] for line in output.splitlines() if line.startswith("Recovery: ")] == [
+        "from where it began, for it has written no checkpoint yet; 2 of 3 restarts are left "
+        "(trainer.max_worker_restarts).",
+        "from the checkpoint of step 3; 2 of 3 restarts are left (trainer.max_worker_restarts).",
+    ]
+    assert [line for line in output.splitlines() if line.startswith("resumed from ")] == [
+        f"resumed from {lost / 'global_step_3'}"
+    ]
+    assert metric_lines(lost) == metric_lines(alone)
+    assert (lost / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
+    left, right = (open_weights(run / "global_step_6" / "actor") for run in (lost, alone))
+    assert left.shapes == right.shapes
+    assert [name for name in left.shapes if not torch.equal(left.read(name), right.read(name))] == []
 
 
 def test_a_budget_that_is_spent(

@@ -19,8 +19,8 @@ from quadriga.descendants import start_of
 from quadriga.errors import DataError, PeerLostError, QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, WorkerPlace, register
+from tests.limits import PROCESS_ENDS_S
 
-GONE_S = 10.0
 POLL_S = 0.05
 
 
@@ -52,6 +52,11 @@ class Clumsy(Worker):
         if self.rank == 1 and what:
             self._raise(what)
         return f"rank {self.rank} is well"
+
+    def end(self, what: str) -> None:
+        """Every rank raises or dies, if it is said how."""
+        if what:
+            self._raise(what)
 
     async def raise_in_coroutine(self) -> None:
         """Rank 1 raises behind an await."""
@@ -120,7 +125,7 @@ class Clumsy(Worker):
         """How a child of a worker ends on SIGINT."""
         child = subprocess.Popen(["sleep", "600"])
         child.send_signal(signal.SIGINT)
-        return child.wait(5)
+        return child.wait(PROCESS_ENDS_S)
 
     def lock(self) -> object:
         """An output that cannot travel."""
@@ -148,8 +153,8 @@ class Clumsy(Worker):
 
 
 def is_gone(pid: int, started: int | None = None) -> bool:
-    """Whether a process of this machine has ended, within `GONE_S`."""
-    deadline = time.monotonic() + GONE_S
+    """Whether a process of this machine has ended, within `PROCESS_ENDS_S`."""
+    deadline = time.monotonic() + PROCESS_ENDS_S
     while (now := int(start_of(pid) or 0)) != 0 and now == (started or now):
         if time.monotonic() > deadline:
             return False

@@ -10,6 +10,7 @@ Starting processes is what these tests take their time for: one is started for m
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,9 +20,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from quadriga.cli.main import main  # noqa: E402
 from quadriga.single_controller.ray.cluster import OWN_CLUSTER, keeping_sigterm_handler  # noqa: E402
-from tests.e2e.conftest import command_line  # noqa: E402
 
 QUIET = {
     "RAY_AUTH_MODE": "disabled",
@@ -56,6 +55,8 @@ def ray_folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def ray_cluster(ray_folder: Path) -> Iterator[str]:
     """This process is the driver of a cluster of one node with 9 logical CPUs; gives its address."""
+    # A job in the background ignores SIGINT, and so would whatever the workers start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with keeping_sigterm_handler():
         context = ray.init(
             address="local",
@@ -66,6 +67,7 @@ def ray_cluster(ray_folder: Path) -> Iterator[str]:
             _temp_dir=str(ray_folder / "one"),
             _system_config=OWN_CLUSTER,
         )
+    signal.signal(signal.SIGINT, before)
     yield context.address_info["gcs_address"]
     ray.shutdown()
 
@@ -81,19 +83,3 @@ def start_on(
         return start("trainer.backend=ray", *overrides, run=run)
 
     return run_apart
-
-
-@pytest.fixture(scope="session")
-def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`alone(*overrides)`: the directory of a run in one process, made once for all tests that compare with it."""
-    done: dict[tuple[str, ...], Path] = {}
-
-    def run_once(*overrides: str) -> Path:
-        if overrides not in done:
-            folder = tmp_path_factory.mktemp("alone")
-            more = f"trainer.rollout_data_dir={folder / 'run' / 'rollouts'}"
-            assert main(["train", *command_line(home, folder, *overrides, more)]) == 0
-            done[overrides] = folder / "run"
-        return done[overrides]
-
-    return run_once

@@ -17,6 +17,7 @@ import pytest
 
 from quadriga.protocol import DataProto
 from quadriga.trainer.rollout_pool import RolloutPool
+from tests.limits import ENGINE_RESTARTS_S
 
 KEYS = (
     "trainer.backend=ray",
@@ -48,7 +49,7 @@ def test_a_run_goes_on_without_an_engine_and_takes_it_back(
             pid = pool._rollout.processes.addresses[1].pid
             threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
         if step == 4:
-            pool._restarts.wait(120)
+            pool._restarts.wait(ENGINE_RESTARTS_S)
         rows = generate(pool, prompts)
         sizes.append(pool._rollout.world_size)
         return rows

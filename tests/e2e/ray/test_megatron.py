@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs on Megatron-core in two of Ray's processes, against the same run of FSDP2 in one process.
 
-What they do not prove: anything on GPUs, nor of speed.
+What they do not prove: anything on GPUs, nor of speed; each layout of an engine alone: tests/megatron.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def sizes(name: str) -> list[str]:
     "words",
     [
         [],
-        sizes("tensor_model_parallel_size"),
+        pytest.param(sizes("tensor_model_parallel_size"), marks=pytest.mark.slow),
         pytest.param(sizes("pipeline_model_parallel_size"), marks=pytest.mark.slow),
     ],
     ids=["dp", "tp", "pp"],

@@ -17,6 +17,7 @@ import torch
 
 from quadriga.models.weight_files import open_weights
 from tests.e2e.conftest import REPOSITORY, with_the_tests
+from tests.limits import RUN_LOSES_A_NODE_S
 
 NUM_STEPS = 6
 COMMON = (
@@ -28,21 +29,28 @@ COMMON = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 )
-# Kills a worker when the steps 3 and 5 are over, before there are copies of them. It runs in the driver's
-# process, which has started the cluster.
+# Kills a worker when step 2 is over, before there are copies of it, and all workers a moment after step 4, in the midst
+# of the next one. It runs in the driver's process, which has started the cluster.
 ROWS = """
-import os, signal
+import os, signal, threading
 from pathlib import Path
 from quadriga.data import RLHFDataset
 from watching import own_workers
+
+def kill_workers():
+    for pid in own_workers():
+        os.kill(pid, signal.SIGKILL)
 
 class Rows(RLHFDataset):
     def on_batch_end(self, batch):
         step = batch.meta_info["global_steps"]
         mark = Path(__file__).with_name("killed_after_" + str(step))
-        if step in (3, 5) and not mark.exists():
+        if step in (2, 4) and not mark.exists():
             mark.touch()
-            os.kill(min(own_workers()), signal.SIGKILL)
+            if step == 2:
+                os.kill(min(own_workers()), signal.SIGKILL)
+            else:
+                threading.Timer(0.02, kill_workers).start()
 """
 
 
@@ -54,7 +62,7 @@ def weights(directory: Path, part: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def losing(tmp_path: Path) -> tuple[str, ...]:
-    """Overrides of a run that loses a worker twice."""
+    """Overrides of a run that loses a worker, and later all of them."""
     (tmp_path / "rows.py").write_text(ROWS)
     return f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows"
 
@@ -76,16 +84,17 @@ def test_run_that_lost_a_worker_equals_the_run_left_alone(
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """On two ranks, from the copy of the step before; no memory of theirs is left."""
+    """On two ranks, from the newest copies; no memory of theirs is left."""
     on_ray = (*COMMON, *overrides, "trainer.backend=ray", "trainer.n_gpus_per_node=2")
     alone = train(*on_ray, run="alone")
     capfd.readouterr()
     train(*on_ray, *losing, run="disturbed")
     lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("resumed from ")] == [
-        "resumed from the copy of step 2 in memory",
-        "resumed from the copy of step 4 in memory",
-    ]
+    assert [(tmp_path / f"killed_after_{step}").exists() for step in (2, 4)] == [True, True]
+    first, second = (line for line in lines if line.startswith("resumed from "))
+    assert first == "resumed from the copy of step 1 in memory"
+    # That of step 4 is made while step 5 goes on.
+    assert second in [f"resumed from the copy of step {step} in memory" for step in (3, 4)]
     assert metric_lines(tmp_path / "disturbed") == metric_lines(alone)
     assert (tmp_path / "disturbed" / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
     for part in {"actor", "critic"} & {path.name for path in (alone / f"global_step_{NUM_STEPS}").iterdir()}:
@@ -142,7 +151,7 @@ def test_the_neighbour_of_a_lost_node_has_its_copies(
         with_the_tests(sys.executable, "-c", program),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=RUN_LOSES_A_NODE_S,
         check=False,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
     )

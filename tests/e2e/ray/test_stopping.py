@@ -12,54 +12,95 @@ from typing import Any
 
 import pytest
 
+import quadriga
 from quadriga.trainer.checkpoint import Checkpoints, verify
+from quadriga.trainer.loop import Step
 from tests.e2e.conftest import with_the_tests
-from watching import WAIT_S, assert_nothing_left, titles, wait_for, wait_for_steps
+from tests.limits import COMMAND_S
+from watching import assert_nothing_left, titles, wait_for, wait_for_steps
 
 Start = Callable[..., subprocess.Popen[str]]
+Lines = Callable[[Path], list[dict[str, Any]]]
 ENDLESS = ("trainer.save_freq=1", "trainer.total_training_steps=5000")
 
 
-def test_sigterm_saves_the_step_in_work(
+def test_sigterm_in_a_program_saves_the_step_in_work(
     ray_cluster: str,
-    start_on: Callable[..., subprocess.Popen[str]],
-    train: Callable[..., Path],
-    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    home: Path,
+    make_rows: Callable[..., list[dict[str, Any]]],
+    alone: Callable[..., Path],
+    metric_lines: Lines,
+    capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """It ends with a checkpoint of its last step, from which the run goes on to the bit, in one process; no worker
-    process stays."""
-    process = start_on(ray_cluster, "trainer.total_training_steps=100000", "trainer.save_freq=90000")
-    wait_for_steps(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, output
-    last = len(metric_lines(tmp_path / "run"))
-    assert "SIGTERM: the run ends after this step" in output
-    assert "pid=" not in output, "Ray puts that before what a worker prints"
-    assert f"The same command goes on from the checkpoint of step {last}." in output
+    """Of rows and a lambda, with the numbers of the command. It ends with a checkpoint of its last step, from which the
+    run goes on to the bit, in one process; no worker process stays."""
+    rows = make_rows(24)
+    options = {
+        "data.cache_dir": tmp_path / "cache",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.actor.fsdp_config.model_dtype": "float32",
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.rollout.n": 2,
+        "reward_model.num_workers": 1,
+        "trainer.device": "cpu",
+        "trainer.val_before_train": True,
+        "trainer.logger": ["jsonl"],
+        "trainer.save_freq": 90000,
+        "trainer.default_local_dir": tmp_path / "run",
+    }
+
+    def train(backend: str, *callbacks: Callable[[Step], None]) -> None:
+        quadriga.train(
+            home / "model",
+            data=rows[:10],
+            reward=lambda text: text.count("a") / max(1, len(text)),
+            eval_data=rows[20:],
+            steps=4,
+            callbacks=callbacks,
+            options=options | {"trainer.backend": backend},
+        )
+
+    def ask_to_stop(step: Step) -> None:
+        if step.number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train("ray", ask_to_stop)
+    printed = capfd.readouterr()
+    assert "SIGTERM: the run ends after this step" in printed.err
     assert_nothing_left()
     checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.steps() == [last] == [checkpoints.newest()]
+    (last,) = checkpoints.steps()
+    assert last == checkpoints.newest() == metric_lines(tmp_path / "run")[-1]["step"] < 4
+    assert f"The same command goes on from the checkpoint of step {last}." in printed.out
     verify(checkpoints.path(last))
-    more = (f"trainer.total_training_steps={last + 2}", "trainer.save_freq=90000")
-    assert metric_lines(train(*more)) == metric_lines(train(*more, run="alone"))
+    train("local")
+    expected = alone("trainer.val_before_train=True", "trainer.total_training_steps=4")
+    assert metric_lines(tmp_path / "run") == metric_lines(expected)
 
 
 def test_interrupt(
-    ray_cluster: str,
     start_on: Start,
     interrupt: Callable[[subprocess.Popen[str]], str],
+    ray_folder: Path,
     tmp_path: Path,
 ) -> None:
-    """Ctrl-C, to the whole process group as a terminal sends it: one line says how to go on, nothing stays."""
-    process = start_on(ray_cluster, *ENDLESS)
+    """Ctrl-C, to the whole process group as a terminal sends it: one line says how to go on, and nothing stays of the
+    cluster that the command has started."""
+    own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'interrupted'}, object_store_memory: 100000000}}"
+    shared = set(os.listdir("/dev/shm"))
+    process = start_on("", *ENDLESS, own)
     wait_for_steps(process, tmp_path / "run", 2)
     # It is written while the next steps go on.
     wait_for(lambda: Checkpoints(tmp_path / "run").newest() is not None, lambda: "no checkpoint")
     output = interrupt(process)
     assert output.rstrip().endswith("quadriga train: interrupted")
-    assert_nothing_left()
+    assert "pid=" not in output, "Ray puts that before what a worker prints"
+    assert list((ray_folder / "interrupted").glob("session_*")) == []
+    assert set(os.listdir("/dev/shm")) <= shared
     for checkpoint in (tmp_path / "run").glob("global_step_*"):
         verify(checkpoint)
 
@@ -69,14 +110,14 @@ def test_killed_command(
 ) -> None:
     """SIGKILL takes the workers with it, and the cluster that the command started: agents, folder, shared memory.
 
-    On a cluster that stays up: test_failures.py, where a worker has children too."""
+    On a cluster that stays up: test_async_training.py, and test_failures.py, where a worker has children too."""
     own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'own'}, object_store_memory: 100000000}}"
     shared = set(os.listdir("/dev/shm"))
     process = start_on("", *ENDLESS, own)
-    wait_for_steps(process, tmp_path / "run", 2)
+    wait_for_steps(process, tmp_path / "run", 1)
     assert len(session_members(process.pid)) > 3
     process.kill()
-    process.communicate(timeout=WAIT_S)
+    process.communicate(timeout=COMMAND_S)
 
     def left() -> list[str]:
         folders = [str(path) for path in (ray_folder / "own").glob("session_*")]
@@ -97,7 +138,7 @@ def test_a_run_starts_its_own_cluster_again(
     for pid, title in titles(session_members(process.pid)).items():
         if title.endswith(part):
             os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=WAIT_S)
+    output, _ = process.communicate(timeout=COMMAND_S)
     assert process.returncode == 0, output
     assert output.count("Recovery: the workers are started again") == 1
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -139,14 +180,14 @@ def test_a_run_goes_on_with_what_a_lost_node_leaves(
         wait_for_steps(process, tmp_path / "run", 3)
         keeper.stdin.write("lose the second\n")
         keeper.stdin.flush()
-        output, _ = process.communicate(timeout=WAIT_S)
+        output, _ = process.communicate(timeout=COMMAND_S)
     finally:
         keeper.kill()
         keeper.communicate()
     assert process.returncode == 0, output
     assert "The run goes on with fewer processes: all [1]." in output
     process = start_on("", *more[1:], run="alone")
-    output, _ = process.communicate(timeout=WAIT_S)
+    output, _ = process.communicate(timeout=COMMAND_S)
     assert process.returncode == 0, output
     lost, alone = metric_lines(tmp_path / "run"), metric_lines(tmp_path / "alone")
     assert [line["step"] for line in lost] == list(range(1, 31))

@@ -11,13 +11,12 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from quadriga.descendants import descendants
-
-WAIT_S = 300.0
+from tests.limits import COMMAND_S
 
 
 def wait_for(condition: Callable[[], bool], what: Callable[[], str]) -> None:
     """Until it holds; fails with `what()` after a long time."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + COMMAND_S
     while not condition():
         assert time.monotonic() < deadline, what()
         time.sleep(0.02)
@@ -28,7 +27,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, count: int) -> Non
     metrics = run / "metrics.jsonl"
 
     def has_them() -> bool:
-        assert process.poll() is None, process.communicate(timeout=WAIT_S)[0]
+        assert process.poll() is None, process.communicate(timeout=COMMAND_S)[0]
         return metrics.exists() and metrics.read_bytes().count(b"\n") >= count
 
     wait_for(has_them, lambda: f"no line {count} in {metrics}")

@@ -2,6 +2,7 @@
 """Engines that are lost and come back: who generates which rows, and which weights are sent to whom."""
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from quadriga.errors import (
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
 from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.trainer.stream_pool import StreamPool
 
 
 class Actor(Worker):
@@ -209,3 +211,37 @@ def test_an_engine_that_does_not_start_is_tried_again(
     pool.publish(71)
     pool._restarts.wait(10)
     assert set(pool.generate_sequences(rows(4)).batch["rank"].tolist()) == {0, 1, 2}
+
+
+class Streamed(Engine):
+    """Notes what its stream is asked for."""
+
+    calls: ClassVar[list[tuple[int, str]]] = []
+
+    def call_stream(self, method: str, *args: Any, **kwargs: Any) -> None:
+        Streamed.calls.append((self.rank, method))
+
+    def stream_events(self) -> list[Any]:
+        time.sleep(0.01)
+        return []
+
+
+def test_rollout_groups_are_a_stream_each(make_pool: Any) -> None:
+    """Of four ranks in groups of two: the first of each is called, and both get weights."""
+    Streamed.calls.clear()
+    make_pool()  # clears what the tests before have left
+    engines = LocalWorkerGroup(ClassWithInitArgs(Streamed), ResourcePool([4]), "rollout")
+    pool = StreamPool(LocalWorkerGroup(ClassWithInitArgs(Actor)), engines, group_size=2)
+    streams, lost = pool.tend(lambda group, rows: None, pauses=False)
+    for number, stream in enumerate(streams):
+        stream.start({number: rows(1)})
+        stream.load(lambda: None, 1, keeps_cache=False)
+    pool.stop()
+    assert [(stream.rank, stream.num_ranks) for stream in streams] == [(0, 2), (2, 2)] and lost == []
+    calls = [(rank, method) for rank in range(4) for caller, method in Streamed.calls if caller == rank]
+    assert calls == [
+        *((0, method) for method in ("start", "give_weights", "await_weights")),
+        (1, "give_weights"),
+        *((2, method) for method in ("start", "give_weights", "await_weights")),
+        (3, "give_weights"),
+    ]
