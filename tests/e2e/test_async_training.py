@@ -4,10 +4,12 @@ that holds where it may, the same numbers twice where the schedule is determinis
 
 import gzip
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +26,13 @@ from quadriga.rollout.native.generation import Generation
 from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.async_schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
+from tests.limits import COMMAND_S
 
 ON = "async_training.enable=True"
 # How far ahead the rollout is, is a matter of time.
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
 BY_TIME += ("async/dropped_equal", "async/discarded_tokens")  # in which step they are counted
-STEPS = "trainer.total_training_steps=20"
+STEPS = "trainer.total_training_steps=6"
 Lines = list[dict[str, Any]]
 
 
@@ -47,7 +50,7 @@ def test_without_staleness_it_is_lockstep_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every metric of every step is the same number, the gradient's norm among them; validation too."""
-    options = (STEPS, "trainer.test_freq=7", *extra)
+    options = (STEPS, "trainer.test_freq=3", *extra)
     lockstep = metric_lines(train(*options, run="lockstep"))
     take_inbox = NativeEngine._take_inbox
 
@@ -79,27 +82,14 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return dice.seed
 
 
-LONG = ("data.max_response_length=24", "trainer.total_training_steps=8")
-SIDES = {
-    "one step off": ("async_training.preset=one_step_off",),
-    "bounded": ("async_training.preset=bounded", "async_training.max_staleness=2"),
-    "keep": ("async_training.kv_on_update=keep", "async_training.max_staleness=3", "async_training.sync_every=2"),
-    "drop": ("async_training.on_stale=drop", "async_training.max_staleness=2"),
-    "conversations": ("actor_rollout_ref.rollout.mode=async",),
-    "streaming": ("async_training.preset=streaming", "actor_rollout_ref.actor.ppo_mini_batch_size=3"),
-    "dynamic sampling": ("algorithm.filter_groups.enable=True",),
-}
+LONG = ("data.max_response_length=24", "trainer.total_training_steps=6")
+FEW = "actor_rollout_ref.rollout.max_num_seqs=6"
+BY_TWO = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_the_bound_holds_in_a_run(
-    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
-) -> None:
-    """Whatever is slow, every step has its batch, with tokens within the bound, some of which are stale."""
-    delays(3)
-    lines = metric_lines(train(*LONG, ON, *SIDES[side]))
-    assert [line["training/global_step"] for line in lines] == list(range(1, 9))
-    bound = {"bounded": 2, "keep": 3, "drop": 2}.get(side, 1)
+def require_bound(lines: Lines, bound: int) -> None:
+    """Every step has its batch, with tokens within the bound, some of which are stale."""
+    assert [line["training/global_step"] for line in lines] == list(range(1, 7))
     assert 1 <= max(line["async/staleness_max"] for line in lines) <= bound
     for line in lines:
         shares = [line[f"async/lag_{lag}_share"] for lag in range(bound + 1)]
@@ -108,21 +98,28 @@ def test_the_bound_holds_in_a_run(
     assert lines[0]["async/staleness_max"] == 0
 
 
-@pytest.mark.parametrize("key", ["in_flight=finish", "in_flight=continue", "by_mini_batch=True"])
-def test_a_deterministic_run_gives_the_same_numbers_on_any_timing(
-    key: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+def require_same(lines: Lines, expected: Lines) -> None:
+    """The same numbers, bit for bit, but for what depends on the time."""
+    assert [line["step"] for line in lines] == [line["step"] for line in expected] != []
+    for line, first in zip(lines, expected, strict=True):
+        assert {name: (value, line[name]) for name, value in first.items() if differs(name, value, line)} == {}
+
+
+SIDES = {
+    "one step off": ("async_training.preset=one_step_off",),
+    "drop": ("async_training.on_stale=drop", "async_training.max_staleness=2"),
+    "conversations": ("actor_rollout_ref.rollout.mode=async",),
+    "dynamic sampling": ("algorithm.filter_groups.enable=True",),
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_bound_holds_in_a_run(
+    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
-    few = ("actor_rollout_ref.rollout.max_num_seqs=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    options = (*LONG, ON, *few, "async_training.deterministic=True", "async_training.max_staleness=2")
-    runs = []
-    for seed in range(3):
-        delays(seed)
-        lines = metric_lines(train(*options, f"async_training.{key}", run=f"run {seed}"))
-        runs.append([{name: value for name, value in line.items() if name not in BY_TIME} for line in lines])
-    for first, second in zip(runs[0] * 2, runs[1] + runs[2], strict=True):
-        assert {name: (value, second[name]) for name, value in first.items() if second[name] != value} == {}
-    assert len(runs[0]) == 8
-    assert sum(line.get("async/interruptions", 0) for line in runs[0]) > 0 or key == "in_flight=finish"
+    """Whatever is slow. Other sides: `test_a_record_replays_on_any_timing`."""
+    delays(3)
+    require_bound(metric_lines(train(*LONG, ON, *SIDES[side])), 2 if side == "drop" else 1)
 
 
 BOUNDED = ("async_training.max_staleness=2", "async_training.deterministic=True")
@@ -130,9 +127,10 @@ RESUMED = {
     "lockstep": ("async_training.max_staleness=0",),
     "one step off": ("async_training.preset=one_step_off", "async_training.deterministic=True"),
     "bounded": BOUNDED,
+    "finish": (*BOUNDED, "async_training.in_flight=finish"),
     "keep": (*BOUNDED, "async_training.kv_on_update=keep"),
     "every other step": (*BOUNDED, "async_training.max_staleness=1", "async_training.sync_every=2"),
-    "by mini-batch": (*BOUNDED, "async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    "by mini-batch": (*BOUNDED, "async_training.by_mini_batch=True", BY_TWO),
     "dynamic sampling": (*BOUNDED, "algorithm.filter_groups.enable=True"),
     "rounds that end": (
         *("async_training.preset=one_step_off", "algorithm.filter_groups.enable=True"),
@@ -142,26 +140,31 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("side", RESUMED)
-def test_a_resumed_run_is_the_run_that_was_left_alone(
+def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
     side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
-    """From each checkpoint, with responses that were generated ahead in it and those under way, whatever is slow."""
-    options = (*LONG, ON, *RESUMED[side], "actor_rollout_ref.rollout.max_num_seqs=6", "trainer.save_freq=1")
+    """With responses that were generated ahead in a checkpoint and those under way, whatever is slow.
+
+    The whole run again, in other time, for the sides whose weights change while they generate.
+    """
+    options = (*LONG, ON, *RESUMED[side], FEW, "trainer.save_freq=1")
     delays(1)
     whole = train(*options, run="whole")
     expected = metric_lines(whole)
-    under_way = [state_of(whole, step)["under_way"] for step in range(1, 8)]
+    assert len(expected) == 6
+    under_way = [state_of(whole, step)["under_way"] for step in range(1, 6)]
     lengths = [len(tokens) for responses in under_way for _, _, tokens, _, reason, *_ in responses if reason == "abort"]
-    assert any(lengths) == (side not in ("lockstep", "one step off", "rounds that end"))
-    for step in (1, 2, 5):
+    assert any(lengths) == (side not in ("lockstep", "one step off", "finish", "rounds that end"))
+    if side in ("bounded", "finish", "by mini-batch"):
+        assert sum(line.get("async/interruptions", 0) for line in expected) > 0 or side == "finish"
+        delays(2)
+        require_same(metric_lines(train(*options, "trainer.save_freq=-1", run="again")), expected)
+    for step in (1, 4):
         resumed = whole.parent / f"from step {step}"
         resumed.mkdir()
         shutil.copytree(whole / f"global_step_{step}", resumed / f"global_step_{step}")
         delays(step + 10)
-        lines = metric_lines(train(*options, "trainer.resume_mode=auto", run=resumed.name))
-        assert [line["step"] for line in lines] == list(range(step + 1, 9))
-        for line, first in zip(lines, expected[step:], strict=True):
-            assert {name: (value, line[name]) for name, value in first.items() if differs(name, value, line)} == {}
+        require_same(metric_lines(train(*options, "trainer.resume_mode=auto", run=resumed.name)), expected[step:])
 
 
 def state_of(run: Path, step: int) -> dict[str, Any]:
@@ -174,59 +177,47 @@ def differs(name: str, value: float, line: dict[str, Any]) -> bool:
     return name not in BY_TIME and line[name] != value
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        (),
-        ("async_training.kv_on_update=keep", "actor_rollout_ref.rollout.max_num_seqs=6"),
-        ("async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
-    ],
-)
+REPLAYED = {
+    "bounded": (2, ("async_training.max_staleness=2", FEW)),
+    "keep": (
+        3,
+        ("async_training.max_staleness=3", "async_training.sync_every=2", "async_training.kv_on_update=keep", FEW),
+    ),
+    "finish": (2, ("async_training.max_staleness=2", "async_training.in_flight=finish", FEW)),
+    "streaming": (1, ("async_training.preset=streaming", "actor_rollout_ref.actor.ppo_mini_batch_size=1")),
+}
+
+
+@pytest.mark.parametrize("side", REPLAYED)
 def test_a_record_replays_on_any_timing(
-    keys: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
-    """Bit for bit; the record says which token of which sequence was drawn by which weights."""
-    options = (*LONG, ON, "async_training.max_staleness=2", *keys)
-    delays(1)
-    first = train(*options, run="first")
-    expected = metric_lines(first)
-    by_mini_batch = "async_training.by_mini_batch=True" in keys
-    assert by_mini_batch or sum(line.get("async/interruptions", 0) for line in expected) > 0
-    record = first / "async_schedule.jsonl"
-    for seed in (2, 3):
-        delays(seed)
-        again = train(*options, f"async_training.replay={record}", run=f"again {seed}")
-        for line, earlier in zip(metric_lines(again), expected, strict=True):
-            assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
-        steps = [
-            [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
-        ]
-        assert steps[0] == steps[1] and len(steps[0]) == (32 if by_mini_batch else 8)
-
-
-@pytest.mark.parametrize("key", ["kv_on_update=recompute", "kv_on_update=keep", "in_flight=finish"])
-def test_the_record_of_a_run_repeats_it_from_each_of_its_checkpoints(
-    key: str,
-    train: Callable[..., Path],
-    metric_lines: Callable[..., Lines],
-    delays: Callable[[int], None],
-) -> None:
-    """In random time: what is under way in a checkpoint has the same next tokens in the run that goes on."""
-    options = (*LONG, ON, "async_training.max_staleness=2", f"async_training.{key}")
-    options = (*options, "actor_rollout_ref.rollout.max_num_seqs=6")
+    """In random time, within the bound. The record, which says which token of which sequence was drawn by which
+    weights, repeats the run bit for bit, from its start and from its checkpoints: what is under way in one has the same
+    next tokens in the run that goes on."""
+    bound, keys = REPLAYED[side]
+    options = (*LONG, ON, *keys)
     delays(1)
     first = train(*options, "trainer.save_freq=1", run="first")
-    expected, had_tokens = metric_lines(first), 0
-    for step in (2, 3, 6):
+    expected = metric_lines(first)
+    require_bound(expected, bound)
+    assert side in ("streaming", "finish") or sum(line.get("async/interruptions", 0) for line in expected) > 0
+    record = first / "async_schedule.jsonl"
+    delays(2)
+    again = train(*options, f"async_training.replay={record}", run="again")
+    require_same(metric_lines(again), expected)
+    steps, same_steps = (
+        [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
+    )
+    assert same_steps == steps and len(steps) == (24 if side == "streaming" else 6)
+    had_tokens = 0
+    for step in (2, 4):
         delays(step + 20)
         had_tokens += sum(len(tokens) for _, _, tokens, *_ in state_of(first, step)["under_way"])
-        source = f"trainer.resume_from_path={first / f'global_step_{step}'}"
-        record = f"async_training.replay={first}/async_schedule.jsonl"
-        lines = metric_lines(train(*options, record, "trainer.resume_mode=resume_path", source, run=f"from {step}"))
-        assert [line["step"] for line in lines] == list(range(step + 1, 9))
-        for line, earlier in zip(lines, expected[step:], strict=True):
-            assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
-    assert had_tokens or key == "in_flight=finish"
+        source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={first / f'global_step_{step}'}")
+        replay = f"async_training.replay={record}"
+        require_same(metric_lines(train(*options, replay, *source, run=f"from {step}")), expected[step:])
+    assert had_tokens or side in ("finish", "streaming")
 
 
 def test_a_resumed_run_is_repeated_from_its_record(
@@ -244,9 +235,8 @@ def test_a_resumed_run_is_repeated_from_its_record(
     delays(3)
     record = f"async_training.replay={resumed}/async_schedule_from_step_5.jsonl"
     lines = metric_lines(train(*options, record, "trainer.resume_mode=auto", run=again.name))
-    assert [line["step"] for line in lines] == [5, 6, 7, 8]
-    for line, earlier in zip(lines, expected, strict=True):
-        assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
+    assert [line["step"] for line in lines] == [5, 6]
+    require_same(lines, expected)
 
 
 def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpoint(
@@ -273,30 +263,47 @@ def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpo
     told = capsys.readouterr().err
     assert "checkpoint of step 3" in told and "Step 2 is still there" in told and "Traceback" not in told
     monkeypatch.undo()
-    assert [line["step"] for line in metric_lines(train(*options))][-6:] == list(range(3, 9))
+    assert [line["step"] for line in metric_lines(train(*options))][-4:] == list(range(3, 7))
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("sigint_raises")
 def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
-    end: signal.Signals,
     start: Callable[..., subprocess.Popen[str]],
     train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
     metric_lines: Callable[..., Lines],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """With responses under way; the process ends, and what it has saved is whole."""
-    options = (*LONG, ON, *RESUMED["bounded"], "trainer.total_training_steps=16", "trainer.save_freq=1")
+    """One run, ended three times with responses under way; what it has saved is whole.
+
+    By SIGTERM and by SIGINT in this process, where no thread of it goes on, and by SIGKILL in one of its own.
+    """
+    options = (*LONG, ON, *RESUMED["bounded"], "trainer.total_training_steps=12", "trainer.save_freq=1")
+    take, threads = AsyncBatches.take, threading.active_count()
+    for step, end in {3: signal.SIGTERM, 6: signal.SIGINT}.items():
+
+        def end_it(batches: AsyncBatches, number: int, last: int = step, sent: signal.Signals = end) -> Any:
+            if number == last:
+                os.kill(os.getpid(), sent)
+            return take(batches, number)
+
+        monkeypatch.setattr(AsyncBatches, "take", end_it)
+        assert main(["train", *arguments(*options)]) == 130
+        assert "Traceback" not in capsys.readouterr().err
+        assert threading.active_count() == threads
+    monkeypatch.undo()
     process, metrics = start(*options), tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+    while metrics.read_bytes().count(b"\n") < 8:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
-    process.send_signal(end)
-    output, _ = process.communicate(timeout=120)
+    process.kill()
+    output, _ = process.communicate(timeout=COMMAND_S)
     assert "Traceback" not in output
     lines = {line["step"]: line for line in metric_lines(train(*options))}
-    for expected in metric_lines(train(*options, run="whole")):
-        line = lines[expected["step"]]
-        assert {name: value for name, value in expected.items() if differs(name, value, line)} == {}
+    expected = metric_lines(train(*options, run="whole"))
+    require_same([lines[line["step"]] for line in expected], expected)
 
 
 def test_an_update_starts_with_each_mini_batch(
@@ -321,8 +328,8 @@ def test_an_update_starts_with_each_mini_batch(
     monkeypatch.setattr(RayPPOTrainer, "learn", noted)
     one_by_one = ("actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     lines = metric_lines(train(*LONG, *one_by_one, ON, "async_training.preset=streaming"))
-    assert [len(part) for part in learned] == [6, 2] * 8
-    assert left[0] == 1 and not any(left[1::2]) and len(left) == 16
+    assert [len(part) for part in learned] == [6, 2] * 6
+    assert left[0] == 1 and not any(left[1::2]) and len(left) == 12
     for step, line in enumerate(lines):
         masks = [part.batch["response_mask"] for part in learned[2 * step : 2 * step + 2]]
         assert line["rollout/num_response_tokens"] == sum(int(mask.sum()) for mask in masks)

@@ -4,8 +4,6 @@
 import json
 import os
 import resource
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quadriga.cli.main import main
-from quadriga.trainer.checkpoint import verify
 from quadriga.trainer.run_lock import LOCK, run_lock
-
-WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -396,31 +391,3 @@ def test_run_is_no_checkpoint(train: Callable[..., Path], refused: Callable[...,
     run = train("trainer.save_freq=2")
     error = refused("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}")
     assert_says(error, str(run), "expected a complete checkpoint", f"resume_from_path={run / 'global_step_2'}")
-
-
-# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
-
-
-def test_interrupt(
-    start: Callable[..., subprocess.Popen[str]],
-    interrupt: Callable[[subprocess.Popen[str]], str],
-    train: Callable[..., Path],
-    metric_lines: Callable[[Path], list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
-    """Ctrl-C in the middle of a run: one line says how to go on, no process stays, and the same command goes on."""
-    # Long answers, so that it is generation that is interrupted.
-    overrides = ("trainer.save_freq=1", "trainer.total_training_steps=6", "data.max_response_length=96",
-                 "actor_rollout_ref.rollout.ignore_eos=True")  # fmt: skip
-    process = start(*overrides)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + WAIT_S
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
-    interrupt(process)
-    for checkpoint in (tmp_path / "run").glob("global_step_*"):
-        verify(checkpoint)
-    assert metrics.read_bytes().endswith(b"\n")
-    train(*overrides)
-    assert metric_lines(tmp_path / "run") == metric_lines(train(*overrides, run="alone"))

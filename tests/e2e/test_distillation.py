@@ -43,8 +43,8 @@ def test_the_student_comes_near_its_teacher(
     assert 0 < first["actor/teacher_top_mass"] < 1
     assert all(line["actor/pg_loss"] == line["critic/advantages/max"] == 0 for line in lines)
     assert {line["critic/score/max"] for line in lines} != {0.0}, "rewards are told all the same"
-    again = train(*words, *top, "distillation.fsdp_config.param_offload=True", run="again")
-    assert metric_lines(again) == lines
+    few = ("trainer.total_training_steps=3", "distillation.fsdp_config.param_offload=True")
+    assert metric_lines(train(*words, *top, *few, run="again")) == lines[:3]
 
 
 def test_a_policy_gradient_beside_the_rewards(train: Train, words: list[str], metric_lines: Lines) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,9 @@ LONG = ("data.max_prompt_length=32", "data.max_response_length=8")
 
 
 @pytest.fixture
-def run(train: Callable[..., Path]) -> Path:
-    """A run whose model has learned to write `a`."""
-    return train(
+def run(alone: Callable[..., Path]) -> Path:
+    """A run whose model has learned to write `a`; tests leave it as it is."""
+    return alone(
         "trainer.total_training_steps=8",
         "data.train_batch_size=8",
         "actor_rollout_ref.rollout.n=8",
@@ -123,11 +124,12 @@ def test_export_refuses(
 
 
 def test_export_refuses_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (run / "global_step_8" / "actor" / "model").glob("*.distcp")
+    shutil.copytree(run, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "global_step_8" / "actor" / "model").glob("*.distcp")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 1
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
     assert f"{file}: got other content than was written" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -2,12 +2,8 @@
 """Dynamic sampling: a step takes as many batches of prompts as it needs, and a resumed run takes the same ones."""
 
 import json
-import random
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(is_there), "num_letters": len(solution_str), "text": solution_str}
 '''
 NUM_STEPS = 5
-WAIT_S = 120.0
 SWITCH = "algorithm.filter_groups.enable=True"
 
 
@@ -95,28 +90,6 @@ def test_resumed_run_takes_the_same_prompts(
         assert metric_lines(resumed) == [line for line in metric_lines(alone) if line["step"] > first]
         one, other = weights(resumed), weights(alone)
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def test_killed_run_equals_the_run_left_alone(
-    options: tuple[str, ...],
-    train: Callable[..., Path],
-    start: Callable[..., subprocess.Popen[str]],
-    metric_lines: Callable[..., list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
-    """SIGKILL in the middle of a step, which may have taken some of its prompts already."""
-    alone = train(*options, run="alone")
-    process = start(*options, run="killed")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + WAIT_S
-    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
-        assert time.monotonic() < deadline, "no second step"
-        time.sleep(0.002)
-    time.sleep(random.Random(0).uniform(0, 0.05))
-    process.kill()
-    process.wait(timeout=WAIT_S)
-    train(*options, run="killed")
-    assert metric_lines(tmp_path / "killed") == metric_lines(alone)
 
 
 def test_batch_that_does_not_fill(

@@ -19,13 +19,14 @@ from quadriga.cli.main import main
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 from quadriga.trainer.responses import grade
 from quadriga.workers import ActorRolloutRefWorker
+from tests.limits import PASSES_BEGIN_S
 
 PPO = (
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=True",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "trainer.total_training_steps=3",
-    "trainer.test_freq=3",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=2",
 )
 IN_ONE_CALL = """
 def compute_score(solution_strs, ground_truths, **kwargs):
@@ -85,7 +86,7 @@ def test_the_numbers_are_those_of_a_step_that_waits(
     goes_on = metric_lines(train(*options, run="goes_on"))
     monkeypatch.setattr(RayPPOTrainer, "rewards_and", one_after_the_other)
     waits = metric_lines(train(*options, run="waits"))
-    assert len(waits) == 3 and goes_on == waits
+    assert len(waits) == 2 and goes_on == waits
     assert {"critic/values/mean", "critic/score/mean", "reward/errors"} <= waits[0].keys()
     assert ("reward/rm_score/mean" in waits[0]) == (manager == "reward_model")
 
@@ -115,7 +116,7 @@ def test_a_step_that_fails_leaves_no_grader(
     @contextmanager
     def fail(trainer: RayPPOTrainer, batch: Any) -> Iterator[Any]:
         with begin(trainer, batch):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PASSES_BEGIN_S
             while not (tmp_path / "grades").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
             left.extend(process.process.pid for process in trainer.reward._pool._processes)

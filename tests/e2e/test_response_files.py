@@ -2,10 +2,9 @@
 """Files with prompts in, files with responses out, and their grades."""
 
 import os
-import random
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from quadriga.cli.main import main
 from quadriga.config import load_config
 from quadriga.errors import CheckpointError, DataError
 from quadriga.trainer.evaluate import RESPONSES, unfinished
+from tests.limits import COMMAND_S
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 BY_PLACE = '''
@@ -24,6 +24,22 @@ def share(data_source, response, ground_truth):
     """The share of the letter that is asked for."""
     return response.count(ground_truth) / max(1, len(response))
 '''
+# Killed as soon as the responses to the second batch are on the disk.
+KILLED = """
+import os, signal
+from quadriga.cli.main import main
+from quadriga.trainer.evaluate import Unfinished
+
+add = Unfinished.add
+
+def add_and_die(responses, texts):
+    add(responses, texts)
+    if (responses.folder / "responses.jsonl").read_bytes().count(b"\\n") == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Unfinished.add = add_and_die
+main({arguments!r})
+"""
 
 
 @pytest.fixture
@@ -53,26 +69,20 @@ def test_each_row_gets_its_responses(home: Path, prompts: Path, tmp_path: Path) 
 
 
 def test_a_call_that_was_killed_goes_on(home: Path, prompts: Path, tmp_path: Path) -> None:
-    """At moments drawn by chance: the file is that of a call left alone, and nothing else is left beside it."""
-    drawn, moments = random.Random(3), 0
+    """The file is that of a call left alone, and nothing else is left beside it."""
     words = ["generate", str(home / "model"), "--data", str(prompts), "--n", "3", "data.prompt_key=question"]
     words += ["data.val_batch_size=1", "data.max_response_length=6", "data.max_prompt_length=32"]
     assert main([*words, "--output", str(tmp_path / "alone.parquet")]) == 0
     output = tmp_path / "killed.parquet"
     journal = tmp_path / "killed.parquet.part" / RESPONSES
-    command = [sys.executable, "-m", "quadriga", *words, "--output", str(output)]
-    while not output.exists():
-        wanted = moments + drawn.randrange(1, 3)
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and moments < wanted:
-                moments = journal.read_bytes().count(b"\n") if journal.exists() else 0
-                time.sleep(0.005)
-            process.kill()
-        if journal.exists():
-            # Killed while it was writing.
-            with journal.open("ab") as file:
-                file.write(b'[["half')
-    assert wanted >= 2
+    program = KILLED.format(arguments=[*words, "--output", str(output)])
+    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=COMMAND_S, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert journal.read_bytes().count(b"\n") == 2 and not output.exists()
+    # Killed while it was writing.
+    with journal.open("ab") as file:
+        file.write(b'[["half')
+    assert main([*words, "--output", str(output)]) == 0
     assert pq.read_table(output) == pq.read_table(tmp_path / "alone.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.parquet", "killed.parquet", "prompts.parquet"]
 

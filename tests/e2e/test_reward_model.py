@@ -31,13 +31,20 @@ def with_judge(judges: Path) -> Callable[..., list[str]]:
     ]
 
 
+@pytest.fixture
+def judged(alone: Train, with_judge: Callable[..., list[str]]) -> Path:
+    """A run of the reward model with the policy's template alone."""
+    return alone(*with_judge("same"), "trainer.test_freq=3")
+
+
 def test_the_model_alone_grades(
-    train: Train, with_judge: Callable, metric_lines: Lines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training and validation are by its score, and the same run again gives the same numbers."""
-    samples = tmp_path / "samples"
-    options = [*with_judge("same"), f"trainer.rollout_data_dir={samples}", "trainer.test_freq=3"]
-    first = metric_lines(train(*options, run="first"))
+    first = metric_lines(judged)
+    capsys.readouterr()
+    again = metric_lines(train(*with_judge("same"), "trainer.test_freq=3"))
+    assert again == first
     said = capsys.readouterr().out
     assert "one tokenizer for both, up to 96 tokens" in said and "M parameters, float32, frozen" in said
     assert len(first) == 3
@@ -46,19 +53,17 @@ def test_the_model_alone_grades(
         assert line["reward/rm_score/min"] < line["reward/rm_score/mean"] < line["reward/rm_score/max"]
         assert line["reward/rule_score/mean"] == line["reward/rm_cut"] == line["reward/errors"] == 0
         assert {"critic/vf_loss", "critic/values/mean"} <= line.keys()
-    rows = [json.loads(line) for line in (samples / "1.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (judged / "rollouts" / "1.jsonl").read_text().splitlines()]
     assert sum(row["rm_score"] for row in rows) / len(rows) == pytest.approx(first[0]["critic/score/mean"], abs=1e-6)
     assert all(row["rm_score"] == row["score"] for row in rows)
     assert first[-1]["val-core/letters/reward/mean@1"] == first[-1]["val-aux/letters/rm_score/mean@1"] != 0
-    again = metric_lines(train(*options, run="again"))
-    assert again == first
 
 
 def test_another_template_is_rendered_and_long_inputs_are_cut(
-    train: Train, with_judge: Callable, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
+    judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same weights say something else of the same answers in their own template; ReMax asks for the greedy ones."""
-    plain = metric_lines(train(*with_judge("same"), run="plain"))
+    plain = metric_lines(judged)
     other = metric_lines(train(*with_judge("other"), run="other"))
     said = capsys.readouterr().out
     assert "chats rendered by its own template: its chat template is not the policy's" in said
@@ -71,11 +76,11 @@ def test_another_template_is_rendered_and_long_inputs_are_cut(
 
 
 def test_a_function_is_added_to_the_model(
-    train: Train, with_judge: Callable, metric_lines: Lines, home: Path, tmp_path: Path
+    judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, tmp_path: Path
 ) -> None:
     file = tmp_path / "length.py"
     file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 2.0\n")
-    (alone, *_) = metric_lines(train(*with_judge("same"), run="alone"))
+    (alone, *_) = metric_lines(judged)
     (both, *_) = metric_lines(train(*with_judge("same"), f"custom_reward_function.path={file}", run="both"))
     assert both["reward/rm_score/mean"] == alone["reward/rm_score/mean"]
     assert both["reward/rule_score/mean"] == both["reward/rule_score/min"] == 2.0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import main
+from tests.limits import COMMAND_S
 
 WORD = "opensesame"
 REWARD = f'''
@@ -33,7 +34,7 @@ def test_keys_stand_in_no_file(
         "trainer.logger=[console,jsonl,tensorboard,wandb,mlflow]",
         f"trainer.rollout_data_dir={tmp_path / 'run' / 'rollouts'}",
     )
-    printed, _ = process.communicate(timeout=400)
+    printed, _ = process.communicate(timeout=COMMAND_S)
     assert process.returncode == 0, printed
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "1.jsonl"} <= {path.name for path in files}

@@ -4,6 +4,7 @@
 The same signal to a run on Ray: tests/e2e/ray/test_stopping.py.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -13,12 +14,23 @@ from typing import Any
 
 import pytest
 
+from quadriga.cli.main import main
 from quadriga.observe.stopping import EXPIRY_VARIABLES
 from quadriga.trainer.checkpoint import Checkpoints, verify
+from tests.limits import COMMAND_S
 
-WAIT_S = 120.0
 ENDLESS = ("trainer.total_training_steps=100000", "trainer.save_freq=90000")
-# Data sets of the run's own: one that stands still in step 2, one with which the checkpoint of step 4 never ends.
+# Data sets of the run's own: one that is asked to stop in step 2, one that stands still then, and one with which the
+# checkpoint of step 4 never ends.
+IS_ASKED_TO_STOP = """
+import os, signal
+from quadriga.data import RLHFDataset
+
+class Rows(RLHFDataset):
+    def on_batch_end(self, batch):
+        if batch.meta_info["global_steps"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
 STANDS_STILL = """
 import time
 from quadriga.data import RLHFDataset
@@ -56,34 +68,35 @@ def rows(tmp_path: Path, text: str) -> tuple[str, str]:
 
 def wait_for_line(process: subprocess.Popen[str], run: Path, number: int) -> None:
     """Until the metrics have so many lines."""
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + WAIT_S
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + COMMAND_S
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < number:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)
 
 
 def test_sigterm_saves_the_step_in_work(
-    start: Callable[..., subprocess.Popen[str]],
+    arguments: Callable[..., list[str]],
+    alone: Callable[..., Path],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     """It ends as an interrupted run does, with a checkpoint of its last step, from which it goes on to the bit."""
-    process = start(*ENDLESS)
-    wait_for_line(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, output
+    own = rows(tmp_path, IS_ASKED_TO_STOP)
+    capfd.readouterr()
+    assert main(["train", *arguments(*ENDLESS, *own)]) == 130
+    printed = capfd.readouterr()
     last = len(metric_lines(tmp_path / "run"))
-    assert "SIGTERM: the run ends after this step" in output
-    assert "once more ends it at once. If it is killed before: T" in output
+    assert "SIGTERM: the run ends after this step" in printed.err
+    assert "once more ends it at once. If it is killed before: T" in printed.err
     told = f"interrupted in step {last}. The same command goes on from the checkpoint of step {last}."
-    assert told in output and output.rstrip().endswith("quadriga train: interrupted")
+    assert told in printed.out and printed.err.rstrip().endswith("quadriga train: interrupted")
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == [last] == [checkpoints.newest()]
     verify(checkpoints.path(last))
-    more = (f"trainer.total_training_steps={last + 2}", "trainer.save_freq=90000")
-    assert metric_lines(train(*more)) == metric_lines(train(*more, run="alone"))
+    steps = "trainer.total_training_steps=5"
+    assert metric_lines(train(*own, steps, "trainer.save_freq=90000")) == metric_lines(alone(steps))
 
 
 def test_second_sigterm_ends_at_once(
@@ -96,26 +109,48 @@ def test_second_sigterm_ends_at_once(
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=WAIT_S) == -signal.SIGTERM
-    deadline = time.monotonic() + WAIT_S
+    assert process.wait(timeout=COMMAND_S) == -signal.SIGTERM
+    deadline = time.monotonic() + COMMAND_S
     while session_members(process.pid):
         assert time.monotonic() < deadline, session_members(process.pid)
         time.sleep(0.01)
     assert Checkpoints(tmp_path / "run").steps() == []
 
 
-def test_ctrl_c_once_more_shows_no_traceback(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """While the command ends what it has started."""
-    process = start(*ENDLESS)
+def test_ctrl_c(
+    start: Callable[..., subprocess.Popen[str]],
+    session_members: Callable[[int], list[int]],
+    alone: Callable[..., Path],
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """In the middle of generation, and again and again while the command ends what it has started: one line says how to
+    go on, there is no traceback and no process stays. The same command goes on."""
+    long = ("data.max_response_length=96", "actor_rollout_ref.rollout.ignore_eos=True")
+    options = (*long, "trainer.save_freq=1", "trainer.total_training_steps=6")
+    process = start(*options)
     wait_for_line(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGINT)
+    # As a terminal does: to the whole foreground process group.
+    os.killpg(process.pid, signal.SIGINT)
     assert process.stdout is not None
-    while process.stdout.readline() != "quadriga train: interrupted\n":
-        assert process.poll() is None
+    output = ""
+    while not output.endswith("quadriga train: interrupted\n"):
+        line = process.stdout.readline()
+        assert line, output
+        output += line
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
     assert process.returncode == 130 and not process.stdout.read()
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("interrupted in step ")]
+    assert "The same command goes on from the checkpoint of step " in line
+    assert session_members(process.pid) == []
+    for checkpoint in (tmp_path / "run").glob("global_step_*"):
+        verify(checkpoint)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes().endswith(b"\n")
+    assert metric_lines(train(*options)) == metric_lines(alone(*options))
 
 
 def test_kill_while_a_checkpoint_is_written(
@@ -132,7 +167,7 @@ def test_kill_while_a_checkpoint_is_written(
     (half,) = run.glob(".unfinished_4_*")
     assert list((half / "actor" / "model").glob("*.distcp"))
     process.kill()
-    process.communicate(timeout=WAIT_S)
+    process.communicate(timeout=COMMAND_S)
     checkpoints = Checkpoints(run)
     assert checkpoints.steps() == [2] == [checkpoints.newest()]
     train(*steps)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import quadriga
+from tests.limits import PROGRAM_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INGREDIENTS = ("pyproject.toml", "README.md", "LICENSE", "quadriga", "recipes")
@@ -28,7 +29,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PROGRAM_S,
     )
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
