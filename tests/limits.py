@@ -16,7 +16,7 @@ GRADED_S = 60.0
 """`timeout_s` of samples that are graded in microseconds; the start of a grading process counts in it."""
 
 PROGRAM_S = 300.0
-"""A program that imports torch and the package: 3 s with a model's modules, 10 s on a slow machine. Or pip, which builds a wheel."""
+"""A program that imports torch and the package, or pip that builds a wheel: 10 s, 30 s on a slow machine."""
 
 HANGS_S = 3600.0
 """How long what hangs would take: longer than `TEST_S`, so that a test that waits for it fails."""
