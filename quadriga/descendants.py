@@ -328,6 +328,15 @@ def start_of(pid: int) -> bytes:
     return b"" if fields[0] in b"ZX" else fields[19]
 
 
+def begin_of_process() -> float:
+    """Seconds since 1970 at which this process was started; where the kernel does not say so, now."""
+    ticks = start_of(os.getpid())
+    if not ticks:
+        return time.time()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age_s)
+
+
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -18,6 +18,8 @@ from importlib import import_module
 from quadriga import __version__
 from quadriga.descendants import Guardian
 from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
+from quadriga.lazy import collector_paused, keep_modules
+from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.redact import redacted_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -73,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no command {options.command!r}. {hint}")
     # Where Python code calls this, its other processes are not the command's to end.
     guardian = Guardian() if argv is None and options.command in GUARDED else None
+    if argv is None:
+        keep_modules()
     try:
         try:
             return _run(options.command, options.arguments, has_traceback)
@@ -87,13 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         if guardian is not None:
-            guardian.close()
+            with waiting("processes of the run to end", every_s=NOTICE_S):
+                guardian.close()
 
 
 def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        status = getattr(import_module(module), function or "main")(arguments)
+        with waiting(f"the modules of quadriga {command}", every_s=NOTICE_S), collector_paused():
+            loaded = import_module(module)
+        status = getattr(loaded, function or "main")(arguments)
         # A pipe that was closed is noticed here, inside the try, and not in the interpreter's last breath.
         sys.stdout.flush()
     except BrokenPipeError:

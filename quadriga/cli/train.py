@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config, keys_text, show
 from quadriga.config.root import respell
+from quadriga.descendants import begin_of_process
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.trainer.launch import run_ppo
 
@@ -50,7 +51,7 @@ def sft(argv: Sequence[str]) -> int:
 def _start(config: Config) -> int:
     """Trains; what goes wrong is said with the spellings of the task."""
     try:
-        run_ppo(config)
+        run_ppo(config, begin_of_process())
     except QuadrigaError as error:
         respell(error, config.task)
         raise

@@ -3,13 +3,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
-from quadriga.observe.watchdog import waiting
+from quadriga.observe.watchdog import NOTICE_S, waiting
 
 BAR_WIDTH = 32
 SHOWN_GAP_S = 0.5  # a gap between two parts is shown when it is long enough for a person to wonder about
@@ -61,31 +60,45 @@ class _Part:
 class Timeline:
     """The parts of a start-up in the order in which they began, drawn as a small chart.
 
-    Time counts from the creation of the timeline, or from the first of the earlier parts. Parts of several threads
-    stand beside each other. `earlier`: what another process did before, part after part, each with the time of the wall
-    clock at which it began; the last ends now."""
+    Parts of several threads stand beside each other.
+
+    Args:
+        title: of the chart.
+        clock: seconds, from any origin.
+        begun_s: seconds since 1970 from which time counts; None: now.
+    """
 
     def __init__(
         self,
         title: str = "start-up",
         clock: Callable[[], float] = time.perf_counter,
-        earlier: Sequence[tuple[str, float]] = (),
+        begun_s: float | None = None,
     ) -> None:
         self._title, self._clock = title, clock
-        # Clocks of two machines may differ a little; no part is shorter than nothing.
-        now_s = time.time()
-        ages_s = [*(max(0.0, now_s - began_s) for _, began_s in earlier), 0.0]
-        before_s = max(ages_s)
-        self._origin = clock() - before_s
-        spans = zip(earlier, pairwise(ages_s), strict=True)
-        self._parts = [_Part(name, 0, before_s - began, before_s - ended) for (name, _), (began, ended) in spans]
+        self._origin = clock()
+        if begun_s is not None:
+            self._origin -= max(0.0, time.time() - begun_s)
+        self._parts: list[_Part] = []
         self._open = threading.local()
+        self._reports = ExitStack()
+
+    def report(self) -> None:
+        """Say every few seconds, until `close`, which parts are waited for."""
+        self._reports.enter_context(waiting(f"the {self._title}", self._open_parts, NOTICE_S))
+
+    def close(self) -> None:
+        """End the reports; may be called twice."""
+        self._reports.close()
+
+    def _open_parts(self) -> str:
+        return ", ".join(part.name for part in self._parts if part.end_s is None) or "its next part"
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record the block as one part; parts may nest, and a nested one is drawn indented."""
+    def part(self, name: str, *, since_origin: bool = False) -> Iterator[None]:
+        """Record the block as one part; parts may nest, and a nested one is drawn indented. With `since_origin` it
+        began where time counts from, before the block."""
         depth = getattr(self._open, "depth", 0)
-        part = _Part(name, depth, self._clock() - self._origin)
+        part = _Part(name, depth, 0.0 if since_origin else self._clock() - self._origin)
         self._parts.append(part)
         self._open.depth = depth + 1
         try:

@@ -6,7 +6,7 @@
 
 prints "waiting 30 s for reward of 128 samples: 96 of 128 are graded" after half a minute, and again every half
 minute. A short wait prints nothing. Without a detail it says where the code is that is waited for; of waits in one
-another, the innermost speaks that has been going on for so long.
+another, the innermost speaks that has been going on for so long. One that speaks less often does not silence others.
 """
 
 import math
@@ -24,6 +24,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 EVERY_S = 30.0
+NOTICE_S = 4.0  # of a start-up and an end, where a person looks on
 _OURS = str(Path(__file__).resolve().parents[1])
 # The longest first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
@@ -51,7 +52,8 @@ class _Wait:
             if self not in opened:  # it has ended, and what its detail looks at with it
                 return
             inner = opened[opened.index(self) + 1 :]
-            if any(one.thread == self.thread and now - one.start >= self.period_s for one in inner):
+            speaks_as_often = [one for one in inner if one.thread == self.thread and one.period_s <= self.period_s]
+            if any(now - one.start >= self.period_s for one in speaks_as_often):
                 return
             seconds = round(now - self.start)
             duration = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"

@@ -265,6 +265,9 @@ class WorkerGroups:
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
 
+    def await_start(self) -> None:
+        """Wait until the processes have started and have imported the modules of their workers."""
+
     def describe(self) -> dict[str, str]:
         """What was chosen about processes and threads, with reasons, to be printed."""
         return {}

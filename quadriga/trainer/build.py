@@ -113,14 +113,15 @@ def check_overlap(config: Config, needs: Needs) -> None:
 def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
     """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
     models while this one prepares the data."""
-    needs = Needs.of(config)
-    check_services(config.trainer.loggers)
-    if config.task == "rl":
-        UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
-        rollout_engine_class(config)  # likewise an engine
-        check_overlap(config, needs)
-    check_models(config, has_critic=needs.critic)
-    check_checkpoint(config, start_of(config.trainer))
+    with timeline.part("checks"):
+        needs = Needs.of(config)
+        check_services(config.trainer.loggers)
+        if config.task == "rl":
+            UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
+            rollout_engine_class(config)  # likewise an engine
+            check_overlap(config, needs)
+        check_models(config, has_critic=needs.critic)
+        check_checkpoint(config, start_of(config.trainer))
     with timeline.part("tokenizer"):
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)
@@ -209,6 +210,9 @@ def state_copies(config: Config) -> Any:
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     """Have all workers load their models, all at once where they can. Returns what was chosen, to be printed: what rank
     0 has chosen, and beside it a rank that chose otherwise."""
+    if team.is_remote:
+        with timeline.part("workers"):
+            team.await_start()
     with timeline.part("models"):
         futures = [group.method("init_model")() for group in team.groups.values()]
         chosen = [future.get() for future in futures]

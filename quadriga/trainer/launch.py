@@ -2,15 +2,20 @@
 """Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
+from quadriga import __version__
+from quadriga.background import in_background
 from quadriga.config import Config
 from quadriga.config.placement import asked_roles, role_pools
 from quadriga.errors import ConfigError
+from quadriga.lazy import collector_paused
+from quadriga.observe.timing import Timeline
+from quadriga.observe.watchdog import NOTICE_S, waiting
 
 # Import strings: Ray, and torch with it, are loaded only where they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
@@ -18,49 +23,97 @@ CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
-def run_ppo(config: Config) -> None:
+def run_ppo(config: Config, begun_s: float | None = None) -> None:
     """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended; see `steps`."""
-    for _ in steps(config):
+    for _ in steps(config, begun_s=begun_s):
         pass
 
 
-def steps(config: Config, build: Callable[..., Any] | None = None) -> Iterator[Any]:
-    """The same, step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
+def steps(
+    config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None
+) -> Iterator[Any]:
+    """Train step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
 
-    `build` makes a run of the configuration, where `build_run` does not.
+    Args:
+        config: of the run.
+        build: makes a run of the configuration, where `build_run` does not.
+        begun_s: seconds since 1970 at which the start-up began; None: now.
 
-    Raises ConfigError: Ray is asked for and not installed.
-    Raises QuadrigaError: what went wrong in the run, wherever that was."""
-    with cluster_of(config) as start_up:
-        yield from _load(RUNNER)().steps(config, start_up, build)
+    Raises:
+        ConfigError: Ray is asked for and not installed.
+        QuadrigaError: what went wrong in the run, wherever that was.
+    """
+    is_local = config.trainer.backend == "local"
+    where = "in this process" if is_local else "in worker processes, on Ray"
+    print(f"quadriga {__version__}: {config.trainer.directory}, {where}")
+    timeline = Timeline(begun_s=begun_s)
+    timeline.report()
+    try:
+        with cluster_of(config, timeline, beside=RUNNER):
+            with ExitStack() as imports:
+                if is_local:
+                    imports.enter_context(timeline.part("imports", since_origin=True))
+                runner = _load(RUNNER)()
+            yield from runner.steps(config, timeline, build)
+    finally:
+        timeline.close()
 
 
 @contextmanager
-def cluster_of(config: Config) -> Iterator[list[tuple[str, float]]]:
-    """The Ray cluster of a run, where its workers are on one. Gives the parts of the start-up so far, each with its
-    begin in seconds since 1970. Raises ConfigError: Ray is asked for and not installed."""
+def cluster_of(config: Config, timeline: Timeline | None = None, beside: str | None = None) -> Iterator[None]:
+    """Context manager: the Ray cluster of a run, where its workers are on one.
+
+    Args:
+        config: of the run.
+        timeline: takes the parts of the start-up; None: nobody asks for them.
+        beside: what is imported while the cluster starts, which is mostly a wait for other processes.
+
+    Raises:
+        ConfigError: Ray is asked for and not installed.
+    """
     if config.trainer.backend == "local":
-        yield []
+        yield
         return
     pools = set(role_pools(config.trainer, asked_roles(config)).values())
     shapes = [config.trainer.processes_of(pool) for pool in pools]
-    # Threads of this process that wait leave their cores to the workers. OpenMP reads it as torch is loaded, with Ray.
+    num_processes = sum(map(sum, shapes))
+    num_nodes = max(map(len, shapes))
+    timeline = timeline or Timeline()
+    with timeline.part("imports", since_origin=True):
+        cluster = _load_with_torch(CLUSTER)
+    with ExitStack() as last_wait, ExitStack() as stack:
+        modules = in_background(partial(_load, beside), "imports") if beside else None
+        with timeline.part("cluster"):
+            ray_kwargs = config.ray_kwargs
+            stack.enter_context(cluster(ray_kwargs.ray_init, num_processes, ray_kwargs.timeline_json_file, num_nodes))
+        # Entered before the cluster is left.
+        stack.callback(lambda: last_wait.enter_context(waiting("the Ray cluster to end", every_s=NOTICE_S)))
+        if modules is not None:
+            with timeline.part("modules"):
+                modules.result()
+        yield
+
+
+def _load_with_torch(target: str) -> Any:
+    """Load torch with threads that sleep while they wait, and the target: workers get the cores.
+
+    OpenMP reads the variable as torch is loaded. What a cluster starts must not inherit it.
+    """
     is_chosen = WAIT_POLICY in os.environ
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     try:
-        cluster = _load(CLUSTER)
+        loaded = _load(target)
+        _load("torch")
     finally:
         if not is_chosen:
-            del os.environ[WAIT_POLICY]  # each worker has its own
-    start_up = [("cluster", time.time())]
-    num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
-    with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):
-        yield [*start_up, ("modules", time.time())]
+            del os.environ[WAIT_POLICY]
+    return loaded
 
 
 def _load(target: str) -> Any:
     try:
-        return resolve_name(target)
+        with collector_paused():
+            return resolve_name(target)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise

@@ -11,7 +11,7 @@ a worker raises an exception                       the run ends: the exception w
 import random
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -38,15 +38,15 @@ RESTART_WINDOW_S = 3600.0  # the time in which `trainer.max_worker_restarts` are
 class TaskRunner:
     """Runs one training from configuration to last step. On Ray this is the driver."""
 
-    def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
+    def run(self, config: Config) -> None:
         """Train to the last step; see `steps`."""
-        for _ in self.steps(config, start_up):
+        for _ in self.steps(config):
             pass
 
     def steps(
         self,
         config: Config,
-        start_up: Sequence[tuple[str, float]] = (),
+        start_up: Timeline | None = None,
         build: Callable[[Config, Timeline], Run] | None = None,
     ) -> Iterator[Step]:
         """Build everything, say where the time went, train, and close what was opened.
@@ -57,8 +57,7 @@ class TaskRunner:
         The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
         completed resets the count.
 
-        `start_up` has the parts of the start-up so far, each with its begin in seconds since 1970; `build` makes the
-        run, where `build_run` does not.
+        `start_up` has the parts of the start-up so far; `build` makes the run, where `build_run` does not.
 
         Raises QuadrigaError: what is wrong with the configuration, the data or the models is said before the first
         step.
@@ -73,10 +72,9 @@ class TaskRunner:
             if (copies := state_copies(config)) is not None:
                 opened.callback(copies.close)
             self._copies = copies
-            yield from self._until_done(config, start_up)
+            yield from self._until_done(config, start_up or Timeline())
 
-    def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> Iterator[Step]:
-        timeline = Timeline(earlier=start_up)
+    def _until_done(self, config: Config, timeline: Timeline) -> Iterator[Step]:
         if has_nothing_to_do(config, Settings.of(config)):
             return
         print(describe_machine())
@@ -90,6 +88,7 @@ class TaskRunner:
                 yield from self._train(config, timeline)
                 break
             except (WorkerLostError, PeerLostError, EngineLostError) as error:
+                timeline.close()
                 config = self._after_loss(error)
             restore_random_states(at_first)
             timeline = Timeline("restart")
@@ -137,6 +136,7 @@ class TaskRunner:
             trainer.recovery = len(self._losses), self._lost_at
         is_cut_short = True
         try:
+            timeline.close()
             print(timeline.render())
             if self._copies is not None:
                 trainer.copies, newest = self._copies, self._copies.newest()

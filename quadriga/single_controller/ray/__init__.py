@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray backend: the only place that imports ray. `docs/controller.md` says what is in which file."""
 
-from quadriga.single_controller.ray.group import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    RayWorkerGroups,
-    WorkerDict,
-    create_colocated_worker_cls,
-)
-from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from quadriga.single_controller.ray.group import (
+        RayClassWithInitArgs,
+        RayWorkerGroup,
+        RayWorkerGroups,
+        WorkerDict,
+        create_colocated_worker_cls,
+    )
+    from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
+
+__all__, __getattr__ = lazy_names(__name__)

@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -133,6 +134,7 @@ class WorkerProcesses:
         self.is_ended = False
         self.actors = [process.remote(name, rank) for rank, process in enumerate(self._processes)]
         self.address_refs = [actor.address.remote() for actor in self.actors]
+        self.load_refs = [self._load(actor) for actor in self.actors]
 
     @cached_property
     def addresses(self) -> list[ProcessAddress]:
@@ -153,12 +155,25 @@ class WorkerProcesses:
             raise WorkerError(f"{self.name}[rank {rank}]", got="a restart", expected="a group that is not shut down")
         self.actors[rank] = self._processes[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
+        self.load_refs[rank] = self._load(self.actors[rank])
         [self.addresses[rank]] = calls.resolve([self._start_of(rank)])
         self._build([rank], self.addresses)
 
     def _start_of(self, rank: int) -> Call:
         name = WorkerName(self.name, rank, len(self.actors))
         return Call(self.address_refs[rank], self.actors[rank], None, name, "start", str)
+
+    def loads(self) -> list[Call]:
+        """The imports of each process that has started."""
+        pairs = zip(self.starts(), self.addresses, self.load_refs, strict=True)
+        return [replace(start, ref=ref, address=address, method="load") for start, address, ref in pairs]
+
+    def _load(self, actor: Any) -> Any:
+        """Have a process import the modules of its workers while this one still prepares what these are built of. What
+        a user has written comes with the workers themselves."""
+        bases = [base for entry in self.entries.values() for base in entry.cls.__mro__]
+        modules = [base.__module__ for base in bases if base.__module__.startswith("quadriga.")]
+        return actor.load.remote(list(dict.fromkeys(modules)))
 
     def _build(self, ranks: Sequence[int], addresses: Sequence[ProcessAddress]) -> None:
         nodes, master = [address.node_id for address in addresses], addresses[0]
@@ -294,6 +309,9 @@ class RayWorkerGroups(WorkerGroups):
         except BaseException:
             self.end()
             raise
+
+    def await_start(self) -> None:
+        calls.resolve([load for group in self._of_pools.values() for load in group.processes.loads()])
 
     def describe(self) -> dict[str, str]:
         chosen = {}

@@ -3,7 +3,8 @@
 
     driver                            the process (a Ray actor)
     ------                            ----------------------------------------------------
-    build.remote, call.remote   --->  working thread    build, call: in the order of submission
+    load.remote, build.remote   --->  working thread    load, build, call: in the order of submission
+    call.remote                 --->
     call_beside.remote          --->  second thread     methods that wait for what happens in others
     Call.ref                    <---    an output, or a Failure
     status.remote               --->  control thread    status, stacks: look at the frames of the other threads
@@ -30,6 +31,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -37,11 +39,15 @@ import ray
 
 from quadriga.descendants import start_of, stat_of
 from quadriga.errors import WorkerError
+from quadriga.lazy import collector_paused, keep_modules
 from quadriga.observe.timing import PhaseTimer
-from quadriga.single_controller.ray import transport
-from quadriga.single_controller.ray.errors import Failure, WorkerName, location_of, oom_kills
-from quadriga.single_controller.worker import Worker, WorkerPlace, placed
-from quadriga.single_controller.worker_group import ClassWithInitArgs, describe_arguments
+
+# A worker process has nothing of ours before this module: torch comes with these.
+with collector_paused():
+    from quadriga.single_controller.ray import transport
+    from quadriga.single_controller.ray.errors import Failure, WorkerName, location_of, oom_kills
+    from quadriga.single_controller.worker import Worker, WorkerPlace, placed
+    from quadriga.single_controller.worker_group import ClassWithInitArgs, describe_arguments
 
 LOOK_AFTER_RAYLET_S = 1.0
 
@@ -108,6 +114,7 @@ class WorkerProcess:
         self._running: _Running | None = None
         # All threads: the one that computes is not the one that a signal meets.
         faulthandler.enable(all_threads=True)
+        keep_modules()
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="life", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -132,6 +139,13 @@ class WorkerProcess:
             log=os.readlink("/proc/self/fd/2"),
             oom_kills=oom_kills(),
         )
+
+    def load(self, modules: Sequence[str]) -> Failure | None:
+        """Import the modules of the workers to come. Returns why one could not be imported: `build` says so again."""
+        with self._run("worker modules", "load") as running, collector_paused():
+            for module in modules:
+                import_module(module)
+        return running.outcome
 
     def build(self, role: str, entry: ClassWithInitArgs[Any], place: WorkerPlace) -> Failure | None:
         """Build the worker of a role. Returns why it could not be built: calls to it return the same failure."""

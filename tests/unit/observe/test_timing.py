@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from quadriga.observe import timing
 from quadriga.observe.timing import BAR_WIDTH, PhaseTimer, Timeline
 
 
@@ -88,16 +89,30 @@ def test_an_open_part_and_an_empty_timeline_can_be_drawn(clock):
         assert "model      4.0 s" in timeline.render()
 
 
-def test_parts_of_another_process_come_first(clock):
-    now_s = time.time()
-    timeline = Timeline(clock=clock, earlier=[("cluster", now_s - 6), ("process", now_s - 2)])
+def test_time_before_the_timeline_counts(clock):
+    timeline = Timeline(clock=clock, begun_s=time.time() - 6)
+    with timeline.part("imports", since_origin=True):
+        pass
     with timeline.part("data"):
         clock.now += 2
     lines = timeline.render().splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        ["start-up", "8.0"], ["cluster", "4.0"], ["process", "2.0"], ["data", "2.0"]
-    ]  # fmt: skip
-    assert lines[3].rstrip("━").endswith(" " * 24)
+    assert [line.split()[:2] for line in lines] == [["start-up", "8.0"], ["imports", "6.0"], ["data", "2.0"]]
+    assert lines[2].rstrip("━").endswith(" " * 24)
+
+
+def test_a_start_up_names_what_it_waits_for_until_it_is_closed(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "NOTICE_S", 0.01)
+    timeline = Timeline()
+    timeline.report()
+    printed = ""
+    with timeline.part("cluster"), timeline.part("head"):
+        while "cluster, head" not in printed:
+            printed += capsys.readouterr().out
+    timeline.close()
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().out == ""
+    assert printed.splitlines()[-1] == "waiting 0 s for the start-up: cluster, head"
 
 
 def test_parts_of_two_threads_stand_beside_each_other(clock):

@@ -46,7 +46,7 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
         events.append("left")
 
     runner = SimpleNamespace(steps=lambda *arguments: [events.append(arguments)])
-    known = {launch.CLUSTER: connected, launch.RUNNER: lambda: runner}
+    known = {launch.CLUSTER: connected, "torch": None, launch.RUNNER: lambda: runner}
     policies: list[str | None] = []
     monkeypatch.delenv(launch.WAIT_POLICY, raising=False)
     monkeypatch.setattr(
@@ -55,8 +55,10 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     run_ppo(config)
     found, (configuration, start_up, _), left = events
     assert (found, configuration, left) == (size, config, "left")
-    assert policies == ["PASSIVE", None], "as torch is loaded with Ray, and not for what starts then"
-    assert [name for name, _ in start_up] == ["cluster", "modules"]
+    assert policies[:2] == ["PASSIVE"] * 2, "as Ray and torch are loaded"
+    assert set(policies[2:]) == {None}, "not for what starts then"
+    rows = [line.split()[0] for line in start_up.render().splitlines()]
+    assert rows == ["start-up", "imports", "cluster", "modules"]
 
 
 def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
