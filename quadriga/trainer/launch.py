@@ -29,9 +29,7 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
         pass
 
 
-def steps(
-    config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None
-) -> Iterator[Any]:
+def steps(config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None) -> Iterator[Any]:
     """Train step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
 
     Args:
