@@ -18,9 +18,11 @@ from rich.filesize import decimal
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
 from quadriga.data.files import RowTable, read_table, resolve_files
-from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, prompt_lengths, read_media, read_prompt
+from quadriga.data.media import read_prompt
+from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, PromptMeter, prompt_lengths
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
+from quadriga.data.vision import read_media
 from quadriga.errors import DataError
 from quadriga.models.load import declared_stop_token_ids
 from quadriga.trainer.build import build_tokenizer
@@ -109,7 +111,7 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
         print(f"row {row} is one of the bad rows; --row N shows another")
         return
     values, where = table[row], f"{table.path} row {row}"
-    messages, media = read_prompt(values, processor, data, where=where)
+    messages, media = read_prompt(values, data, is_vision=processor is not None, where=where)
     pictures, clips = read_media(media, processor, data, folder=table.path.parent, where=where)
     text = encoder.render(messages, where=where)
     print(f"row {row} as the model gets it:\n{text}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
 from quadriga.data.files import TABLE_SUFFIXES
-from quadriga.data.vision import IMAGE
+from quadriga.data.media import IMAGE
 from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import Grades, answer, answer_files, evaluate, score_file

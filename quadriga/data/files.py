@@ -24,7 +24,7 @@ from functools import cached_property
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 from urllib.parse import urlsplit
 
 import fsspec
@@ -58,8 +58,10 @@ class RowTable:
     """The rows of one file `path`, and the names of their `columns`, those of any row.
 
     `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row. The
-    first of them is row `first` of the file. Rows of an Arrow table lose the null fields of `chat_columns`
-    (`drop_null_fields`)."""
+    first of them is row `first` of the file. `entry` is the folder in the cache that they are mapped from.
+    `is_whole_file`: they are what `read_table` makes of the file. Pickled, such a table is the path and the entry, and
+    another process opens them again; other tables are pickled with their rows. Rows of an Arrow table lose the null
+    fields of `chat_columns` (`drop_null_fields`)."""
 
     def __init__(
         self,
@@ -69,12 +71,22 @@ class RowTable:
         digest: str | None = None,
         first: int = 0,
         chat_columns: Sequence[str] = (),
+        *,
+        entry: Path | None = None,
+        is_whole_file: bool = False,
     ) -> None:
         self.path, self._rows, self._is_json = path, rows, json_columns is not None
         self.columns = tuple(rows.column_names if json_columns is None else json_columns)
         self.schema = rows.schema if json_columns is None else None  # JSON has none
         self._digest, self.first = digest, first
         self._chat_columns = chat_columns
+        self._entry = entry
+        self._is_whole_file = is_whole_file
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if not self._is_whole_file:
+            return super().__reduce_ex__(protocol)
+        return reopen_table, (self.path, self._entry, self.digest, self._chat_columns)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -162,6 +174,7 @@ def read_table(
     `bad_lines`: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
     `chat_columns`: those with chats and tool schemas, which lose the null fields that Parquet adds to structs."""
     suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
+    entry: Path | None = None
     if suffix not in TABLE_SUFFIXES:
         raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
     try:
@@ -179,7 +192,8 @@ def read_table(
             rows = pa.Table.from_batches(batches, schema)
         else:
             digest = _digest(path)
-            rows, facts = _mapped(path, digest, cache_dir, schema, batches, facts)
+            entry = _entry_of(path, digest, cache_dir)
+            rows, facts = _mapped(path, entry, schema, batches, facts)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
     bad = _bad_lines(path, facts)
@@ -190,8 +204,35 @@ def read_table(
     if len(rows) == 0:
         got = f"{len(bad)} bad lines only, the first: {bad[0]}" if bad else "no rows"
         raise DataError(str(path), got=got, expected="at least one row", fix="Write the file again or leave it out.")
-    json_columns = [*facts.columns] if suffix in _JSON else None
-    return RowTable(path, rows, json_columns, digest, chat_columns=chat_columns)
+    return _whole_table(path, rows, facts, digest, entry, chat_columns)
+
+
+def reopen_table(path: Path, entry: Path | None, digest: str, chat_columns: Sequence[str]) -> RowTable:
+    """Open a table that `read_table` has made of a file: mapped from `entry` in the cache, or read again.
+
+    Raises:
+        DataError: the file has other content than it had, which had this digest.
+    """
+    if entry is not None:
+        rows, facts = _opened(entry)
+        return _whole_table(path, rows, facts, digest, entry, chat_columns)
+    table = read_table(path, bad_lines=[], chat_columns=chat_columns)
+    if table.digest != digest:
+        fix = "Leave the file as it is while it is read."
+        raise DataError(str(path), got="content that has changed", expected="what was read first", fix=fix)
+    return table
+
+
+def _whole_table(
+    path: Path,
+    rows: pa.Table,
+    facts: _JsonFacts,
+    digest: str | None,
+    entry: Path | None,
+    chat_columns: Sequence[str],
+) -> RowTable:
+    json_columns = [*facts.columns] if path.suffix.lower() in _JSON else None
+    return RowTable(path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True)
 
 
 def read_blocks(
@@ -242,17 +283,16 @@ def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(str(path), got=got, expected=f"a {kind} file", fix="Write or download it again.")
 
 
+def _entry_of(path: Path, digest: str, cache_dir: str | Path) -> Path:
+    key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
+    return Path(cache_dir).expanduser().absolute() / "rows" / key
+
+
 def _mapped(
-    path: Path,
-    digest: str,
-    cache_dir: str | Path,
-    schema: pa.Schema,
-    batches: Iterable[pa.RecordBatch],
-    facts: _JsonFacts,
+    path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts
 ) -> tuple[pa.Table, _JsonFacts]:
     """The batches of a file out of the cache, which they are written to where they are not there yet."""
-    key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
-    entry, num_rows = Path(cache_dir).expanduser() / "rows" / key, 0
+    num_rows = 0
     make_directory(entry.parent, where="data.cache_dir")
     # "a": what a link in its place leads to is not emptied.
     with entry.with_suffix(".lock").open("a") as lock, waiting(f"another process to write {entry}"):

@@ -9,17 +9,8 @@ travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 """
 
 import hashlib
-import multiprocessing
-import os
-import sys
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import datasets
@@ -30,18 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
-from quadriga.data.files import FileNames, RowTable, written_aside
+from quadriga.data.files import FileNames, RowTable
+from quadriga.data.media import read_prompt
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
-from quadriga.data.pictures import as_list, picture_size, read_picture
-from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
-from quadriga.data.videos import Clip, open_video
-from quadriga.data.vision import VisionProcessor, as_vision, refuse_media, with_parts
+from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, PromptMeter, prompt_lengths
+from quadriga.data.tokenizing import ChatEncoder
+from quadriga.data.videos import Clip
+from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
-
-BATCH_ROWS = 256
-BAD = -1
-"""Where the tokens of a bad row would be counted."""
 
 
 class RLHFDataset(FileDataset):
@@ -94,7 +82,7 @@ class RLHFDataset(FileDataset):
         number = int(self._rows[item])
         table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
-        messages, media = read_prompt(row, self.processor, self.config, where=where)
+        messages, media = read_prompt(row, self.config, is_vision=self.processor is not None, where=where)
         used = [self.config.prompt_key]
         if self.processor is not None:
             used += [self.config.image_key, self.config.video_key]
@@ -216,66 +204,6 @@ class RLHFDataset(FileDataset):
         return lengths
 
 
-def read_prompt(
-    row: Mapping[str, Any], processor: VisionProcessor | None, config: DataConfig, *, where: str
-) -> tuple[Messages, list[list[Any]]]:
-    """The messages of a row, and its images and its videos, in the order of their places in these.
-    Raises DataError: it has no chat, other images or videos than places for them, or some for a text-only model."""
-    at_prompt = f"{where}, column {config.prompt_key!r}"
-    messages = as_messages(row.get(config.prompt_key), where=at_prompt)
-    media = media_of(row, config)
-    if processor is None:
-        refuse_media(messages, media, config, where=where)
-        return messages, [[], []]
-    messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=at_prompt)
-    return messages, given
-
-
-def media_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, list[Any]]:
-    """The images and videos of a row's columns; without those whose key is null."""
-    keys = {"image": config.image_key, "video": config.video_key}
-    return {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
-
-
-def media_sizes(
-    given: Sequence[Sequence[Any]], processor: VisionProcessor, config: DataConfig, *, folder: Path, where: str
-) -> tuple[list[int], list[Clip]]:
-    """How many embeddings each image of a row has, and which frames are taken of its videos. Pixels are only read
-    where damaged rows are left out.
-
-    Arguments and errors as for `read_media`."""
-    if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
-        read_media(given, processor, config, folder=folder, where=where)
-    counts, clips, (images, videos) = [], [], _placed(given, config, where)
-    for image, place in images:
-        counts.append(processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place))
-    for video, place in videos:
-        clips.append(processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place))
-    return counts, clips
-
-
-def read_media(
-    given: Sequence[Sequence[Any]], processor: VisionProcessor | None, config: DataConfig, *, folder: Path, where: str
-) -> tuple[list[Any], list[Clip]]:
-    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
-    processor.
-    Raises DataError: one of them is wrong; it names its column and number."""
-    images, videos = _placed(given, config, where)
-    pictures = [read_picture(one, folder=folder, where=place) for one, place in images]
-    clips = []
-    for one, place in videos:
-        assert processor is not None
-        clips.append(processor.frame_rules(place).read(open_video(one, folder=folder, where=place), where=place))
-    return pictures, clips
-
-
-def _placed(given: Sequence[Sequence[Any]], config: DataConfig, where: str) -> Iterator[list[tuple[Any, str]]]:
-    """The images of a row, and its videos, each with its place in words."""
-    for what, key, values in zip(("image", "video"), (config.image_key, config.video_key), given, strict=True):
-        at = f"{where}, column {key!r} or a message, {what}"
-        yield [(one, f"{at} {number}") for number, one in enumerate(values)]
-
-
 def prompt_columns(
     text: str,
     pictures: list[Any],
@@ -321,126 +249,3 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded")
-
-
-@dataclass(frozen=True)
-class PromptMeter:
-    """Counts the tokens of prompts, those of images and videos included where there is a processor, and checks rows.
-
-    With a `limit` a number only has to tell on which side of it the prompt is: where that takes no tokenizer it is a
-    bound."""
-
-    encoder: ChatEncoder
-    processor: VisionProcessor | None
-    config: DataConfig
-    limit: int | None = None
-
-    def measure(self, table: RowTable, rows: range) -> tuple[np.ndarray, list[DataError]]:
-        """Tokens of the prompt of each of these rows, int64, `BAD` where a row is bad; and what is wrong with those."""
-        config = self.config
-        names = dict.fromkeys((config.prompt_key, config.image_key, config.video_key, "extra_info"))
-        columns, schema = [name for name in names if name in table.columns], table.schema
-        if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
-            columns.remove("extra_info")  # what is checked
-        texts, beyond, errors = list[str](), list[int](), list[DataError]()
-        for number, row in enumerate(next(table.batches(columns, len(rows), rows)), start=table.first + rows.start):
-            try:
-                text, more = self._rendered(row, f"{table.path} row {number}", table.path.parent)
-            except DataError as error:
-                errors.append(error)
-                text, more = "", BAD
-            texts.append(text)
-            beyond.append(more)
-        more, limit = np.asarray(beyond, dtype=np.int64), None if self.processor else self.limit
-        least, most = self.encoder.counter.bounds(texts, limit).T
-        counts = most if limit is None else np.where(least > limit, least, most)
-        return np.where(more == BAD, BAD, counts + more), errors
-
-    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int]:
-        """The rendered prompt, and how many tokens its images and videos have beyond the one of each that is in it."""
-        if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
-            got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
-            raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
-        config, processor, beyond = self.config, self.processor, 0
-        messages, media = read_prompt(row, processor, config, where=where)
-        if processor is not None:
-            counts, clips = media_sizes(media, processor, config, folder=folder, where=where)
-            counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
-            beyond = sum(counts) - len(counts)
-        return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond
-
-
-def prompt_lengths(
-    table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
-) -> tuple[np.ndarray, list[DataError]]:
-    """Tokens of every prompt in `table`, int64 [rows], as `meter` counts them, `BAD` where a row is bad; and what is
-    wrong with these. Measured once and cached on disk.
-
-    The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
-    entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured
-    again. Prompts of a vision-language model are measured each time: a path says nothing of the file that lies there.
-    Of an image only the header is read. `num_workers` processes measure."""
-    if meter.processor is not None:
-        return _measure(table, meter, num_workers)
-    keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
-    facts = (table.digest, len(table), meter.encoder.fingerprint(), keys, meter.limit)
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
-    if entry.is_file():
-        try:
-            # The archive's own checksum finds a damaged byte anywhere in it.
-            with np.load(entry, allow_pickle=False) as archive:
-                lengths = archive["lengths"]
-            if lengths.shape == (len(table),) and lengths.dtype == np.int64:
-                bad = np.flatnonzero(lengths == BAD).tolist()
-                return lengths, [error for row in bad for error in meter.measure(table, range(row, row + 1))[1]]
-            reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            reason = str(error)
-        print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
-    lengths, errors = _measure(table, meter, num_workers)
-    try:
-        with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
-            np.savez(file, lengths=lengths)
-    except DataError as error:
-        print(f"{error} Until then the prompts are measured at each start.", flush=True)
-    return lengths, errors
-
-
-def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> tuple[np.ndarray, list[DataError]]:
-    batches = [range(start, min(start + BATCH_ROWS, len(table))) for start in range(0, len(table), BATCH_ROWS)]
-    num_workers = min(num_workers, len(batches))
-    lengths, errors = list[np.ndarray](), list[DataError]()
-
-    def told() -> str:
-        return f"{len(lengths)} of {len(batches)} batches of {BATCH_ROWS} rows are there"
-
-    with waiting(f"the token counts of {table.path}", told), ExitStack() as stack:
-        if num_workers > 1:
-            # A forked process has the tokenizer and the rows at once; elsewhere than on Linux forking is not safe.
-            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-            pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(meter, table))
-            measured = stack.enter_context(pool).map(_measure_batch, batches)
-        else:
-            measured = (meter.measure(table, rows) for rows in batches)
-        for counts, found in measured:
-            lengths.append(counts)
-            errors += found
-    return np.concatenate(lengths), errors
-
-
-# What a worker process measures, and with what: handed over once, at the start.
-_work: tuple[PromptMeter, RowTable] | None = None
-
-
-def _start_worker(*work: Any) -> None:
-    global _work
-    _work = work
-    # Each process has its share of the cores; the tokenizer's own threads would only be in the way.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _measure_batch(rows: range) -> tuple[np.ndarray, list[DataError]]:
-    assert _work is not None
-    meter, table = _work
-    return meter.measure(table, rows)

@@ -35,10 +35,10 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
-from quadriga.data.rl_dataset import media_of, media_sizes, read_media
+from quadriga.data.media import media_of, refuse_media, with_parts
 from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
 from quadriga.data.videos import Clip
-from quadriga.data.vision import as_vision, refuse_media, with_parts
+from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
@@ -226,7 +226,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             raise DataError(where, got="two responses that are shown others", expected=expected, fix="Correct the row.")
         if self.processor is None or not any(shown[0]):
             return parts, None
-        sizes = media_sizes(shown[0], self.processor, self.config, folder=table.path.parent, where=where)
+        sizes = self.processor.media_sizes(shown[0], self.config, folder=table.path.parent, where=where)
         return parts, RowMedia(table, number, *(own * len(shown) for own in sizes))
 
     def _expanded(self, tokens: list[list[int]], media: RowMedia | None, where: str) -> list[list[int]]:

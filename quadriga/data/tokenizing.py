@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from quadriga.data.token_counts import TokenCounter
 from quadriga.errors import DataError
@@ -21,8 +21,9 @@ _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training."""
-    # The annotation of transformers admits None, for installations without the package tokenizers, which it requires.
-    return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **options))
+    # By its name in the package, which imports it here: torch comes with it, and counting tokens needs none.
+    # Its annotation admits None, for installations without the package tokenizers, which transformers requires.
+    return cast(PreTrainedTokenizerBase, transformers.AutoTokenizer.from_pretrained(path, **options))
 
 
 def load_tokenizer(

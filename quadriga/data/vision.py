@@ -15,7 +15,6 @@ each patch out of two frames, and has a token of its own. This holds for the mod
 Shapes: P tokens of the expanded prompt.
 """
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +27,11 @@ from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, Proce
 
 from quadriga.config import DataConfig
 from quadriga.config.actor import VISION_TYPES
-from quadriga.data.pictures import read_picture, require_pillow
-from quadriga.data.tokenizing import Messages
-from quadriga.data.videos import Clip, FrameRules, video_settings
+from quadriga.data.pictures import picture_size, read_picture, require_pillow
+from quadriga.data.videos import Clip, FrameRules, open_video, video_settings
 from quadriga.errors import DataError
 from quadriga.protocol.columns import object_array
 
-IMAGE, VIDEO = "<image>", "<video>"
-TAGS = {"image": IMAGE, "video": VIDEO}
-_FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part under which its image or video may stand, besides those of its own name."""
 Encode = Callable[[list[str]], list[list[int]]]
 """From texts to token ids, as `ChatEncoder.encode`."""
 
@@ -136,6 +130,24 @@ class VisionProcessor:
         their metadata. Arguments and errors as for `prompt`, but of any length."""
         read = [read_picture(one, folder=Path(), where=f"{where}, image {number}") for number, one in enumerate(images)]
         return self.prompt(ids, read, sys.maxsize, where=where, clips=clips_of(videos), encode=encode)
+
+    def media_sizes(
+        self, given: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
+    ) -> tuple[list[int], list[Clip]]:
+        """How many embeddings each image of a row has, and which frames are taken of its videos. Pixels are only read
+        where damaged rows are left out.
+
+        Arguments and errors as for `read_media`."""
+        if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
+            read_media(given, self, config, folder=folder, where=where)
+        counts: list[int] = []
+        clips: list[Clip] = []
+        images, videos = _placed(given, config, where)
+        for image, place in images:
+            counts.append(self.num_tokens(*picture_size(image, folder=folder, where=place), where=place))
+        for video, place in videos:
+            clips.append(self.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place))
+        return counts, clips
 
     def frame_rules(self, where: str) -> FrameRules:
         """How videos are cut; raises DataError for a processor that takes none."""
@@ -292,83 +304,6 @@ def clips_of(videos: Iterable[tuple[np.ndarray, Any]]) -> list[Clip]:
     return [Clip.of(torch.from_numpy(frames), told) for frames, told in videos]
 
 
-def with_parts(
-    messages: Messages, images: Sequence[Any], videos: Sequence[Any] | None = (), *, where: str
-) -> tuple[Messages, list[Any], list[Any]]:
-    """Messages whose images and videos are content parts of their own, as chat templates want them, and both in order.
-
-    A part is made of each `<image>` and `<video>` in a text, whose image or video is the next one of those given.
-    Content that is a list of parts already may hold `{"type": "image"}`, likewise, or a part that brings its image:
-    `{"type": "image", "image": ...}`, and so for videos. With None for videos `<video>` is text.
-    Raises DataError: there are more or fewer places than the row has images, or videos."""
-    tags = {"image": IMAGE} | ({} if videos is None else {"video": VIDEO})
-    result = [{**message, "content": _parts(message.get("content"), tags, where)} for message in messages]
-    places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
-    found = []
-    for what, given in (("image", images), ("video", videos or ())):
-        own = [part.pop(what, None) for part in places if part["type"] == what]
-        if (count := own.count(None)) != len(given):
-            got = f"{count} {TAGS[what]} in the prompt, and {len(given)} {what}s"
-            place = f"Write {TAGS[what]} into the text for each {what}"
-            fix = f"{place}, and set data.{what}_key to the column that holds them."
-            raise DataError(where, got=got, expected="one for each, where it stands", fix=fix)
-        rest = iter(given)
-        found.append([next(rest) if one is None else one for one in own])
-    return result, found[0], found[1]
-
-
-def refuse_media(
-    messages: Messages, media: Mapping[str, Sequence[Any]], config: DataConfig, *, where: str, column: str | None = None
-) -> None:
-    """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
-
-    `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row,
-    and `column` that of the messages, `data.prompt_key` if it is None."""
-    contents = [message.get("content") for message in messages]
-    text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt, expected = f"{where}, column {column or config.prompt_key!r}", "text, or a vision-language model"
-    for what, given in media.items():
-        if given or TAGS[what] in text:
-            got = f"{what}s" if given else TAGS[what]
-            fix = f"Take one, or set data.{what}_key=null to train on the text alone."
-            place = f"{where}, column {getattr(config, f'{what}_key')!r}" if given else at_prompt
-            raise DataError(place, got=f"{got}, for a text-only model", expected=expected, fix=fix)
-    if any(isinstance(content, list) for content in contents):
-        got = "images or videos in a message, for a text-only model"
-        raise DataError(at_prompt, got=got, expected=expected, fix="Take one, or leave them out.")
-
-
-def _parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
-    if not isinstance(content, Sequence):
-        return content
-    parts: list[dict[str, Any]] = []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        # A column of a parquet file gives each part the keys of all.
-        own = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        kind, text = str(own.pop("type", None) or next(iter(own), None)).removesuffix("_url"), own.get("text")
-        if kind == "text" and isinstance(text, str):
-            kinds = {tag: what for what, tag in tags.items()}
-            pieces = re.split(f"({'|'.join(kinds)})", text)
-            parts += [{"type": kinds[one]} if one in kinds else {"type": "text", "text": one} for one in pieces if one]
-        elif kind in tags and (medium := _medium(kind, own)) is not None:
-            parts.append({"type": kind, **medium})
-        else:
-            forms = "|".join(tags)
-            expected = f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its {forms}'
-            fix = "It is a path, a file:// URL or the bytes of a file."
-            raise DataError(where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix)
-    return content if isinstance(content, str) and not any(tag in content for tag in tags.values()) else parts
-
-
-def _medium(kind: str, own: dict[str, Any]) -> dict[str, Any] | None:
-    """The image or video of a part under its kind, empty where the part is a place for one; None: it has other keys."""
-    given = [own[name] for name in own if name in (kind, f"{kind}_url", *_FILE_KEYS)]
-    fps = {"fps": own["fps"]} if kind == "video" and "fps" in own else {}
-    if len(given) > 1 or len(given) + len(fps) != len(own):
-        return None
-    return {kind: {"video": given[0], **fps} if fps else given[0]} if given else {}
-
-
 def load_processor(
     path: str | Path, *, trust_remote_code: bool = False, options: Mapping[str, Any] | None = None
 ) -> VisionProcessor | None:
@@ -417,3 +352,25 @@ def as_vision(processor: Any) -> VisionProcessor | None:
         raise DataError(where, got="no image processor", expected="what quadriga.data.load_processor returns, or None")
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
+
+
+def read_media(
+    given: Sequence[Sequence[Any]], processor: VisionProcessor | None, config: DataConfig, *, folder: Path, where: str
+) -> tuple[list[Any], list[Clip]]:
+    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
+    processor.
+    Raises DataError: one of them is wrong; it names its column and number."""
+    images, videos = _placed(given, config, where)
+    pictures = [read_picture(one, folder=folder, where=place) for one, place in images]
+    clips = []
+    for one, place in videos:
+        assert processor is not None
+        clips.append(processor.frame_rules(place).read(open_video(one, folder=folder, where=place), where=place))
+    return pictures, clips
+
+
+def _placed(given: Sequence[Sequence[Any]], config: DataConfig, where: str) -> Iterator[list[tuple[Any, str]]]:
+    """The images of a row, and its videos, each with its place in words."""
+    for what, key, values in zip(("image", "video"), (config.image_key, config.video_key), given, strict=True):
+        at = f"{where}, column {key!r} or a message, {what}"
+        yield [(one, f"{at} {number}") for number, one in enumerate(values)]

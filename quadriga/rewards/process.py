@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A grading process: its program, and the process as the driver holds it.
 
-It is started as a fresh interpreter (`COMMAND`), not through `multiprocessing`: so it neither inherits the trainer's
-threads and memory, nor runs the user's script again, and it never loads torch unless the user's score function does.
+It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter, and never loads torch unless the user's score
+function does.
 
     driver                          grading process
       | -- settings ------------------> |  loads the score function
@@ -25,9 +25,6 @@ import inspect
 import os
 import pickle
 import select
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -36,9 +33,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from quadriga.descendants import end_descendants, end_group
 from quadriga.errors import QuadrigaError, RewardError
 from quadriga.observe.watchdog import waiting
+from quadriga.programs import SupervisedProgram
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
@@ -47,16 +44,9 @@ SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
 
 DIED = "the grading process ended with {} while it graded this sample"
-_END_LIMIT_S = 15.0
 _LOOK_S = 0.05  # a process that awaits samples gets more of them this often
 READY, LOADING, UNUSABLE, BEGUN, GRADED = "ready", "loading", "unusable", "begun", "graded"
 LATE = "no score within {:g} s (reward_model.timeout_s)"
-COMMAND = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from quadriga.descendants import supervise; supervise(int(sys.argv[2])); "
-    "from quadriga.rewards.process import main; main(int(sys.argv[1]))"
-)
-"""Program text for `python -c`: arguments are the two file descriptors and the driver's import path."""
 
 Arguments = dict[str, Any]
 Function = Callable[..., Any]
@@ -96,26 +86,18 @@ class GradingProcess:
     """A grading process, which one thread leads at a time. `kill` may be called by any."""
 
     def __init__(self, function: ScoreFunction, printed: Printed) -> None:
-        ours, theirs = socket.socketpair()
-        their_lifeline, self._lifeline = os.pipe()
         self._output, their_output = os.pipe()
-        fds = (theirs.fileno(), their_lifeline)
         try:
-            # The process is the supervisor of the one that grades. A process group of its own: Ctrl-C reaches the
-            # driver alone, which then decides. Unbuffered, so that what a sample prints is shown when it hangs.
-            program = [sys.executable, "-u", "-c", COMMAND, *map(str, fds), *map(str, sys.path)]
-            streams = {"stdin": subprocess.DEVNULL, "stdout": their_output, "stderr": their_output}
-            self.process = subprocess.Popen(program, **streams, pass_fds=fds, process_group=0)
+            self._program = SupervisedProgram(__name__, their_output)
         finally:
-            theirs.close()
-            os.close(their_lifeline)
             os.close(their_output)
         os.set_blocking(self._output, False)
-        self._connection, self._printed = Connection(ours.detach()), printed
+        self.process = self._program.process  # the supervisor of the one that grades
+        self._connection = self._program.connection
+        self._printed = printed
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
-        self._lock = threading.Lock()
         self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
@@ -198,41 +180,22 @@ class GradingProcess:
     def kill(self) -> None:
         """Kill the process and everything it has started; the thread that leads it sees its pipe end."""
         self.is_ended = True
-        # The supervisor may have ended; or its child has stopped it.
-        with self._lock, suppress(ProcessLookupError, BrokenPipeError):
-            if not self._connection.closed:
-                os.write(self._lifeline, b"x")
-                self.process.send_signal(signal.SIGCONT)
+        self._program.kill()
 
     def stop(self, *, is_ending: bool = False) -> str:
         """Kill, and free what the driver holds; returns how it ended: by itself within 1 s, if `is_ending`."""
-        if not self._connection.closed:
-            if is_ending:
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(timeout=1.0)
-            self.kill()
-            try:
-                self.process.wait(_END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                end_descendants(self.process.pid)
-                self.process.kill()
-                self.process.wait()
-            # Its supervisor has done so, unless it was killed.
-            end_group(self.process.pid)
+        was_closed = self._connection.closed
+        self.is_ended = True
+        end = self._program.close(patience_s=1.0 if is_ending else 0.0)
+        if not was_closed:
             self._room = SAMPLE_BYTES
             self._pass_on()
-            with self._lock:
-                self._connection.close()
-                os.close(self._lifeline)
-                os.close(self._output)
-        code = self.process.returncode
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            os.close(self._output)
+        return end
 
 
 def main(connection_fd: int) -> None:
     """Serve until the driver closes the pipe."""
-    # Programs that a score function starts must not keep the pipe open after this process has died.
-    os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone or is done with this process
         _serve(connection)

@@ -26,10 +26,10 @@ import torch
 from quadriga.config import Config, show
 from quadriga.data import RLHFDataset, collate_fn, create_dataloader
 from quadriga.data.files import RowTable, read_table, resolve_files, written_aside
+from quadriga.data.media import with_parts
 from quadriga.data.pictures import read_picture
 from quadriga.data.rl_dataset import prompt_columns
 from quadriga.data.tokenizing import ChatEncoder, shortened
-from quadriga.data.vision import with_parts
 from quadriga.errors import ConfigError, DataError
 from quadriga.observe.progress import Progress
 from quadriga.observe.watchdog import watched

@@ -17,6 +17,8 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/observe/watchdog.py:_Wait.report": "a description that fails is reported inside the report of the wait",
     "quadriga/trainer/async_batches.py:AsyncBatches._deciding": "the trainer's thread raises it",
     "quadriga/trainer/stream_pool.py:RemoteStream._listen": "the trainer's thread raises it, or goes on",
+    "quadriga/data/prompt_lengths.py:_measure_elsewhere": "prompts are counted in this process; a notice says why",
+    "quadriga/data/prompt_lengths.py:_serve": "the driver raises it, or counts itself and says why",
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/process.py:_serve_in_turn": "what a grader raises is its outcome: counted and stored",
     "quadriga/rewards/process.py:_serve_many.grade": "likewise, of a coroutine function",

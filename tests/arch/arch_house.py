@@ -25,22 +25,22 @@ class Size(NamedTuple):
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
     "algorithms": Size(2254, 34, 95),
-    "cli": Size(1045, 10, 40),
-    "compat": Size(2131, 10, 202),
+    "cli": Size(1047, 10, 40),
+    "compat": Size(2132, 10, 202),
     "config": Size(3847, 21, 173),
-    "data": Size(3587, 16, 219),
+    "data": Size(3794, 18, 228),
     "engines": Size(4188, 24, 223),
     "models": Size(3740, 20, 225),
     "observe": Size(1681, 13, 110),
     "protocol": Size(1461, 9, 96),
     "rewards": Size(3630, 28, 213),
     "rollout": Size(9363, 45, 580),
-    "single_controller": Size(3350, 15, 208),
+    "single_controller": Size(3373, 15, 209),
     "trainer": Size(6292, 31, 384),
     "verl": Size(1787, 6, 127),
     "weight_sync": Size(867, 6, 63),
     "workers": Size(2299, 13, 138),
-    "": Size(1733, 12, 114),
+    "": Size(1821, 13, 118),
 }
 REASONS: dict[str, str] = {
     "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed;"
@@ -60,7 +60,8 @@ REASONS: dict[str, str] = {
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
     " out, lengths without a tokenizer; batches that a thread reads; streaming.py: rows that are read"
     " as they are needed, a block at a time; words of prompts counted once; what is decoded kept up to a bound;"
-    " images and videos in chats and pairs; GLM-4V",
+    " images and videos in chats and pairs; GLM-4V;"
+    " processes that count tokens as programs of their own, which load no torch (prompt_lengths.py, media.py)",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
     " with a dynamic loss scale; memory of long sequences that is flat in their number",
@@ -83,6 +84,7 @@ REASONS: dict[str, str] = {
     " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
     " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
+    " a handler of SIGTERM that Ray's does not replace;"
     " what that is started with; methods that wait beside others; processes with several devices",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go;"
     " a driver whose threads sleep; "
@@ -102,7 +104,7 @@ REASONS: dict[str, str] = {
     " with images; GLM-4V in vLLM; ends of groups are told together, for each answer takes time of the engine's core",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
-    " (redact.py); `quadriga.train` and its relatives (api.py)",
+    " (redact.py); `quadriga.train` and its relatives (api.py); grading and counting share their start (programs.py)",
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
@@ -111,7 +113,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/models/experts.py:RouteRecorder._hear": "a hook of torch's modules",
     "quadriga/rollout/native/generation.py:Request._note_a_cancel": "a callback of a future",
     "quadriga/engines/parallel/tensor.py:_gathered": "the forward of a module",
-    "quadriga/data/rl_dataset.py:_measure_batch": "what the processes of a pool call",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from arch_tree import Source
 
 _CORE = frozenset(
-    {"lazy", "errors", "redact", "partition", "background", "descendants", "config", "observe", "protocol"}
+    {"lazy", "errors", "redact", "partition", "background", "descendants", "programs", "config", "observe", "protocol"}
 )
 _BELOW_TRAINER = _CORE | {"user_file", "algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
@@ -22,6 +22,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "partition": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
+    "programs": frozenset({"descendants"}),
     "http_client": frozenset({"errors"}),
     "config": frozenset({"errors", "redact"}),
     "observe": frozenset({"errors", "config"}),

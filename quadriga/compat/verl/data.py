@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from quadriga.data.files import drop_null_fields
+from quadriga.data.media import refuse_media, with_parts
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.rl_dataset import prompt_columns, read_media
+from quadriga.data.rl_dataset import prompt_columns
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
-from quadriga.data.vision import as_vision, load_processor, refuse_media, with_parts
+from quadriga.data.vision import as_vision, load_processor, read_media
 from quadriga.errors import DataError
 from quadriga.user_file import taken
 

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths are measured once, in as many processes as asked for, and a damaged entry is measured again."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from quadriga.config import DataConfig
-from quadriga.data import rl_dataset
+from quadriga.data import files
+from quadriga.data import prompt_lengths as lengths_module
 from quadriga.data.files import read_table
-from quadriga.data.rl_dataset import PromptMeter, prompt_lengths
+from quadriga.data.prompt_lengths import PromptMeter, prompt_lengths
 from quadriga.data.token_counts import TokenCounter
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 
+WAIT_S = 120
 LENGTHS = [3, 9, 1, 30, 2]
 EXPECTED = [length + 2 for length in LENGTHS]
 
@@ -99,7 +108,7 @@ def test_a_damaged_entry_is_said_and_rebuilt(measure, path: Path, tmp_path: Path
 
 
 def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rl_dataset, "BATCH_ROWS", 2)
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
     lengths, num_texts_here, _ = measure(path, num_workers=3)
     assert lengths == EXPECTED
     assert num_texts_here == 0
@@ -107,11 +116,11 @@ def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypatch, num_workers: int):
-    monkeypatch.setattr(rl_dataset, "BATCH_ROWS", 2)
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
     path = write("bad.jsonl", [row(), row(), row(), row(prompt=[])])
     for num_texts in (4 if num_workers == 1 else 0, 1):  # measured, and what was found at the next start
         lengths, num_measured, errors = measure(path, num_workers=num_workers)
-        assert (lengths, num_measured) == ([4, 4, 4, rl_dataset.BAD], num_texts)
+        assert (lengths, num_measured) == ([4, 4, 4, lengths_module.BAD], num_texts)
         assert [error.where for error in errors] == [f"{path} row 3, column 'prompt'"]
 
 
@@ -121,3 +130,136 @@ def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path, c
     lengths, _ = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "occupied")
     assert lengths.tolist() == prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "free")[0].tolist()
     assert "data.cache_dir: got" in (said := capsys.readouterr().out) and "measured at each start" in said
+
+
+class FailingEncoder(ChatEncoder):
+    """Does not come to an end with a row of two words: as `act` says it raises, ends its process, or hangs."""
+
+    act = ""
+
+    def render(self, messages, *, where: str) -> str:
+        text = super().render(messages, where=where)
+        if messages[0]["content"].count(" ") == 1:
+            if self.act == "raise":
+                raise RuntimeError("no tokens today")
+            if self.act == "exit":
+                os._exit(3)
+            if self.act == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return text
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("raise", r"t\.parquet rows 4 to 4: got RuntimeError: no tokens today, expected prompts whose tokens"),
+        ("exit", r"workers: got a process that ended with exit status 3 while it counted the tokens of rows 4 to 4"),
+        ("kill", r"workers: got a process that ended with signal SIGKILL while it counted the tokens of rows 4 to 4"),
+    ],
+)
+def test_a_process_that_fails_is_an_error(
+    tokenizer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, said: str
+):
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 1)
+    encoder = FailingEncoder(tokenizer, {})
+    encoder.act = act
+    with pytest.raises(DataError, match=said):
+        prompt_lengths(
+            read_table(path), PromptMeter(encoder, None, DataConfig()), cache_dir=tmp_path / "cache", num_workers=2
+        )
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_that_dies_before_it_counts_is_an_error(
+    tokenizer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 1)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
+    with pytest.raises(DataError, match="exit status 1 while it loaded the tokenizer"):
+        prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "cache", num_workers=2)
+
+
+@pytest.mark.parametrize("what", ["pickle", "unpickle"])
+def test_a_tokenizer_that_cannot_travel_is_counted_with_here_and_said_once(
+    tokenizer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, what: str
+):
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
+    monkeypatch.setattr(lengths_module, "_told_reasons", set())
+    if what == "pickle":
+        tokenizer.of_the_user = lambda: None
+    else:
+        cls = type("OfTheScript", (type(tokenizer),), {"__module__": "__main__"})
+        monkeypatch.setattr(sys.modules["__main__"], "OfTheScript", cls, raising=False)
+        tokenizer.__class__ = cls
+    for number in range(2):
+        meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
+        lengths, _ = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / str(number), num_workers=2)
+        assert lengths.tolist() == EXPECTED
+    [said] = capsys.readouterr().out.splitlines()
+    assert said.startswith("data.filter_overlong_prompts_workers: prompts are counted in this process alone")
+
+
+def test_processes_open_the_rows_again(write, row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What travels of a large file is its entry in the cache, and of a small one its path."""
+    rows = [row(2, index) for index in range(5000)]
+    for name in ("t.parquet", "t.jsonl"):
+        path = write(name, rows)
+        small = read_table(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "MAPPED_BYTES", 0)
+            mapped = read_table(path, tmp_path / "cache")
+        for table in (small, mapped):
+            sent = pickle.dumps(table)
+            assert len(sent) < 1000
+            copy = pickle.loads(sent)
+            assert (copy.path, copy.columns, copy.digest, len(copy)) == (path, table.columns, table.digest, 5000)
+            assert copy[4999] == table[4999]
+    sent = pickle.dumps(small)
+    write("t.jsonl", rows[:10])
+    with pytest.raises(DataError, match="content that has changed"):
+        pickle.loads(sent)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import quadriga.data.prompt_lengths
+from quadriga.config import DataConfig
+from quadriga.data import RLHFDataset, load_tokenizer
+
+print("script runs", flush=True)
+quadriga.data.prompt_lengths.BATCH_ROWS = 1
+folder, file = sys.argv[1:]
+config = DataConfig(cache_dir=f"{folder}/cache", filter_overlong_prompts_workers=2)
+print("rows", len(RLHFDataset(file, load_tokenizer(folder), config)), flush=True)
+"""
+ENDLESS = (
+    "{% if messages[0].content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}<user> {{ messages[0].content }}"
+)
+
+
+def test_processes_end_with_a_driver_that_is_killed(make_tokenizer, write, row, tmp_path: Path):
+    """In the midst of a row, whose template does not come to an end. The script has no main guard, and runs once."""
+    make_tokenizer(template=ENDLESS).save_pretrained(tmp_path)
+    path = write("t.jsonl", [row(prompt="hang"), row(prompt="hang")])
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as script:
+        try:
+            give_up = time.monotonic() + WAIT_S
+            busy: list[psutil.Process] = []
+            # Two supervisors, and below each of them the process that counts.
+            while len(busy) < 4 and time.monotonic() < give_up:
+                time.sleep(0.05)
+                busy = psutil.Process(script.pid).children(recursive=True)
+            assert len(busy) == 4
+        finally:
+            script.kill()
+        said, _ = script.communicate()
+    gone, alive = psutil.wait_procs(busy, timeout=WAIT_S)
+    assert len(gone) == 4 and not alive
+    assert said.splitlines() == ["script runs"]

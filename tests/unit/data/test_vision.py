@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from quadriga.data import RLHFDataset, collate_fn, load_processor
-from quadriga.data.vision import VisionProcessor, as_vision, with_parts
+from quadriga.data.media import with_parts
+from quadriga.data.vision import VisionProcessor, as_vision
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from tests.vision_folder import (

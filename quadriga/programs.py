@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are programs of their own, under a supervisor (`quadriga.descendants`), and connections to them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+
+from quadriga.descendants import end_descendants, end_group, supervise
+
+_END_LIMIT_S = 15.0  # more than a supervisor takes to end all that is below it
+# The arguments: a module, the file descriptors of a connection and of a lifeline, and the driver's import path.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from quadriga.programs import run_program; "
+    "run_program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class SupervisedProgram:
+    """A fresh interpreter that calls `main(connection_fd)` of a module, and the connection to it.
+
+    It neither inherits the threads, locks, signal handlers and memory of this process, nor runs the user's script
+    again, as processes of `multiprocessing` do. It is in a process group of its own: Ctrl-C reaches this process
+    alone, which then decides. It ends when this process does, by whatever signal, with everything that it has started.
+
+    Args:
+        module: Name of the module that has `main`.
+        output_fd: Where its standard output and standard error go. None: where those of this process go.
+    """
+
+    def __init__(self, module: str, output_fd: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        their_lifeline, self._lifeline = os.pipe()
+        fds = (theirs.fileno(), their_lifeline)
+        # Unbuffered, so that what it prints is shown when it hangs.
+        command = [sys.executable, "-u", "-c", _PROGRAM, module, *map(str, fds), *map(str, sys.path)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
+        try:
+            self.process = subprocess.Popen(command, **streams, pass_fds=fds, process_group=0)
+        finally:
+            theirs.close()
+            os.close(their_lifeline)
+        self.connection = Connection(ours.detach())
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        """Kill the program and everything it has started. Any thread may call this, and more than once."""
+        # The supervisor may have ended; or its child has stopped it.
+        with self._lock, suppress(ProcessLookupError, BrokenPipeError):
+            if not self.connection.closed:
+                os.write(self._lifeline, b"x")
+                self.process.send_signal(signal.SIGCONT)
+
+    def close(self, patience_s: float = 0.0) -> str:
+        """Kill the program, unless it ends by itself within `patience_s`, and free what this process holds of it.
+
+        Returns how it ended: "exit status 1" or "signal SIGKILL"."""
+        if not self.connection.closed:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=patience_s)
+            self.kill()
+            try:
+                self.process.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                end_descendants(self.process.pid)
+                self.process.kill()
+                self.process.wait()
+            # Its supervisor has done so, unless it was killed.
+            end_group(self.process.pid)
+            with self._lock:
+                self.connection.close()
+                os.close(self._lifeline)
+        code = self.process.returncode
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def run_program(module: str, connection_fd: int, lifeline_fd: int) -> None:
+    """The program of a `SupervisedProgram`."""
+    supervise(lifeline_fd)
+    # Programs that it starts must not keep the connection open after this process has died.
+    os.set_inheritable(connection_fd, False)
+    import_module(module).main(connection_fd)
