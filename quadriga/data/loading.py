@@ -5,6 +5,8 @@ The order of the rows depends on `data.seed` alone. The loader's state (`state_d
 position inside an epoch and the generator of the sampler: a resumed run sees the rows that the other would have seen.
 """
 
+import gc
+import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -30,6 +32,14 @@ from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
 from quadriga.user_file import import_file, member_of, taken
 
+LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
+"""How `data.dataloader_num_workers` processes are started, by the name of `multiprocessing`'s context.
+
+fork: they have the data set as it is, which may be a user's that cannot be pickled, or of a class that only this
+process has imported; its rows are not copied; and the user's script is not run again, as spawn and forkserver do. What
+makes a fork of a process with threads unsafe is a lock that a thread held: these processes prepare rows, call nothing
+of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's handler of SIGTERM, and end without
+running this process's exit functions. Elsewhere than on Linux system libraries do not survive a fork."""
 _SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 
 
@@ -177,6 +187,11 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     return SequentialSampler(dataset)
 
 
+def _begin_worker(number: int) -> None:
+    """Leave alone what a forked process has inherited: freeing an object of Ray's takes a lock of Ray's threads."""
+    gc.freeze()
+
+
 def create_dataloader(
     dataset: Dataset,
     config: DataConfig,
@@ -208,6 +223,8 @@ def create_dataloader(
             batch_size=size,
             sampler=sampler,
             num_workers=config.dataloader_num_workers,
+            multiprocessing_context=LOADER_CONTEXT if config.dataloader_num_workers > 0 else None,
+            worker_init_fn=_begin_worker,
             collate_fn=collate or collate_fn,
             drop_last=drop_last,
             # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it

@@ -5,8 +5,11 @@ What it does not prove: GPUs, several nodes.
 """
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -272,3 +275,31 @@ def test_a_function_of_another_process(tmp_path: Path) -> None:
     file, obstacle = write_function(lambda: lock, tmp_path, "loss")
     assert "pickle" in obstacle
     assert "could not be pickled" not in file.read_text()
+
+
+# No main guard: a start method that runs the script again in each process would train in each of them.
+SCRIPT = """
+import json, sys
+import quadriga
+
+print("script runs", flush=True)
+arguments = json.loads(sys.argv[1])
+rows = [{"prompt": f"say a {number}", "letter": "a"} for number in range(300)]
+run = quadriga.train(data=rows, reward=lambda text: text.count("a") / max(1, len(text)), **arguments)
+print("steps", list(run.metrics.index), flush=True)
+"""
+
+
+def test_a_script_without_a_main_guard_counts_and_trains_once(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """With two processes that count tokens and two that prepare rows."""
+    workers = {"data.filter_overlong_prompts_workers": 2, "data.dataloader_num_workers": 2}
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = json.dumps(settings(**workers), default=str)
+    command = [sys.executable, str(tmp_path / "script.py"), arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script runs") == 1
+    assert done.stdout.count("steps [1, 2]") == 1
+    assert len([*(tmp_path / "cache" / "prompt_lengths").iterdir()]) == 1

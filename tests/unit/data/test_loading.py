@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader: its order, its state, and classes from the user's files."""
 
+import gc
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset, SequentialSampler
 
 from quadriga.data import (
     RLHFDataset,
@@ -17,6 +21,7 @@ from quadriga.data import (
 from quadriga.errors import ConfigError, DataError
 
 NUM_ROWS = 10
+CONTEXTS = {method: multiprocessing.get_context(method) for method in ("fork", "spawn")}
 
 
 @pytest.fixture
@@ -82,6 +87,28 @@ def test_resume_gives_the_remaining_order_and_the_next_epochs(loader, num_worker
     resumed.load_state_dict(state)
     left = [indices for indices, _ in steps(resumed, 4)]
     assert left[: 9 - num_steps] == seen[num_steps:]
+
+
+def test_worker_processes_are_forked_whatever_the_default_is(config, monkeypatch: pytest.MonkeyPatch):
+    """A data set that cannot be pickled is fetched from, and what was inherited is not freed."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: CONTEXTS[method or "spawn"])
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, item: int) -> dict:
+            return {"item": item, "pid": os.getpid(), "num_frozen": gc.get_freeze_count()}
+
+    rows = Rows()
+    loader = create_dataloader(
+        rows, config(dataloader_num_workers=2), batch_size=1, sampler=SequentialSampler(rows), drop_last=True
+    )
+    batches = list(loader)
+    assert [batch["item"].tolist() for batch in batches] == [[0], [1], [2], [3]]
+    pids = {pid for batch in batches for pid in batch["pid"].tolist()}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert min(count for batch in batches for count in batch["num_frozen"].tolist()) > 0
 
 
 def test_state_before_the_first_batch_changes_nothing(loader):
