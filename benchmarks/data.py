@@ -25,7 +25,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +107,30 @@ def write_prompts(path: Path, text: str, num_rows: int, chars: tuple[float, floa
             writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
-def kept_row_by_row(work: tuple[PreTrainedTokenizerFast, Path, int, int, int]) -> list[int]:
-    """The rows of a part of a file that a filter of single rows keeps: each is rendered, tokenized and counted."""
-    tokenizer, path, limit, part, num_parts = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    table = pq.read_table(path, columns=["prompt"])
-    size = -(-len(table) // num_parts)
-    kept = []
-    for row in range(part * size, min((part + 1) * size, len(table))):
-        [prompt] = table.column("prompt").slice(row, 1).to_pylist()
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
-        if len(ids) <= limit:
-            kept.append(row)
-    return kept
+ROW_BY_ROW = """
+import json, os, sys, time
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerFast
+
+folder, path, *numbers = sys.argv[1:]
+limit, part, num_parts = map(int, numbers)
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+table = pq.read_table(path, columns=["prompt"])
+size = -(-len(table) // num_parts)
+kept = []
+print("ready", flush=True)
+sys.stdin.readline()
+used = time.process_time()
+for row in range(part * size, min((part + 1) * size, len(table))):
+    [prompt] = table.column("prompt").slice(row, 1).to_pylist()
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if len(ids) <= limit:
+        kept.append(row)
+print(json.dumps([kept, time.process_time() - used]))
+"""
+"""The rows of a part of a file that a filter of single rows keeps: each is rendered, tokenized and counted. It
+begins at a line of its input, and what comes before is not measured."""
 
 
 def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians: list[int], folder: Path) -> None:
@@ -134,15 +145,23 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
     values = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": num_processes}
     values |= {"image_key": None, "video_key": None}  # tags in the documentation are text
 
-    def row_by_row(limit: int) -> list[int]:
-        jobs = [(tokenizer, path, limit, part, num_processes) for part in range(num_processes)]
-        if num_processes == 1:
-            return kept_row_by_row(jobs[0])
-        with get_context("fork").Pool(num_processes) as pool:
-            kept = [row for part in pool.map(kept_row_by_row, jobs) for row in part]
-            pool.close()
-            pool.join()
-        return kept
+    def row_by_row(limit: int) -> tuple[tuple[float, float], list[int]]:
+        command = [sys.executable, "-c", ROW_BY_ROW, str(folder), str(path), str(limit)]
+        with ExitStack() as stack:
+            processes = []
+            for part in range(num_processes):
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                process = subprocess.Popen([*command, str(part), str(num_processes)], text=True, **pipes)
+                processes.append(stack.enter_context(process))
+            for process in processes:
+                process.stdout.readline()
+            start = time.perf_counter()
+            for process in processes:
+                process.stdin.write("\n")
+                process.stdin.flush()
+            parts = [json.loads(process.communicate()[0]) for process in processes]
+            seconds = time.perf_counter() - start
+        return (seconds, sum(used for _, used in parts)), [row for kept, _ in parts for row in kept]
 
     def ours(limit: int, cache: str) -> list[int]:
         config = DataConfig(max_prompt_length=limit, cache_dir=str(folder / cache), **values)
@@ -156,7 +175,7 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
         limit = times_median * median
         times = []
         for number in range(num_rounds):
-            before, expected = measured(row_by_row, limit)
+            before, expected = row_by_row(limit)
             after, kept = measured(ours, limit, f"{limit}-{number}")
             again, kept_again = measured(ours, limit, f"{limit}-{number}")
             if not kept == kept_again == expected:

@@ -3,7 +3,8 @@
 
 import hashlib
 import json
-import multiprocessing
+import subprocess
+import sys
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -216,8 +217,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_files_of_an_s3_server(bucket, tmp_path: Path):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.starmap(_rows_of, [("s3://bucket/a.jsonl", tmp_path)] * 4, chunksize=1) == [20_000] * 4
+    assert read_in_two_processes("s3://bucket/a.jsonl", tmp_path) == [20_000] * 4
     assert len([*tmp_path.glob("files/*")]) == len([*tmp_path.glob("rows/*/rows.arrow")]) == 1
     bucket.delay_s = 0
     both = resolve_files("s3://bucket/*.jsonl", tmp_path, where="k")
@@ -230,15 +230,40 @@ def test_files_of_an_s3_server(bucket, tmp_path: Path):
         resolve_files("s3://bucket/none.jsonl", tmp_path, where="k")
 
 
-def _rows_of(url: str, folder: Path) -> int:
-    files.MAPPED_BYTES = 0
-    return len(read_table(resolve_files(url, folder, where="k")[0], folder))
+READ_TWICE = """
+import sys
+from quadriga.data import files
+
+url, folder = sys.argv[1:]
+files.MAPPED_BYTES = 0
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    [path] = files.resolve_files(url, folder, where="k")
+    print(len(files.read_table(path, folder)))
+"""
+
+
+def read_in_two_processes(url: str, folder: Path) -> list[int]:
+    """Read a file twice in each of two processes, which begin at once. Returns how many rows there were each time."""
+    command = [sys.executable, "-c", READ_TWICE, url, str(folder)]
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as one,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other,
+    ):
+        for process in (one, other):
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in (one, other):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return [int(line) for process in (one, other) for line in process.communicate()[0].split()]
 
 
 def test_two_processes_fill_the_cache_at_once(web, tmp_path: Path):
     web.delay_s = 0.1
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.starmap(_rows_of, [(f"{web.url}/t.jsonl", tmp_path)] * 4, chunksize=1) == [20_000] * 4
+    assert read_in_two_processes(f"{web.url}/t.jsonl", tmp_path) == [20_000] * 4
     assert not [*tmp_path.rglob("*.partial")]
     assert len([*tmp_path.glob("files/*")]) == len([*tmp_path.glob("rows/*/rows.arrow")]) == 1
 
