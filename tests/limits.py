@@ -15,11 +15,20 @@ SOON_S = 60.0
 GRADED_S = 60.0
 """`timeout_s` of samples that are graded in microseconds; the start of a grading process counts in it."""
 
-PROGRAM_S = 300.0
-"""A program that imports torch and the package, or pip that builds a wheel: 10 s, 30 s on a slow machine."""
+PROGRAM_S = 500.0
+"""A program that a test runs and waits for: at most 30 s, for kernels that Triton's interpreter computes."""
 
 HANGS_S = 3600.0
 """How long what hangs would take: longer than `TEST_S`, so that a test that waits for it fails."""
+
+# ---- tests/numerics and tests/megatron ----------------------------------------------------------
+
+RANKS_S = 540
+"""All ranks of one program of `run_ranks`: at most 40 s, for the layouts on Megatron-core."""
+
+PEER_S = 500
+"""How long a rank waits for another one of its program: shorter than `RANKS_S`, so that the rank names what it waited
+for."""
 
 # ---- tests/e2e ----------------------------------------------------------------------------------
 

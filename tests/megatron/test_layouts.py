@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
     folder = tmp_path_factory.mktemp("megatron")
     write_models(folder)
     with_values(make_batch()).save_to_disk(folder / "batch")
-    run_ranks(PROGRAM, 5, folder, num_ports=2, limit_s=1200)
+    run_ranks(PROGRAM, 5, folder, num_ports=2)
     found: dict[str, Any] = {"folder": folder}
     for size in (1, 2, 4):
         found |= torch.load(folder / f"{size}.pt")

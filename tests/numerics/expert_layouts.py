@@ -45,7 +45,19 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
 }
 LEARNING = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 """Families whose attention is plain; the others are loaded and saved."""
-OF_FOUR = ("qwen3_moe", "gpt_oss")
+OF_FOUR = {"qwen3_moe": tuple(LAYOUTS[4]), "gpt_oss": ("ep 4", "fsdp 4, ep 2", "pp 2, ep 2")}
+"""Families, and their layouts of four processes. How `gpt_oss` stores its experts meets each way to cut them."""
+CASES = {
+    4: [(family, name) for family, names in OF_FOUR.items() for name in names],
+    2: [(family, name) for family in CONFIGS for name in LAYOUTS[2]],
+    1: [(family, "one process") for family in CONFIGS],
+}
+"""Families and layouts by number of processes: what is loaded, saved and loaded again."""
+LEARNED = [(family, name) for family, name in CASES[4] if family in LEARNING]
+LEARNED += [(family, name) for family in LEARNING for name in ("ep 2", "one process")]
+LEARNED += [("qwen2_moe", "pp 2"), ("qwen3_moe", "fsdp 2")]
+"""Families and layouts that learn. test_model_layouts.py has mixtures that learn by FSDP and in pipelines, without
+losses of a router."""
 CONTENTS = frozenset({"model", "hf_model"})
 
 
@@ -102,10 +114,10 @@ def run(folder: Path, family: str, name: str, layout: Layout, world: ProcessGrou
         tensor.detach().zero_()
     checkpoint.load(folder / f"{family}, {source_of(family, name)}", CONTENTS)
     found["resumed"] = weights_of(engine)
-    if family in LEARNING and layout.pp == 1:
+    if (family, name) in LEARNED and layout.pp == 1:
         rows, micro = own_rows(ragged_batch(), engine), MicroBatching(None, 24)
         found["routes"] = rows.batch["row_index"], infer(engine, rows, micro, with_routes=True)[ROUTES]
-    if family in LEARNING:
+    if (family, name) in LEARNED:
         batch = tell(engine, ragged_batch()) if family == "qwen3_moe" else ragged_batch()
         found["learned"], found["said"] = learn(engine, batch)
     return found
@@ -115,10 +127,8 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     """All layouts of one number of processes."""
     world = process_group.join(place, CPU)
     results = {
-        f"{family}, {name}": run(folder, family, name, layout, world)
-        for family in CONFIGS
-        for name, layout in LAYOUTS[world.size].items()
-        if world.size < 4 or family in OF_FOUR
+        f"{family}, {name}": run(folder, family, name, LAYOUTS[world.size][name], world)
+        for family, name in CASES[world.size]
     }
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.models.heads import VocabularyShard, token_scores
+from tests.limits import PEER_S
 
 TOKENS, ROWS, HIDDEN, TOP, TARGETS = 23, 61, 16, 5, 3
 # Rows of each rank: uneven, a rank without any, and ranks with fewer rows than the likeliest tokens asked for.
@@ -69,7 +70,7 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
 def main(rank: int, folder: Path) -> None:
     """Every case, in one meeting."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timedelta(minutes=1)
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timedelta(seconds=PEER_S)
     )
     groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
     results = {}

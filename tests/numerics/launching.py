@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a program in several processes, one for each rank, and waits for them."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import RANKS_S
+
 REPOSITORY = Path(__file__).parents[2]
 LOOK_S = 0.05
 # Imported once for all ranks of all programs; none of it starts a thread.
@@ -26,7 +29,7 @@ PRELOADED = [
 ]
 
 
-def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0, limit_s: float = 900) -> None:
+def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0) -> None:
     """Run `program RANK FOLDER PORT ...` for each rank. When one fails, the others, who may wait for it, are ended.
 
     The processes are forks of one that has imported torch and the like, which takes longer than most programs do.
@@ -36,10 +39,9 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
         num_ranks: how many processes.
         folder: where they read and write; what they print goes there too.
         num_ports: how many ports they need to meet at.
-        limit_s: seconds for all of them.
 
     Raises:
-        AssertionError: a process failed, or time is up; with what all of them have printed.
+        AssertionError: a process failed, or RANKS_S have passed; with what all of them have printed.
     """
     arguments = [str(folder), *map(str, free_ports(num_ports))]
     logs = [folder / f"rank_{rank}.log" for rank in range(num_ranks)]
@@ -56,7 +58,7 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
         context.Process(target=run_rank, args=(str(program), [str(rank), *arguments], str(log)))
         for rank, log in enumerate(logs)
     ]
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + RANKS_S
     try:
         for process in processes:
             process.start()
@@ -76,6 +78,8 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
 
 def run_rank(program: str, arguments: list[str], log: str) -> None:
     """Run a Python file as the main program of this process; what it prints goes into the log."""
+    # Nothing that was imported before the fork is garbage. Looking through it would also copy its memory.
+    gc.freeze()
     with open(log, "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -51,6 +51,7 @@ class Case:
     """An update of some rows of the batch, dealt to ranks in a random order or cut into chunks as they are."""
 
     objective: Objective
+    sizes: tuple[int, ...]  # how many processes there are, beside the one that learns alone
     passes: Passes = ONE_STEP
     num_rows: int | None = None
     is_dealt: bool = True
@@ -70,17 +71,28 @@ def with_a_broken_row(batch: DataProto) -> None:
     batch.batch["advantages"][1] = float("inf")
 
 
+# Three processes divide neither the mini-batches nor seven rows; of four, some have no row of three, or none with a
+# gradient. How a loss is averaged depends on neither.
 CASES = {
-    **{mode: Case(PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": mode}))) for mode in LOSS_AGG_MODES},
-    "several steps": Case(PLAIN, SEVERAL_STEPS),
-    "several steps, in the order of the ranks": Case(PLAIN, replace(SEVERAL_STEPS, shuffle_seed=None), is_dealt=False),
-    "seven rows": Case(PLAIN, SEVERAL_STEPS, num_rows=7),
-    "three rows": Case(PLAIN, Passes(2, 1, MICRO), num_rows=3),
-    "no advantage": Case(PLAIN, SEVERAL_STEPS, change=without_advantage),
-    "advantage on one rank": Case(PLAIN, num_rows=8, is_dealt=False, change=with_advantage_in_two_rows),
-    "critic": Case(ValueObjective(CriticConfig()), Passes(5, 1, MICRO, shuffle_seed=3)),
-    "not finite": Case(PLAIN, change=with_a_broken_row),
+    **{mode: Case(PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": mode})), (2,)) for mode in LOSS_AGG_MODES},
+    "several steps": Case(PLAIN, (2, 3), SEVERAL_STEPS),
+    "several steps, in the order of the ranks": Case(
+        PLAIN, (3,), replace(SEVERAL_STEPS, shuffle_seed=None), is_dealt=False
+    ),
+    "seven rows": Case(PLAIN, (3, 4), SEVERAL_STEPS, num_rows=7),
+    "three rows": Case(PLAIN, (2, 4), Passes(2, 1, MICRO), num_rows=3),
+    "no advantage": Case(PLAIN, (4,), SEVERAL_STEPS, change=without_advantage),
+    "advantage on one rank": Case(PLAIN, (4,), num_rows=8, is_dealt=False, change=with_advantage_in_two_rows),
+    "critic": Case(ValueObjective(CriticConfig()), (3,), Passes(5, 1, MICRO, shuffle_seed=3)),
+    "not finite": Case(PLAIN, (2, 4), change=with_a_broken_row),
 }
+WORK = {1: (1, 3), 2: (3,), 3: (1, 3), 4: (1,)}
+"""By number of processes, the answers to each of three prompts that a worker gives: one answer each leaves one of four
+processes without a row, three share a prompt among two."""
+ASKED_BY = (1, 2, 4)
+"""Numbers of processes that compute scores of three rows."""
+SAVED_BY = (1, 2)
+"""Numbers of processes that save a checkpoint."""
 
 
 def make_engine(folder: Path, replicas: ProcessGroup, scorer: type = PolicyScorer) -> FSDPEngine:
@@ -223,12 +235,16 @@ def meet(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     batch = DataProto.load_from_disk(folder / "batch")
     replicas = process_group.join(place, CPU)
     size = replicas.size
-    results: dict[str, Any] = {name: run_case(folder, batch, case, replicas) for name, case in CASES.items()}
-    results["asked"] = ask(folder, batch, replicas)
-    results["undisturbed"] = go_on(folder, batch, replicas, save=f"by {size}")
+    results: dict[str, Any] = {
+        name: run_case(folder, batch, case, replicas) for name, case in CASES.items() if size == 1 or size in case.sizes
+    }
+    if size in ASKED_BY:
+        results["asked"] = ask(folder, batch, replicas)
+    if size in SAVED_BY:
+        results["undisturbed"] = go_on(folder, batch, replicas, save=f"by {size}")
     results["gave up"] = give_up(folder, batch, replicas)
     # The worker finds the group of the process, and leaves it open for the others in it.
-    results |= {f"work {count}": work(folder, place, count) for count in (1, 3)}
+    results |= {f"work {count}": work(folder, place, count) for count in WORK[size]}
     results["totals"] = replicas.totals(replicas.rank, 1)
     if size > 1:
         results["other shape"] = joining_error(WorkerPlace(place.rank, size + 1))

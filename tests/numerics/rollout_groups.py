@@ -33,11 +33,9 @@ from tests.numerics.weight_layouts import peak_bytes
 
 CPU = torch.device("cpu")
 CASES: Mapping[str, tuple[Layout, int, str]] = {
-    "fsdp 4 -> tp 2": (Layout(dp_shard=4), 2, "tied"),
     "fsdp 4 -> tp 4": (Layout(dp_shard=4), 4, "untied"),
     "fsdp 2 x tp 2 -> tp 2": (Layout(dp_shard=2, tp=2), 2, "tied"),
-    "tp 2 x pp 2 -> tp 2": (Layout(tp=2, pp=2), 2, "tied"),
-    "tp 2 x pp 2 -> tp 4": (Layout(tp=2, pp=2), 4, "untied"),
+    "tp 2 x pp 2 -> tp 4": (Layout(tp=2, pp=2), 4, "tied"),
     "hsdp 2 x 2 -> tp 2": (Layout(dp_replicate=2, dp_shard=2), 2, "untied"),
     "replicas 4 -> tp 2": (Layout(dp_replicate=4), 2, "tied"),
     "tp 2 -> tp 2": (Layout(tp=2), 2, "untied"),
@@ -124,10 +122,11 @@ def streamed(path: Path, trainer: FSDPEngine, world: ProcessGroup, bucket_bytes:
     """Whole tensors, a bucket at a time; in the third publication one of the engines raises."""
     sync = StreamedWeights(world.rank, world.size, CPU, bucket_bytes)
     engine, held = CutsItself(path, fails=False), pieces(trainer)
-    peaks = [peak_bytes(lambda version=version: sync.publish(held, engine, version)) for version in (1, 2)]
+    sync.publish(held, engine, 1)
+    peak = peak_bytes(lambda: sync.publish(held, engine, 2))
     sync.verify(engine, 2)
     expected = {name: tensor_fingerprint(tensor) for name, tensor in trainer.weights()}
-    found = {"peak": peaks[1], "is_equal": engine.marks == expected}
+    found = {"peak": peak, "is_equal": engine.marks == expected}
     engine.fails = world.rank == world.size - 1
     try:
         sync.publish(held, engine, 3)

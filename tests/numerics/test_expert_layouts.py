@@ -14,12 +14,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.moe import CONFIGS, moe_model
-from tests.numerics.expert_layouts import LAYOUTS, LEARNING, OF_FOUR
+from tests.numerics.expert_layouts import CASES, LEARNED
 from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("expert_layouts.py")
 TOLERANCE = 1e-5
-CASES = [(family, name) for size in LAYOUTS for name in LAYOUTS[size] for family in (OF_FOUR if size == 4 else CONFIGS)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def results(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "1.pt") | torch.load(folder / "2.pt") | torch.load(folder / "4.pt")
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), [case for cases in CASES.values() for case in cases])
 def test_what_is_loaded_and_saved(folder: Path, results: dict[str, Any], family: str, layout: str) -> None:
     """Bit for bit: the weights of `save_pretrained`, also out of a checkpoint; and the same files in `huggingface`."""
     own, found = moe_model(family).state_dict(), results[f"{family}, {layout}"]
@@ -58,9 +57,7 @@ def test_what_is_loaded_and_saved(folder: Path, results: dict[str, Any], family:
     assert not any(info.values()), info
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), [case for case in CASES if case[0] in LEARNING and case[1] != "one process"]
-)
+@pytest.mark.parametrize(("family", "layout"), [case for case in LEARNED if case[1] != "one process"])
 def test_several_processes_are_one(results: dict[str, Any], family: str, layout: str) -> None:
     """Weights after four steps, with experts that are told and losses of the router; the routers learn, and what they
     add to their scores does not."""

@@ -24,7 +24,7 @@ ROUNDING = 2 * math.sqrt(HIDDEN + ROWS) * torch.finfo(torch.float32).eps
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("shards")
-    run_ranks(PROGRAM, 3, folder, limit_s=240)
+    run_ranks(PROGRAM, 3, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.models.heads import HAS_TRITON
+from tests.limits import PROGRAM_S
 
 
 @pytest.mark.parametrize(("program", "num_cases"), [("heads_interpreted.py", 7), ("decode_interpreted.py", 49)])
@@ -32,7 +33,7 @@ def test_kernels_compute_what_torch_does(program: str, num_cases: int) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PROGRAM_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("agrees") == num_cases, done.stdout

@@ -17,6 +17,7 @@ from quadriga.rollout.native.generation import Generation
 from quadriga.rollout.native.network import Network, PlainNetwork
 from quadriga.rollout.native.products import Weight, can_pack
 from quadriga.rollout.native.scheduler import Scheduler
+from tests.limits import SOON_S
 
 VOCABULARY = 199
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [10, 11, 12], [13, 14, 15, 16, 17, 18, 19], [9], [20, 21]]
@@ -240,12 +241,12 @@ def test_weights_change_between_two_steps(
     begun = threading.Event()
     monkeypatch.setattr(Generation, "advance", counted)
     futures = engine.begin(PROMPTS, _params())
-    assert reached.wait(60)
+    assert reached.wait(SOON_S)
     done = engine.between_steps(lambda: engine.load_weights(newer.named_parameters(), 1), keeps_cache=keeps_cache)
     later = engine.begin(PROMPTS, _params())
     begun.set()
-    done.result(60)
-    completions = [future.result(60) for future in (*futures, *later)]
+    done.result(SOON_S)
+    completions = [future.result(SOON_S) for future in (*futures, *later)]
     assert {tuple(sorted(set(one.versions))) for one in completions[:7]} >= {(0, 1)}
     assert all(set(one.versions) == {1} for one in completions[7:])
     for prompt, completion in zip(PROMPTS * 2, completions, strict=True):

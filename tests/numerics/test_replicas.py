@@ -14,24 +14,13 @@ from torch import Tensor
 
 from quadriga.protocol import DataProto
 from tests.numerics.launching import run_ranks
+from tests.numerics.replicas import ASKED_BY, CASES, WORK
 
 PROGRAM = Path(__file__).with_name("replicas.py")
 SIZES = (2, 3, 4)
 # What a rank computes depends on its rows: a prompt is computed once by each rank that has an answer to it.
 OWN = ("actor/packed_tokens", "critic/packed_tokens")
-CASES = [
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "several steps",
-    "several steps, in the order of the ranks",
-    "seven rows",
-    "three rows",
-    "no advantage",
-    "advantage on one rank",
-    "critic",
-]
+LEARNED = [name for name in CASES if name != "not finite"]
 
 Results = dict[int, dict[str, Any]]
 
@@ -72,8 +61,7 @@ def assert_same_metrics(ours: dict[str, float], theirs: dict[str, float]) -> Non
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), [(name, size) for name in LEARNED for size in CASES[name].sizes])
 def test_learns_as_one_process(results: Results, case: str, size: int) -> None:
     """Gradients (after several steps their moving average), weights and metrics; the replicas have the same bits."""
     together, alone = results[size][case], results[1][case]
@@ -86,7 +74,7 @@ def test_learns_as_one_process(results: Results, case: str, size: int) -> None:
 
 def test_cases_are_not_empty(results: Results) -> None:
     """The weights have moved where there was something to learn; where there was not, metrics are told all the same."""
-    alone = {case: results[1][case]["weights"] for case in CASES}
+    alone = {case: results[1][case]["weights"] for case in LEARNED}
     assert float(alone.pop("critic")["value_head.linear.weight"].abs().max()) > 1e-3
     untouched = alone.pop("no advantage")
     for case, weights in alone.items():
@@ -96,7 +84,7 @@ def test_cases_are_not_empty(results: Results) -> None:
     assert results[4]["three rows"]["metrics"]["actor/computed_sequences"] == 3
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", CASES["not finite"].sizes)
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(results: Results, size: int) -> None:
     """Only one rank has the broken row; all skip the step, and all give up at the same one."""
     broken = results[size]["not finite"]
@@ -105,7 +93,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(results: Results, size:
     assert "2 gradients in a row that are not finite" in results[size]["gave up"]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size for size in ASKED_BY if size > 1])
 def test_asked_as_one_process(results: Results, size: int) -> None:
     """Three rows on up to four ranks, of which the last then has none."""
     for name, values in results[1]["asked"].items():
@@ -120,8 +108,7 @@ def test_resumes_with_another_number_of_processes(results: Results, resumed: dic
             assert largest_difference(resumed[name][part], results[1]["undisturbed"][part]) < 1e-5
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("size", "count"), [(size, count) for size in SIZES for count in WORK[size]])
 def test_the_worker_works_as_one_process(results: Results, size: int, count: int) -> None:
     """Answers, sampled before an update and greedy after it, log-probs and metrics, with the samples of a prompt on
     several ranks, and with a rank that has no row."""

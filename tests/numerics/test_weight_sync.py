@@ -26,14 +26,14 @@ SMALL_THINGS = 256 << 10
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two random models of 9 MiB with sizes that the processes do not divide, and what came of them."""
+    """Two random models of 5 MiB with sizes that the processes do not divide, and what came of them."""
     folder = tmp_path_factory.mktemp("weights")
     for name, is_tied in (("tied", True), ("untied", False)):
         torch.manual_seed(5)
         config = LlamaConfig(
             hidden_size=144,
             intermediate_size=542,
-            num_hidden_layers=16,
+            num_hidden_layers=8,
             num_attention_heads=4,
             num_key_value_heads=2,
             vocab_size=599,  # an odd one; no tensor takes more than a sixth of the bucket
