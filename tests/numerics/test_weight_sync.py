@@ -26,17 +26,17 @@ SMALL_THINGS = 256 << 10
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two random models of 5 MiB with sizes that the processes do not divide, and what came of them."""
+    """Two random models of 3 MiB with sizes that the processes do not divide, and what came of them."""
     folder = tmp_path_factory.mktemp("weights")
     for name, is_tied in (("tied", True), ("untied", False)):
         torch.manual_seed(5)
         config = LlamaConfig(
-            hidden_size=144,
-            intermediate_size=542,
-            num_hidden_layers=8,
+            hidden_size=104,
+            intermediate_size=390,
+            num_hidden_layers=10,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=599,  # an odd one; no tensor takes more than a sixth of the bucket
+            vocab_size=431,  # an odd one; no tensor takes more than a tenth of the bucket
             max_position_embeddings=32,
             tie_word_embeddings=is_tied,
         )
