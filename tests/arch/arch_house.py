@@ -30,7 +30,7 @@ SIZES: dict[str, Size] = {
     "config": Size(3847, 21, 173),
     "data": Size(3794, 18, 228),
     "engines": Size(4188, 24, 223),
-    "models": Size(3740, 20, 225),
+    "models": Size(3744, 20, 226),
     "observe": Size(1681, 13, 110),
     "protocol": Size(1461, 9, 96),
     "rewards": Size(3630, 28, 213),
@@ -65,7 +65,8 @@ REASONS: dict[str, str] = {
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
     " with a dynamic loss scale; memory of long sequences that is flat in their number",
-    "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
+    "models": "parameters without values are not initialized;"
+    " lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
     " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"

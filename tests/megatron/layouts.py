@@ -137,6 +137,11 @@ def end_groups() -> None:
     _last.clear()
 
 
+def run(engine: FSDPEngine, batch: DataProto, kind: str) -> dict[str, Any]:
+    """Outputs, then metrics and weights after two optimizer steps."""
+    return ask_and_learn(engine, batch, kind, TWO_STEPS)
+
+
 def run_told(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
     """Outputs of a mixture; what its routers choose, which only a last stage returns; steps of which they are told
     some."""
@@ -251,18 +256,16 @@ def meet(folder: Path, place: WorkerPlace) -> None:
         for kind in RUNS[name]:
             if (name, kind) == (SAVED, "policy"):
                 continue  # `of_four` saves it
-            results[f"{name}, {kind}"] = ask_and_learn(make_engine(folder, layout, world, kind, **own), batch, kind)
+            results[f"{name}, {kind}"] = run(make_engine(folder, layout, world, kind, **own), batch, kind)
         for dtype in NARROW.get(name, ()):
             engine = make_engine(folder, layout, world, "policy", dtype, **own)
-            results[f"{name}, {dtype}"] = ask_and_learn(engine, batch, "policy")
+            results[f"{name}, {dtype}"] = run(engine, batch, "policy")
         if name in GOES_ON:
             engine = make_engine(folder, layout, world, "policy", **own)
             results[f"{name}, goes on"] = go_on(engine, batch, folder / "saved")
     for name, (layout, own) in MIXTURES[world.size].items():
         if name in PLAIN_MIXTURES:
-            results[f"{name}, mixture"] = ask_and_learn(
-                make_engine(folder, layout, world, "mixture", **own), batch, "mixture"
-            )
+            results[f"{name}, mixture"] = run(make_engine(folder, layout, world, "mixture", **own), batch, "mixture")
         if name in TOLD_MIXTURES:
             results[f"{name}, told"] = run_told(make_engine(folder, layout, world, "mixture", **own), batch)
     results |= {1: of_one, 2: of_two, 4: of_four}[world.size](folder, batch, world)
@@ -273,9 +276,9 @@ def meet(folder: Path, place: WorkerPlace) -> None:
 
 
 def of_one(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    found = {f"fsdp, {kind}": ask_and_learn(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
+    found = {f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
     for dtype in NARROW["one process"]:
-        found[f"fsdp, {dtype}"] = ask_and_learn(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
+        found[f"fsdp, {dtype}"] = run(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
     found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"), batch)
     return found | {"outside": outside()}
 
@@ -286,7 +289,7 @@ def of_two(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any
     found = {"fsdp 2, goes on": go_on(fsdp, batch, folder / "saved")}
     for name, layout in {"fsdp 2": Layout(dp_shard=2), "fsdp, pp 2": Layout(pp=2)}.items():
         engine = make_engine(folder, layout, world, "policy", torch.float16)
-        found[f"{name}, {torch.float16}"] = ask_and_learn(engine, batch, "policy")
+        found[f"{name}, {torch.float16}"] = run(engine, batch, "policy")
     of_megatron = "dp 2, distributed optimizer"
     for name, layout in {"fsdp 2": Layout(dp_shard=2), of_megatron: LAYOUTS[2][of_megatron][0]}.items():
         found[f"{name}, overflow"] = overflow(make_engine(folder, layout, world, "policy", torch.float16), batch)
@@ -311,7 +314,7 @@ class Row(RowParallelLinear):
 
 
 def with_other_modules(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    """Three steps with what stands in for Transformer Engine, as on CUDA; how many there are, and what is said."""
+    """Two steps with what stands in for Transformer Engine, as on CUDA; how many there are, and what is said."""
     parts, chosen = megatron_model.transformer_engine, megatron_model.linear_modules
     on_cuda = {"linear_modules": lambda device: chosen(torch.device("cuda"))}
     with (
@@ -323,13 +326,13 @@ def with_other_modules(folder: Path, batch: DataProto, world: ProcessGroup) -> d
         said = engine.describe()["weights"]
     modules = [one for chunk in engine.stage.chunks for one in chunk.modules()]
     counts = [sum(isinstance(one, kind) for one in modules) for kind in (Column, Row)]
-    return ask_and_learn(engine, batch, "llama") | {"counts": counts, "said": said}
+    return run(engine, batch, "llama") | {"counts": counts, "said": said}
 
 
 def of_four(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    """Three steps, a checkpoint, and two more."""
+    """Two steps, a checkpoint, and two more."""
     engine = make_engine(folder, LAYOUTS[4][SAVED][0], world, "policy")
-    first_steps = ask_and_learn(engine, batch, "policy")
+    first_steps = run(engine, batch, "policy")
     write(engine, folder / "saved")
     metrics = learn(engine, batch, "policy", TWO_STEPS)
     undisturbed = {"saved": first_steps["weights"], "metrics": metrics, "weights": weights_of(engine)}

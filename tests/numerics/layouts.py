@@ -137,10 +137,12 @@ def run(
     return ask_and_learn(make_engine(folder, layout, world, kind, dtype), batch, kind)
 
 
-def ask_and_learn(engine: FSDPEngine, batch: DataProto, kind: str) -> dict[str, Any]:
-    """Outputs of a new engine, then metrics and weights of three optimizer steps."""
+def ask_and_learn(
+    engine: FSDPEngine, batch: DataProto, kind: str, updates: Sequence[Passes] = THREE_STEPS
+) -> dict[str, Any]:
+    """Outputs of a new engine, then metrics and weights after its updates."""
     asked = ask(engine, batch)
-    metrics = learn(engine, batch, kind)
+    metrics = learn(engine, batch, kind, updates)
     return {"asked": asked, "metrics": metrics, "weights": weights_of(engine)}
 
 

@@ -104,9 +104,9 @@ def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], ba
     folder = folder_of(name)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     config = ActorConfig(entropy_coeff=0.05)
-    batch.batch["old_log_probs"] = row_by_row(reference, batch)[0].detach()
-    expected = gradients_row_by_row(reference, batch, config)
     log_probs, entropies = (one.detach() for one in row_by_row(reference, batch))
+    batch.batch["old_log_probs"] = log_probs
+    expected = gradients_row_by_row(reference, batch, config)
     engine = engine_of(folder)
     if name in MATRIX:
         assert is_packed(engine.model) == (name not in ALONE)

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=10,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=431,  # an odd one; no tensor takes more than a tenth of the bucket
+            vocab_size=431,  # an odd one; no tensor takes more than an eighth of the bucket
             max_position_embeddings=32,
             tie_word_embeddings=is_tied,
         )

@@ -34,7 +34,7 @@ from quadriga.weight_sync import Address, Fingerprint, WeightReceiver, WeightSen
 from tests.limits import PEER_S
 
 CPU = torch.device("cpu")
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 720 << 10
 ROLLOUTS = (4, 5)
 CASES = {
     "fsdp 4": (Layout(dp_shard=4), "untied"),
