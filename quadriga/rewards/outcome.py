@@ -14,7 +14,10 @@ from typing import Any, Literal, NamedTuple
 from quadriga.errors import traceback_text
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which a batch has its scores
-Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped"]
+Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped", "ungradable"]
+
+UNGRADABLE = "ungradable"
+"""Entry of a grade: why a built-in grader could not evaluate the response, which then gets what a wrong one gets."""
 
 
 class Outcome(NamedTuple):

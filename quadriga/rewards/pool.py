@@ -26,7 +26,7 @@ from itertools import count
 from typing import NamedTuple
 
 from quadriga.errors import RewardError
-from quadriga.rewards.outcome import Outcome, failure
+from quadriga.rewards.outcome import UNGRADABLE, Outcome, failure
 from quadriga.rewards.process import LATE, LOADING_LIMIT_S, READY, Arguments, GradingProcess, Printed
 from quadriga.rewards.scoring import ScoreFunction
 
@@ -113,18 +113,22 @@ class Round:
 
 class _Call(NamedTuple):
     """One call of the score function, for one sample, or for all where it grades batches; and of a coroutine function,
-    how many may be under way in its process, and since when it is."""
+    how many may be under way in its process, and since when it is. `ungradable`: why the response is graded as an empty
+    one."""
 
     round: Round
     keys: Sequence[int]
     arguments: Arguments
     at_most: int = MAX_CHUNK
     since: float = 0.0
+    ungradable: str = ""
 
     def record(self, outcome: Outcome | list[Outcome]) -> None:
         """What has become of it; where one call for all hung or crashed its process, that is the outcome of each."""
         outcomes = outcome if isinstance(outcome, list) else [outcome] * len(self.keys)
         for key, one in zip(self.keys, outcomes, strict=True):
+            if self.ungradable and not one.error:
+                one = one._replace(extra={**one.extra, UNGRADABLE: self.ungradable})
             self.round.record(key, one)
 
 
@@ -240,7 +244,13 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             left = list(under_way.values())
             at_most = MAX_CHUNK
             if end is not None and (len(left) == 1 or not process.is_async):
-                left.pop(0).record(end)
+                call = left.pop(0)
+                if end.kind == "ungradable" and not call.ungradable:
+                    # An empty response gets what a wrong one gets, whatever the grader's options are.
+                    arguments = {**call.arguments, "solution_str": ""}
+                    left.insert(0, call._replace(arguments=arguments, ungradable=end.error))
+                else:
+                    call.record(end)
             elif end is not None:
                 at_most = max(1, len(left) // 8)
             with self._lock:

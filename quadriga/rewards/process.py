@@ -25,6 +25,7 @@ import inspect
 import os
 import pickle
 import select
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from typing import Any
 from quadriga.errors import QuadrigaError, RewardError
 from quadriga.observe.watchdog import waiting
 from quadriga.programs import SupervisedProgram
+from quadriga.rewards import cpu_limit
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
@@ -43,6 +45,7 @@ LOADING_LIMIT_S = 300.0  # time for starting a process and for importing the sco
 SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
 
+OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"  # how a process ends whose sample lets no signal through
 DIED = "the grading process ended with {} while it graded this sample"
 _LOOK_S = 0.05  # a process that awaits samples gets more of them this often
 READY, LOADING, UNUSABLE, BEGUN, GRADED = "ready", "loading", "unusable", "begun", "graded"
@@ -98,6 +101,7 @@ class GradingProcess:
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
+        self._is_built_in = function.path is None
         self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
@@ -130,11 +134,7 @@ class GradingProcess:
             try:
                 kind, value = self._connection.recv()
             except (EOFError, OSError):
-                is_killed, end = self.is_ended, self.stop(is_ending=True)
-                if self.is_ready or is_killed:
-                    return failure("skipped" if is_killed or self._may_be_gone else "died", DIED.format(end))
-                expected, fix = "a process that starts and loads the score function", "Its output above may say why."
-                raise RewardError("grading process", got=end, expected=expected, fix=fix) from None
+                return self._ended()
             if kind == UNUSABLE:
                 raise value
             if kind == BEGUN:
@@ -155,6 +155,17 @@ class GradingProcess:
         where, got = "grading process", f"no sign of life for {LOADING_LIMIT_S:g} s"
         fix = "Look at what runs at import in custom_reward_function.path."
         raise RewardError(where, got=got, expected="the score function's file and its imports to load", fix=fix)
+
+    def _ended(self) -> Outcome:
+        """What the end of the process means for the sample that it had; RewardError where it never got so far."""
+        is_killed = self.is_ended
+        end = self.stop(is_ending=True)
+        if self._is_built_in and end == OVER_CPU_LIMIT:
+            return failure("ungradable", "a single operation went beyond the limit of CPU time")
+        if self.is_ready or is_killed:
+            return failure("skipped" if is_killed or self._may_be_gone else "died", DIED.format(end))
+        expected = "a process that starts and loads the score function"
+        raise RewardError("grading process", got=end, expected=expected, fix="Its output above may say why.")
 
     def _begin_wait(self, timeout_s: float) -> None:
         self.since, self._room = time.monotonic(), SAMPLE_BYTES
@@ -225,6 +236,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
+    cpu_limit.may_end_process = function.path is None
     loaded: set[str] = set()
     while True:
         chunk = connection.recv()

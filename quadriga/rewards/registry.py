@@ -38,7 +38,8 @@ class RewardOutput:
     # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score function returned in
     # addition to the score, None where a sample has no such entry.
     extra: "dict[str, np.ndarray]" = field(default_factory=dict)
-    # "reward/errors", "reward/timeouts", "reward/error_rate", and "reward/extra/NAME", the mean of each numeric entry.
+    # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and "reward/extra/NAME", the mean of
+    # each numeric entry.
     metrics: "dict[str, Metric]" = field(default_factory=dict)
 
 

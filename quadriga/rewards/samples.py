@@ -23,7 +23,7 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS
-from quadriga.rewards.outcome import Outcome
+from quadriga.rewards.outcome import UNGRADABLE, Outcome
 from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 
@@ -180,6 +180,7 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     metrics = {
         "reward/errors": Metric(num_errors, "sum"),
         "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
+        "reward/ungradable": Metric(sum(map(_is_ungradable, outcomes)), "sum"),
         "reward/error_rate": Metric(num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)),
     }
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
@@ -192,6 +193,11 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         if values and all(isinstance(value, Real) for value in values):
             metrics[f"reward/extra/{name}"] = Metric(math.fsum(values) / len(values), "mean", weight=len(values))
     return RewardOutput(scores, extra, metrics)
+
+
+def _is_ungradable(outcome: Outcome) -> bool:
+    reason = outcome.extra.get(UNGRADABLE)
+    return isinstance(reason, str) and reason != ""
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:

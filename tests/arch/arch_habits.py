@@ -13,6 +13,7 @@ BROAD = frozenset({"Exception", "BaseException"})
 
 # Where anything may be raised and every one of it is passed on in another form: "file:function" and that form.
 CATCHES_ANYTHING: dict[str, str] = {
+    "quadriga/rewards/graders/math.py:compute_score": "a response is never the grader's failure; told as ungradable",
     "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
     "quadriga/observe/watchdog.py:_Wait.report": "a description that fails is reported inside the report of the wait",
     "quadriga/trainer/async_batches.py:AsyncBatches._deciding": "the trainer's thread raises it",

@@ -33,7 +33,7 @@ SIZES: dict[str, Size] = {
     "models": Size(3744, 20, 226),
     "observe": Size(1681, 13, 110),
     "protocol": Size(1461, 9, 96),
-    "rewards": Size(3630, 28, 213),
+    "rewards": Size(3930, 30, 227),
     "rollout": Size(9363, 45, 580),
     "single_controller": Size(3373, 15, 209),
     "trainer": Size(6292, 31, 384),
@@ -77,7 +77,8 @@ REASONS: dict[str, str] = {
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class;"
-    " a process that died before it had a sample costs none",
+    " a process that died before it had a sample costs none; bounds on expressions and CPU time, so that no response is"
+    " a grader's failure",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
     " servers that score; `native` computes experts of any gate, bias and order; float16;"

@@ -4,23 +4,19 @@
 Where there is no such line, the last `\\boxed{...}` counts. Two answers are the same
 
 1. if their texts are, blanks, `$`, units of text, `\\left` and the like aside, or their numbers are; and if not,
-2. if they mean the same to math-verify (`graders/math.py`), which runs in a process of its own with a time limit:
-   an expression such as 9^{9^9} holds an interpreter where no alarm reaches it. Without the package, or with
-   `use_symbols=False`, only 1 counts.
-
-A comparison that runs out of time raises: it is counted as an error, and is not a wrong answer.
+2. if they mean the same to math-verify (`graders/math.py`). Without the package, or with `use_symbols=False`, only 1
+   counts.
 """
 
 import re
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from quadriga.rewards.graders.reading import find_numbers, last_box, plain_math
-from quadriga.rewards.pool import GradingPool
-from quadriga.rewards.scoring import ScoreFunction
 
-SYMBOLS_LIMIT_S = 5.0
+if HAS_SYMBOLS := find_spec("math_verify") is not None:
+    from quadriga.rewards.graders import math as symbols
+
 _TAIL_CHARS = 2000
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
@@ -32,22 +28,27 @@ _PLAIN_NUMBER = re.compile(r"[-+\u2212]?[0-9.,]+")
 def compute_score(
     solution_str: str, ground_truth: str, extra_info: Any = None, *, wrong_score: float = -1.0, use_symbols: bool = True
 ) -> dict[str, Any]:
-    """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0.
-    Raises ValueError: the ground truth is empty.
-    Raises TimeoutError: math-verify did not finish in 5 s. RuntimeError: it failed otherwise; its own error is quoted.
+    """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0, "ungradable" as in `graders/math.py`.
+
+    Raises:
+        ValueError: the ground truth is empty, or it has to be compared by its meaning and cannot be.
     """
     if not (truth := normal(str(ground_truth))):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an answer")
     if (answer := extract_answer(solution_str)) is None:
-        return {"score": wrong_score, "acc": 0.0, "pred": None}
+        return {"score": wrong_score, "acc": 0.0, "pred": None, "ungradable": ""}
     text = normal(answer)
     is_right = text == truth
+    ungradable = ""
     if not is_right and _PLAIN_NUMBER.fullmatch(text) and _PLAIN_NUMBER.fullmatch(truth):
         numbers = find_numbers(text)
         is_right = len(numbers) == 1 and numbers == find_numbers(truth)
-    if not is_right and use_symbols and find_spec("math_verify") is not None:
-        is_right = _is_same_meaning(answer, str(ground_truth))
-    return {"score": 1.0 if is_right else wrong_score, "acc": float(is_right), "pred": text}
+    if not is_right and use_symbols and HAS_SYMBOLS:
+        graded = symbols.compute_score(f"\\boxed{{{answer.strip('$')}}}", str(ground_truth))
+        is_right = graded["score"] == 1.0
+        ungradable = graded["ungradable"]
+    score = 1.0 if is_right else wrong_score
+    return {"score": score, "acc": float(is_right), "pred": text, "ungradable": ungradable}
 
 
 def extract_answer(solution_str: str) -> str | None:
@@ -68,20 +69,3 @@ def normal(text: str) -> str:
     head, mark, rest = text.rpartition("=")
     text = rest if mark and len(head) <= 2 and head[-1:] not in ("<", ">", "!") else text
     return text.rstrip(".").lower()
-
-
-def _is_same_meaning(answer: str, ground_truth: str) -> bool:
-    row = {"data_source": "lighteval/MATH", "ground_truth": ground_truth, "extra_info": {}}
-    row["solution_str"] = f"\\boxed{{{answer.strip('$')}}}"
-    (outcome,) = _symbols().grade([row], timeout_s=SYMBOLS_LIMIT_S)
-    if outcome.kind == "timeout":
-        raise TimeoutError(f"math-verify did not finish in {SYMBOLS_LIMIT_S:g} s on {answer[-200:]!r}: {outcome.error}")
-    if outcome.error:
-        raise RuntimeError(f"math-verify failed on {answer[-200:]!r}: {outcome.error}")
-    return outcome.score == 1.0
-
-
-@cache
-def _symbols() -> GradingPool:
-    # It starts with the first question, ends with this process, and is replaced when it is killed.
-    return GradingPool(ScoreFunction(), num_workers=1)

@@ -5,7 +5,9 @@ In time that is linear in the text.
 """
 
 import re
-from decimal import Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
+
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)  # a response may be a number of a million digits
 
 # A hyphen is a minus sign only where no word, digit or closing bracket stands before it: "3-5" ends in 5, not in -5.
 _NUMBER = re.compile(
@@ -54,12 +56,12 @@ def plain_text(number: Decimal | None) -> str | None:
     """The one way to write a number, so that "7", "7.0" and "7.00" are the same vote."""
     if number is None:
         return None
-    return "0" if number == 0 else format(number.normalize(), "f")
+    return "0" if number == 0 else format(number.normalize(_EXACT), "f")
 
 
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
     number = Decimal(digits.replace(",", ""))
-    return -number if is_negative else number
+    return number.copy_negate() if is_negative else number
 
 
 def plain_math(text: str) -> str:

@@ -8,7 +8,8 @@ answer is what stands in the last `<answer>` tags of the response, or the whole 
 
 Some of the library's scorers raise on an answer that they cannot parse (prime_factorization on "foo bar", coin_flip on
 "1e400"). That is a wrong answer. A scorer that cannot judge the entry's own answer either, or misses a key of the
-entry, has found a fault of the row, and its error goes up."""
+entry, has found a fault of the row, and its error goes up. So is an answer wrong that a scorer takes more than
+`CPU_LIMIT_S` of CPU time for, if it takes less for the entry's own; "ungradable" says so."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +18,10 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
+from quadriga.rewards.cpu_limit import CPULimitError, cpu_limit
 from quadriga.rewards.graders.reading import last_answer
+
+CPU_LIMIT_S = 1.7
 
 # What a scorer may raise over the text of an answer: not a number, too large a one, or JSON of another shape.
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -50,16 +54,24 @@ def compute_score(
     # The library's own reader takes quadratic time.
     found = last_answer(solution_str)
     answer = (solution_str if found is None else found).strip()
-    scorer, score = _scorer(name), 0.0
+    scorer = _scorer(name)
+    result: dict[str, Any] = {"score": 0.0, "pred": answer}
     try:
-        score = float(scorer(answer=answer, entry=entry))
+        with cpu_limit(CPU_LIMIT_S):
+            result["score"] = float(scorer(answer=answer, entry=entry))
     except MissingKeyError:
         raise
-    except _MALFORMED:
+    except (*_MALFORMED, CPULimitError, MemoryError) as error:
+        if not isinstance(error, _MALFORMED):
+            result["ungradable"] = f"{type(error).__name__}: {error}"
         # Is the answer to blame, or the row? The row's own answer tells: this raises if it is the row.
         reference = entry.get("answer")
-        scorer(answer=_EMPTY_ANSWER if reference is None else reference, entry=entry)
-    return {"score": score, "pred": answer}
+        try:
+            with cpu_limit(CPU_LIMIT_S):
+                scorer(answer=_EMPTY_ANSWER if reference is None else reference, entry=entry)
+        except CPULimitError as too_slow:
+            raise ValueError(f"extra_info: got an entry whose own answer cannot be scored: {too_slow}") from too_slow
+    return result
 
 
 def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:

@@ -26,6 +26,9 @@ from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
 NO_GRADE = Outcome(0.0, {}, "", "graded")  # of a sample that a reward model alone grades
 _WHERE = "reward_model.reward_kwargs"
+# Built-in graders have limits of their own, of CPU time where they compute. By the clock they may take so many times
+# `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
+BUILT_IN_PATIENCE = 10
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 
 
@@ -66,7 +69,8 @@ class NaiveRewardManager(SampleManager):
         # A data source that no grader knows stops the run before a process starts.
         for data_source in {row["data_source"]: None for row in rows} if self.function.path is None else ():
             grader_name(data_source)
-        return self._pool.begin(rows, timeout_s=self.settings.timeout_s, max_failures=max_failures)
+        timeout_s = self.settings.timeout_s * (BUILT_IN_PATIENCE if self.function.path is None else 1)
+        return self._pool.begin(rows, timeout_s=timeout_s, max_failures=max_failures)
 
     def close(self) -> None:
         self._pool.close()

@@ -54,6 +54,30 @@ def pool(file):
         yield pool
 
 
+GYM = """
+import signal
+
+def get_score_answer_fn(task):
+    def score(answer, entry):
+        if answer == "stuck":
+            signal.raise_signal(signal.SIGPROF)
+        return 0.25
+    return score
+"""
+
+
+def test_a_built_in_grader_that_is_ended_at_its_cpu_limit_grades_an_empty_response(tmp_path, monkeypatch):
+    (tmp_path / "reasoning_gym.py").write_text(GYM)
+    monkeypatch.syspath_prepend(tmp_path)
+    facts = {"data_source": "reasoning_gym/any", "ground_truth": "1", "extra_info": {"entry": {"answer": "1"}}}
+    with GradingPool(ScoreFunction(), num_workers=1) as built_in:
+        outcomes = built_in.grade([facts | {"solution_str": text} for text in ("1", "stuck", "2")], timeout_s=60)
+    assert [outcome.score for outcome in outcomes] == [0.25, 0.25, 0.25]
+    assert [outcome.error for outcome in outcomes] == ["", "", ""]
+    assert "limit of CPU time" in outcomes[1].extra["ungradable"]
+    assert "ungradable" not in outcomes[0].extra | outcomes[2].extra
+
+
 def rows(*texts):
     return [{"data_source": "x", "solution_str": str(t), "ground_truth": "", "extra_info": {}} for t in texts]
 

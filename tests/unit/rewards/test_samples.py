@@ -139,6 +139,14 @@ def test_extras_are_columns_with_gaps():
     assert "reward/extra/pred" not in output.metrics and "reward/extra/parts" not in output.metrics
 
 
+def test_ungradable_responses_are_counted_and_are_no_failures():
+    outcomes = [graded(-1.0, ungradable="too many digits"), graded(1.0, ungradable=""), graded(0.0)]
+    output = collect(samples(1, 1, 1), outcomes, 0.0)
+    assert output.metrics["reward/ungradable"].value == 1
+    assert output.metrics["reward/errors"].value == 0
+    assert output.scores.sum(dim=1).tolist() == [-1, 1, 0]
+
+
 def test_failures_are_counted_kept_and_said(caplog):
     outcomes = [graded(1.0), failure("raised", "Traceback: bad"), failure("timeout", "too slow"), graded(1.0)]
     with caplog.at_level(logging.WARNING):
@@ -146,7 +154,7 @@ def test_failures_are_counted_kept_and_said(caplog):
     assert output.scores.sum(dim=1).tolist() == [1, 0, 0, 1]
     assert output.extra["reward_error"].tolist() == ["", "Traceback: bad", "too slow", ""]
     values = {name: metric.value for name, metric in output.metrics.items()}
-    assert values == {"reward/errors": 2, "reward/timeouts": 1, "reward/error_rate": 0.5}
+    assert values == {"reward/errors": 2, "reward/timeouts": 1, "reward/ungradable": 0, "reward/error_rate": 0.5}
     assert output.metrics["reward/error_rate"].weight == 4
     assert (
         "2 of 4 samples could not be graded and count as 0. The first, row 1 of the batch, of data source source 1"

@@ -75,10 +75,37 @@ def test_a_truth_that_is_no_mathematics_raises():
         compute_score(r"\boxed{1}", "")
 
 
-def test_running_out_of_time_is_not_a_wrong_answer(monkeypatch):
-    monkeypatch.setattr(grader, "STEP_LIMIT_S", 1)
-    with pytest.raises(TimeoutError, match="did not finish a step within its 1 s"):
-        compute_score(r"\boxed{9^{9^{9^9}}}", "3")
+@pytest.mark.parametrize(
+    ("answer", "truth", "reason"),
+    [
+        (r"9^{9^{9^{9}}}", "3", "digits"),
+        (r"2^{10^9} \mod 7", "2", "digits"),
+        ("-" * 3000 + "1", "1", "operators"),
+        ("(" * 40 + "1" + ")" * 40, "1", "nested"),
+        ("1:00", "12:00", "nan or zoo"),
+    ],
+)
+@pytest.mark.parametrize("form", ["\\boxed{%s}", "so it is $%s$"])
+def test_a_response_that_cannot_be_evaluated_is_a_wrong_answer(answer, truth, reason, form):
+    result = compute_score(form.replace("%s", answer), truth)
+    assert result["score"] == 0.0
+    assert reason in result["ungradable"]
+
+
+def test_an_unused_expression_that_cannot_be_evaluated_costs_nothing():
+    assert compute_score("as $9^{9^{9^9}}$ is odd, the answer is $3$", "3")["score"] == 1.0
+
+
+def test_a_response_that_takes_too_much_cpu_time_is_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr(grader, "CPU_LIMIT_S", 0.3)
+    result = compute_score(r"\boxed{(a+b+c+d+e+f)^{150}}", "x^2+1")
+    assert (result["score"], result["ungradable"]) == (0.0, "CPULimitError: it took more than 0.3 s of CPU time")
+
+
+@pytest.mark.parametrize("truth", [r"9^{9^{9^{9}}}", "(" * 40 + "1" + ")" * 40])
+def test_a_truth_that_cannot_be_evaluated_raises(truth):
+    with pytest.raises(ValueError, match="ground truth: got"):
+        compute_score(r"\boxed{1}", truth)
 
 
 def test_a_thread_can_grade_too():

@@ -33,6 +33,12 @@ def test_every_integer_is_read_back(number, form):
     assert find_numbers(form.format(number)) == [number]
 
 
+def test_a_number_of_a_million_digits_is_read_exactly():
+    digits = "9" * 1_000_001
+    assert plain_text(leading_number(digits)) == digits
+    assert leading_number(f"-1{digits}") != leading_number(f"-1{digits[1:]}8")
+
+
 def test_a_lone_number_may_carry_separators_anywhere():
     assert leading_number(" $ -12,34 apples") == Decimal(-1234)
     assert leading_number("apples 12") is None

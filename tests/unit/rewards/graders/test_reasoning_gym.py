@@ -6,6 +6,7 @@ import json
 import pytest
 from reasoning_gym import create_dataset, get_score_answer_fn
 
+import quadriga.rewards.graders.reasoning_gym as grader
 from quadriga.rewards.graders.reasoning_gym import MissingKeyError, compute_score
 from quadriga_recipes.reasoning_gym import encode_metadata
 
@@ -98,3 +99,18 @@ def test_a_row_whose_own_answer_cannot_be_parsed_is_not_the_answers_fault():
 def test_an_unknown_task_raises(countdown):
     with pytest.raises(ValueError, match="no_such_task"):
         compute_score("5", "5", {"entry": countdown}, task="no_such_task")
+
+
+def test_an_answer_that_takes_its_scorer_too_long_is_wrong_and_an_entry_that_does_raises(monkeypatch):
+    def score(answer, entry):
+        while answer == "hard":
+            pass
+        return 1.0
+
+    monkeypatch.setattr(grader, "_scorer", lambda task: score)
+    monkeypatch.setattr(grader, "CPU_LIMIT_S", 0.1)
+    entry = {"answer": "1", "metadata": {"source_dataset": "any"}}
+    graded = compute_score("hard", None, {"entry": entry})
+    assert (graded["score"], graded["ungradable"]) == (0.0, "CPULimitError: it took more than 0.1 s of CPU time")
+    with pytest.raises(ValueError, match="whose own answer cannot be scored"):
+        compute_score("hard", None, {"entry": entry | {"answer": "hard"}})

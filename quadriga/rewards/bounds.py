@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which LaTeX is cheap enough to evaluate, decided on its text alone.
+
+A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes (((((...))))). The size
+of numbers is bounded from above: as log10, with powers, factorials, binomials, sums and products; a letter counts as 1,
+or, beneath a sum or product sign, as the largest number of the text.
+"""
+
+import math
+import re
+from collections import deque
+
+MAX_CHARS = 4000
+MAX_NESTING = 12
+MAX_OPERATORS = 120
+MAX_BARS = 20
+MAX_DIGITS = 20_000.0
+_HUGE = 1e18
+
+# Commands that only size or name a bracket; matrices are brackets too.
+_OPENING = re.compile(r"\\(?:begin\{[^{}]*\}|[lc]floor|lceil|lbrace|langle|\{)")
+_CLOSING = re.compile(r"\\(?:end\{[^{}]*\}|rfloor|rceil|rbrace|rangle|\})")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
+_BETWEEN_BARS = re.compile(r"\|([^|]*)\|")
+_IDENTITY = re.compile(r"\\operatorname\{eye\}")
+_TOKEN = re.compile(r"(?:[0-9][0-9,]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\\[A-Za-z]+|\\.|\S", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]|\.[0-9]")
+_SEPARATORS = frozenset([*"+-=<>,;&", "\\pm", "\\mp", "\\\\", "\\neq", "\\ne", "\\le", "\\leq", "\\ge", "\\geq"])
+_OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times", "\\div"}
+
+
+def why_ungradable(latex: str) -> str:
+    """Why an expression is not evaluated; "" where it is within all bounds."""
+    if len(latex) > MAX_CHARS:
+        return f"it has more than {MAX_CHARS} characters"
+    if latex.count("|") > MAX_BARS:
+        return f"it has more than {MAX_BARS} bars"
+    text = _IDENTITY.sub(r"\\eye", _SIZES.sub("", latex.replace("**", "^")))
+    text = _CLOSING.sub(")", _OPENING.sub("(", text))
+    tokens = _TOKEN.findall(_BETWEEN_BARS.sub(r"(\1)", text))
+
+    depth = deepest = 0
+    for token in tokens:
+        depth += (token in "([{") - (token in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING:
+        return f"its brackets are nested more than {MAX_NESTING} deep"
+    if sum(token in _OPERATORS for token in tokens) > MAX_OPERATORS:
+        return f"it has more than {MAX_OPERATORS} operators"
+
+    magnitude = _Magnitude(tokens)
+    digits = magnitude.of_sum()
+    if "\\sum" in tokens or "\\prod" in tokens:
+        largest = min(magnitude.largest, 18.0)
+        digits = _Magnitude(tokens, letter=largest).of_sum()
+        if "\\prod" in tokens:
+            digits *= 10**largest
+    return f"it may have more than {MAX_DIGITS:,.0f} digits" if digits > MAX_DIGITS else ""
+
+
+class _Magnitude:
+    """Reads tokens from the left, and bounds log10 of what they stand for."""
+
+    def __init__(self, tokens: list[str], letter: float = 0.0) -> None:
+        self._tokens = deque(tokens)
+        self._letter = letter  # log10 of what a letter may stand for
+        self.largest = 0.0  # of all parts
+
+    def of_sum(self) -> float:
+        """log10 of what stands up to the next closing bracket."""
+        largest = product = 0.0
+        num_terms = 1
+        while self._tokens:
+            if self._tokens[0] in ")]}":
+                self._tokens.popleft()
+                break
+            if self._tokens[0] in _SEPARATORS:
+                self._tokens.popleft()
+                product = 0.0
+                num_terms += 1
+                continue
+            product += self._of_factor()
+            largest = max(largest, product)
+        return min(largest + math.log10(num_terms), _HUGE)
+
+    def _of_factor(self) -> float:
+        """log10 of a number, letter, bracket or command, with the exponents and factorials behind it."""
+        value = self._of_atom()
+        while self._tokens and self._tokens[0] in ("^", "_", "!"):
+            mark = self._tokens.popleft()
+            if mark == "!":
+                value = _factorial(value)
+                continue
+            while self._tokens and self._tokens[0] in "+-":
+                self._tokens.popleft()
+            script = self._of_factor()
+            if mark == "^":
+                value *= 10 ** min(script, 18.0)
+        value = min(value, _HUGE)
+        self.largest = max(self.largest, value)
+        return value
+
+    def _of_atom(self) -> float:
+        token = self._tokens.popleft() if self._tokens else ""
+        if token in ("(", "[", "{"):
+            return self.of_sum()
+        if _NUMBER.match(token):
+            return _log10(token)
+        if token in ("\\Gamma", "\\gamma"):
+            return _factorial(self._of_factor())
+        if token == "\\eye":  # an identity matrix: as many elements
+            return 10 ** min(2 * self._of_factor(), 18.0)
+        if not token.startswith("\\"):
+            return self._letter if token.isalpha() else 0.0
+        groups = []
+        while self._tokens and self._tokens[0] in ("{", "["):
+            self._tokens.popleft()
+            groups.append(self.of_sum())
+        if token.endswith("binom") and len(groups) == 2:
+            above, below = groups
+            return min(10 ** min(above, 18.0), above * 10 ** min(below, 18.0))
+        return sum(groups)
+
+
+def _log10(number: str) -> float:
+    mantissa, _, exponent = number.lower().replace(",", "").partition("e")
+    value = float(mantissa) if len(mantissa) < 300 else 0.0
+    size = abs(math.log10(value)) if value else float(len(mantissa))
+    return min(size + abs(int(exponent or 0)), _HUGE)
+
+
+def _factorial(log10: float) -> float:
+    return math.lgamma(10 ** min(log10, 17.0) + 1) / math.log(10)
