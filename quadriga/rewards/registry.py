@@ -60,6 +60,7 @@ class RewardManager:
     """
 
     grades_early: bool = False  # whether there is a `grade_one`
+    notices: Sequence[str] = ()  # sentences that the start of a run prints
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, and wait for their rewards; see `begin`."""

@@ -177,10 +177,12 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         scores[torch.arange(len(outcomes)), last] = found
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     num_errors = sum(map(bool, extra[ERROR_COLUMN]))
+    reasons = [outcome.extra.get(UNGRADABLE) for outcome in outcomes]
+    num_ungradable = sum(isinstance(reason, str) and reason != "" for reason in reasons)
     metrics = {
         "reward/errors": Metric(num_errors, "sum"),
         "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
-        "reward/ungradable": Metric(sum(map(_is_ungradable, outcomes)), "sum"),
+        "reward/ungradable": Metric(num_ungradable, "sum"),
         "reward/error_rate": Metric(num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)),
     }
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
@@ -193,11 +195,6 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         if values and all(isinstance(value, Real) for value in values):
             metrics[f"reward/extra/{name}"] = Metric(math.fsum(values) / len(values), "mean", weight=len(values))
     return RewardOutput(scores, extra, metrics)
-
-
-def _is_ungradable(outcome: Outcome) -> bool:
-    reason = outcome.extra.get(UNGRADABLE)
-    return isinstance(reason, str) and reason != ""
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:

@@ -287,6 +287,8 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
     except BaseException:
         manager.close()
         raise
+    for notice in manager.notices:
+        print(notice)
     return manager
 
 

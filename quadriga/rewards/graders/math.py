@@ -67,21 +67,17 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
     try:
         with cpu_limit(CPU_LIMIT_S):
             answers = parse(text, _EXTRACTION, parsing_timeout=None, raise_on_error=True)
-            result["pred"] = _vote(answers)
+            # What majority voting counts: numbers by value, everything else by the text that was read. Expressions are
+            # not written out: for one such as 9^{9^9} that may never end.
+            result["pred"] = next((" ".join(answer.split()) for answer in answers if isinstance(answer, str)), None)
+            if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
+                result["pred"] = f"{float(answers[0]):.12g}"
             result["score"] = float(not _is_other_form(truth, answers) and _is_same(truth, answers))
     except (Exception, CPULimitError, UngradableError) as error:
         result["ungradable"] = f"{type(error).__name__}: {error}"[:500]
     finally:
         _is_grading.reset(token)
     return result
-
-
-def _vote(answers: list[Any]) -> str | None:
-    """What majority voting counts: numbers by value, everything else by the text that was read. Expressions are not
-    written out: for one such as 9^{9^9} that may never end."""
-    if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
-        return f"{float(answers[0]):.12g}"
-    return next((" ".join(answer.split()) for answer in answers if isinstance(answer, str)), None)
 
 
 @lru_cache(maxsize=1024)

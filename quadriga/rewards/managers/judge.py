@@ -5,15 +5,18 @@ Any server with OpenAI's chat completions will do. Options (`reward_model.reward
 (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
 
     prompt      text with {solution_str}, {ground_truth}, {data_source} and {extra_info.NAME} to be filled in
-    pattern     regular expression; its first group is the number, the last match counts ("Score: 0.8" by default)
-    components  instead of one prompt, several named ones, each a request: {NAME: {prompt, pattern, weight}}
+    range       [least, most] that a score may be, [0, 1] by default
+    pattern     regular expression; its first group is the number, and all its matches must have the same one. Without a
+                pattern the judge is asked to end with a line "Score: X", and only a last line of this form counts
+    components  instead of one prompt, several named ones, each a request: {NAME: {prompt, range, pattern, weight}}
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
 
     driver     one thread a sample, `max_concurrency` of them; a sample waits for all its questions
     judge.ask  waits for requests and tokens of the last minute to fall below their limits, then for the server;
                unblocked by its reply or by `timeout_s`, whichever is first
-    a sample   whose judge does not reply, or replies without a number, is an error: counted, stored, never a silent 0
+    a sample   whose judge does not reply, or replies without a number within its range, is an error: counted, stored,
+               never a silent 0
 
 One `Judge` holds one account's limits. Several processes (with `rollout.mode=async` each that generates) have several
 judges, and must share the limits out among them.
@@ -39,7 +42,9 @@ from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
 
 WINDOW_S = 60.0
-DEFAULT_PATTERN = r"[Ss]core:?\**\s*(-?\d+(?:\.\d+)?)"
+_LAST_LINE = re.compile(r"(?:^|\n)Score: (-?\d+(?:\.\d+)?)\s*$")
+_ENDING = "\n\nEnd your reply with one line of exactly this form, X being a number from {:g} to {:g}:\nScore: X"
+_QUESTION_KEYS = ("prompt", "range", "pattern")
 # Of text in most tokenizers; used for an estimate until the server has counted.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
@@ -158,20 +163,43 @@ class Judge:
         return text
 
 
-def read_score(reply: str, pattern: str) -> float:
-    """The number in the first group of the last match in a judge's reply; ValueError where there is none."""
-    if not (matches := list(re.finditer(pattern, reply))):
-        raise ValueError(f"judge's reply: got ...{reply[-200:]!r}, expected a match of {pattern!r}")
-    return float(matches[-1].group(1))
-
-
 class Question(NamedTuple):
     """One prompt about a sample, for the judge."""
 
     name: str
     prompt: str
-    pattern: str
-    weight: float
+    pattern: str | None = None  # None: the judge is asked for a last line with its score
+    weight: float = 1.0
+    least: float = 0.0
+    most: float = 1.0
+
+    def asked_of(self, row: dict[str, Any]) -> str:
+        """The text that the judge gets about a sample."""
+        text = _PLACE.sub(lambda match: _value(row, match[1]), self.prompt)
+        return text if self.pattern is not None else text + _ENDING.format(self.least, self.most)
+
+    def read_score(self, reply: str) -> float:
+        """The score in a judge's reply.
+
+        Raises:
+            ValueError: the reply has no score, several, or one that is out of range.
+        """
+        got = f"judge's reply: got ...{reply[-200:]!r}"
+        if self.pattern is None:
+            numbers = _LAST_LINE.findall(reply.rstrip()[-100:])
+            expected = "a last line 'Score: X'"
+        else:
+            numbers = [match[1] for match in re.finditer(self.pattern, reply)]
+            expected = f"a match of {self.pattern!r}"
+        scores = {float(number) for number in numbers}
+        if not scores:
+            raise ValueError(f"{got}, expected {expected}")
+        if len(scores) > 1:
+            raise ValueError(f"{got} with the scores {sorted(scores)}, expected one")
+        score = scores.pop()
+        if not self.least <= score <= self.most:
+            raise ValueError(f"{got}, expected a score from {self.least:g} to {self.most:g} ({_WHERE}, range)")
+        return score
 
 
 @register("judge")
@@ -180,7 +208,7 @@ class JudgeRewardManager(SampleManager):
     questions under way end with their replies or their time limits."""
 
     grades_early = True
-    options = (*(entry.name for entry in fields(Judge)), "prompt", "pattern", "components")
+    options = (*(entry.name for entry in fields(Judge)), *_QUESTION_KEYS, "components")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -188,6 +216,10 @@ class JudgeRewardManager(SampleManager):
         if missing := [name for name in ("url", "model") if name not in kwargs]:
             raise ConfigError(_WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model")
         self._questions = _questions(kwargs)
+        ranges = ", ".join(
+            f"{question.name} from {question.least:g} to {question.most:g}" for question in self._questions
+        )
+        self.notices = (f"judge {kwargs['model']}: {ranges}; a score beyond its range is an error ({_WHERE}, range)",)
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
         of_judge = {entry.name for entry in fields(Judge)} & kwargs.keys()
         self._judge = Judge(**{name: kwargs[name] for name in of_judge})
@@ -208,9 +240,8 @@ class JudgeRewardManager(SampleManager):
         found: dict[str, float] = {}
         try:
             for question in self._questions:
-                text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)
-                reply = self._judge.ask([{"role": "user", "content": text}])
-                found[question.name] = read_score(reply, question.pattern)
+                reply = self._judge.ask([{"role": "user", "content": question.asked_of(row)}])
+                found[question.name] = question.read_score(reply)
             weights = {question.name: question.weight for question in self._questions}
             round_.record(key, read_outcome(weighted(found, weights)))
         except (RewardError, TimeoutError, ValueError) as error:
@@ -235,25 +266,29 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
         got = "neither" if components is None else "both"
         raise ConfigError(_WHERE, got=f"{got} of prompt and components", expected="one of them")
     if components is None:
-        components = {"judge_score": {"prompt": kwargs["prompt"], "pattern": kwargs.get("pattern")}}
+        components = {"judge_score": {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}}
     if not isinstance(components, Mapping) or not components:
         raise ConfigError(f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt")
     questions = []
     for name, settings in components.items():
         where = f"{_WHERE}.components.{name}"
-        if not isinstance(settings, Mapping) or not set(settings) <= {"prompt", "pattern", "weight"}:
-            raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted pattern and weight")
-        pattern = settings.get("pattern") or DEFAULT_PATTERN
+        if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
+            raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted range, pattern and weight")
+        pattern = settings.get("pattern")
         try:
-            num_groups = re.compile(pattern).groups
+            has_number = pattern is None or re.compile(pattern).groups > 0
         except re.error as error:
             raise ConfigError(f"{where}.pattern", f"{pattern!r}: {error}", "a regular expression") from error
-        if num_groups < 1:
+        if not has_number:
             raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
         prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
         if not isinstance(prompt, str) or "{solution_str}" not in prompt:
             raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
         if not isinstance(weight, int | float):
             raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
-        questions.append(Question(str(name), prompt, pattern, float(weight)))
+        bounds = settings.get("range", [0.0, 1.0])
+        is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
+        if not is_pair or not all(isinstance(bound, int | float) for bound in bounds) or not bounds[0] < bounds[1]:
+            raise ConfigError(f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]")
+        questions.append(Question(str(name), prompt, pattern, float(weight), float(bounds[0]), float(bounds[1])))
     return questions

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quadriga.rewards.graders import exact_match, geometry3k, gsm8k, largest_number, math, math_dapo, question_answering
 from quadriga.rewards.graders.code import extract_program
 from quadriga.rewards.graders.reading import last_answer
-from quadriga.rewards.managers.judge import read_score
+from quadriga.rewards.managers.judge import Question
 
 LENGTHS = (4_000, 64_000)
 PIECES = [
@@ -30,7 +30,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "question_answering": lambda text: question_answering.compute_score(text, "5"),
     "code": extract_program,
     "tags": last_answer,
-    "judge": lambda text: read_score(f"score: 1 {text}", r"(?i)score\s*:\s*(-?[0-9.]+)"),
+    "judge": lambda text: Question("x", "", r"(?i)score\s*:\s*(-?[0-9.]+)").read_score(f"score: 1 {text}"),
 }
 
 

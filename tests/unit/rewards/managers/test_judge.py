@@ -12,7 +12,7 @@ import torch
 from quadriga.config import Config, RewardModelConfig
 from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards.managers.judge import Judge, JudgeRewardManager, RateLimit, read_score
+from quadriga.rewards.managers.judge import Judge, JudgeRewardManager, Question, RateLimit
 from tests.http_server import Handler, serving
 from tests.limits import SOON_S
 
@@ -92,7 +92,7 @@ class Chat(Handler):
             assert server.goes_on.wait(20)
         with server.lock:
             server.num_inside -= 1
-        reply = "no idea" if question.endswith("[]") else f"Score: {float('5' in question)}"
+        reply = "no idea" if "[]" in question else f"Score: {float('5' in question)}"
         completion = {"choices": [{"message": {"content": reply}}], "usage": {"total_tokens": 7}}
         self.reply(400 if "raise" in question else 200, completion if server.answer is None else server.answer)
 
@@ -131,10 +131,44 @@ def test_an_answer_without_text_is_an_error(server, answer):
         ask(Judge(server.url, "m"))
 
 
-def test_scores_are_read_or_missed():
-    assert read_score("Score: 1\nno, Score: -0.5", r"Score: (-?[\d.]+)") == -0.5
-    with pytest.raises(ValueError, match="expected a match"):
-        read_score("fine", r"Score: (\d+)")
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [("Score: 1", 1.0), ("It says 'Score: 1000'.\n\nScore: 0.25 \n", 0.25), ("Score: 1\nScore: 0", 0.0)],
+)
+def test_only_a_last_line_of_the_form_is_a_score(reply, score):
+    assert Question("x", "{solution_str}").read_score(reply) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("Score: 0. It asked me to write 'Score: 1000000'", "a last line"),
+        ("Score: 1\nThat is all.", "a last line"),
+        ("it gets Score: 1", "a last line"),
+        ("> Score: 1", "a last line"),
+        ("Score: 2", "a score from 0 to 1"),
+        ("Score: -0.5", "a score from 0 to 1"),
+        ("", "a last line"),
+    ],
+)
+def test_other_replies_are_errors(reply, message):
+    with pytest.raises(ValueError, match=message):
+        Question("x", "{solution_str}").read_score(reply)
+
+
+def test_a_pattern_reads_one_score_within_its_range():
+    question = Question("x", "{solution_str}", r"[Ss]core: (-?\w+)", least=-1.0, most=10.0)
+    assert question.read_score("score: 7, again Score: 7") == 7.0
+    assert question.asked_of({"solution_str": "x"}) == "x"
+    for reply, message in (
+        ("score: 0. It asked me to write 'Score: 10'", "expected one"),
+        ("score: 11", "from -1 to 10"),
+        ("score: nan", "from -1 to 10"),
+        ("score: high", "could not convert"),
+        ("fine", "expected a match"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            question.read_score(reply)
 
 
 def test_settings_that_cannot_be():
@@ -194,10 +228,16 @@ def test_a_judge_grades_and_says_what_it_could_not_grade(judge, server):
     assert output.scores.sum(dim=1).tolist() == [1.0, 0.0, 0.0, 0.0]
     errors = output.extra["reward_error"]
     assert errors[0] == errors[1] == ""
-    assert "expected a match" in errors[2]
+    assert "expected a last line" in errors[2]
     assert "status 400" in errors[3]
     assert output.extra["judge_score"].tolist() == [1.0, 0.0, None, None]
-    assert "q0 {x}? [print(5)]" in server.questions
+    assert any(question.startswith("q0 {x}? [print(5)]\n") for question in server.questions)
+
+
+def test_a_judge_names_the_range_of_its_scores_at_the_start(judge):
+    components = {"a": {"prompt": "{solution_str}"}, "b": {"prompt": "{solution_str}", "range": [-1, 10]}}
+    (notice,) = judge(components=components).notices
+    assert "a from 0 to 1, b from -1 to 10" in notice
 
 
 def test_no_more_at_the_same_time_than_allowed(judge, server):
@@ -256,6 +296,8 @@ def test_one_sample_alone(judge):
         ({"prompt": "how good?"}, r"expected text with \{solution_str\}"),
         ({"prompt": "{solution_str}", "pattern": "("}, "expected a regular expression"),
         ({"prompt": "{solution_str}", "pattern": "x"}, "a group"),
+        ({"prompt": "{solution_str}", "range": [1, 0]}, "expected two numbers"),
+        ({"prompt": "{solution_str}", "range": 3}, "expected two numbers"),
         ({"components": {"a": {"text": 3}}}, "components.a"),
         ({"prompt": "{solution_str}", "rpm": 3}, "rpm"),
         ({"prompt": "{solution_str}", "requests_per_minute": 0}, "requests_per_minute"),
