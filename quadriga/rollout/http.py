@@ -64,7 +64,7 @@ class Servers:
         urls: of the servers, without `/v1`.
         setting: the key that names them, for errors; `where` and `fix` as `HTTPClient` has them.
         max_num_seqs: the most requests in flight.
-        timeout_s: seconds without a byte after which a server counts as lost.
+        timeout_s: seconds for one request, after which a server counts as lost.
         num_tries: rounds over all servers before a request fails.
 
     Raises:

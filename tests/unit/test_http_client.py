@@ -2,13 +2,18 @@
 """A service that is busy, down, or talks nonsense."""
 
 import asyncio
+import gzip
 import socket
+import sys
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
+from quadriga import http_client
 from quadriga.errors import RewardError
-from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.http_client import HTTPClient, ServerLostError, document, is_loopback
 from tests.http_server import Handler, serving
 from tests.limits import HANGS_S
 
@@ -136,5 +141,88 @@ def test_a_cancelled_request_ends_its_connection(server):
 
 def test_a_server_that_stays_silent_is_lost(server):
     server.script = [HANGS_S]
-    with pytest.raises(ServerLostError, match=r"no reply \(ReadTimeout"):
+    with pytest.raises(ServerLostError, match=r"no reply within 0\.2 s"):
         client(server.url, timeout_s=0.2).call(body={})
+
+
+class Trickling(Handler):
+    """Sends a byte at a time: of its headers, or of its body."""
+
+    def answer(self, body):
+        head, rest = (
+            (b"HTTP/1.1 200 OK\r\n", b"x" * 1000) if self.server.is_body else (b"", b"HTTP/1.1 200 OK\r\n" * 99)
+        )
+        with suppress(ConnectionError):
+            self.connection.sendall(head + (b"Content-Length: 1000\r\n\r\n" if self.server.is_body else b""))
+            for number in range(len(rest)):
+                self.connection.sendall(rest[number : number + 1])
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_body", [False, True])
+def test_a_deadline_holds_for_a_server_that_trickles(is_body):
+    with serving(Trickling, is_body=is_body) as server, pytest.raises(ServerLostError, match=r"no reply within 0\.4 s"):
+        client(server.url).call(body={}, timeout_s=0.4)
+
+
+def test_a_reply_that_is_too_large_after_decompression_is_refused(server, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_BYTES", 1 << 20)
+    server.script = [(200, {"Content-Encoding": "gzip"}, gzip.compress(b" " * (2 << 20))), (200, {}, b" " * (2 << 20))]
+    for _ in range(2):
+        with pytest.raises(RewardError, match="more than 1 MB"):
+            client(server.url).call(body={})
+    server.script = [(200, {"Content-Encoding": "gzip, gzip"}, b"")]
+    with pytest.raises(RewardError, match="in the encoding 'gzip, gzip'"):
+        client(server.url).call(body={})
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy", "http_proxy", "https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return partial(monkeypatch.setenv, "HTTP_PROXY")
+
+
+def test_this_machine_is_never_asked_through_a_proxy(server, proxy):
+    proxy("http://127.0.0.1:9")
+    server.script = [GOOD, GOOD]
+    assert client(server.url, use_proxies=True).call(body={}) == {"ok": True}
+    with document(server.url, 5) as (_, chunks):
+        assert b"".join(chunks) == GOOD[2]
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://127.1.2.3", True),
+        ("http://[::1]:80", True),
+        ("http://localhost", True),
+        ("http://localhost.example.com", False),
+        ("http://10.0.0.1", False),
+    ],
+)
+def test_loopback_addresses(url, is_here):
+    assert is_loopback(url) == is_here
+
+
+def test_an_error_behind_a_proxy_names_it_without_its_user(proxy):
+    proxy("http://me:secret@127.0.0.1:9")
+    with pytest.raises(RewardError, match=r"through HTTP_PROXY \(127\.0\.0\.1:9\)") as caught:
+        client("http://judge.invalid", use_proxies=True).call_until({}, timeout_s=30, max_attempts=1)
+    assert "secret" not in str(caught.value) and "me:" not in str(caught.value)
+    with pytest.raises(ServerLostError, match=r"through HTTP_PROXY \(127"), document("http://data.invalid", 5):
+        pass
+
+
+@pytest.mark.parametrize("address", ["socks5://u:secret@127.0.0.1:9", "gopher://u:secret@127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_an_error_at_the_start(proxy, address, monkeypatch):
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    proxy(address)
+    with pytest.raises(
+        RewardError, match=r"HTTP_PROXY \(127\.0\.0\.1:9\).*expected a proxy that can be used"
+    ) as caught:
+        client("http://judge.invalid", use_proxies=True)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ServerLostError, match="HTTP_PROXY"), document("http://data.invalid", 5):
+        pass

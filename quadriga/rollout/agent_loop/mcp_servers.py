@@ -25,10 +25,12 @@ from typing import Any
 
 from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
+from quadriga.http_client import direct_client, is_loopback
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
 
 START_S = 60.0
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30.0, 300.0  # of the package itself
 LEAST_VERSION = 2
 
 _SHOWN_BYTES = 1500  # of a server's standard error, in an error
@@ -107,7 +109,11 @@ class Server:
         entry, package = self.entry, self._package
         async with contextlib.AsyncExitStack() as stack:
             if entry.url is not None:
-                transport = import_module("mcp.client.streamable_http").streamable_http_client(entry.url)
+                client = None  # the package's own, which asks through the environment's proxies
+                if is_loopback(entry.url):
+                    client = await stack.enter_async_context(direct_client(CONNECT_TIMEOUT_S, READ_TIMEOUT_S))
+                connect = import_module("mcp.client.streamable_http").streamable_http_client
+                transport = connect(entry.url, http_client=client)
             else:
                 own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
                 parameters = package.StdioServerParameters(

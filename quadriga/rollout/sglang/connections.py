@@ -172,7 +172,7 @@ class SGLangServer:
     Args:
         max_model_len: longest prompt and response together, in tokens.
         max_num_seqs: requests in flight at the same time.
-        timeout_s: seconds without a byte after which the server counts as lost.
+        timeout_s: seconds for one request, after which the server counts as lost.
         headers: sent with every request, as for a key.
 
     Raises:
