@@ -99,7 +99,8 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     data, processor = config.data, build_processor(config) if config.actor_rollout_ref.model.path else None
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     meter, workers = PromptMeter(encoder, processor, data), data.filter_overlong_prompts_workers
-    lengths, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
+    measured, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
+    lengths = measured["tokens"]
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
     errors, long = [*errors, *found], np.flatnonzero(lengths > data.max_prompt_length)
     print(f"over data.max_prompt_length={data.max_prompt_length}: {len(long)} of {len(lengths)} rows")

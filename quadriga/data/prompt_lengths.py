@@ -35,7 +35,7 @@ import pyarrow as pa
 from quadriga.config import DataConfig
 from quadriga.data.files import RowTable, written_aside
 from quadriga.data.media import read_prompt
-from quadriga.data.tokenizing import ChatEncoder, shortened
+from quadriga.data.tokenizing import ChatEncoder, chat_in_json, shortened
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 from quadriga.programs import SupervisedProgram
@@ -46,8 +46,16 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 BAD = -1
 """Where the tokens of a bad row would be counted."""
+IN_JSON = 1
+CONTINUED = 2
+_NOTES = {
+    IN_JSON: "prompts are texts in JSON, and read as the messages in them",
+    CONTINUED: "prompts end with the assistant, whose turn is continued",
+}
+MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8)])
+"""What is kept of a prompt: its number of tokens, and the sum of its `_NOTES`."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
-"""Tokens of the prompts of some rows, int64 [rows], `BAD` where a row is bad; and what is wrong with the bad ones."""
+"""Some rows as `MEASURED` [rows], with `BAD` tokens where a row is bad; and what is wrong with the bad ones."""
 _WORKERS = "data.filter_overlong_prompts_workers"
 
 
@@ -64,28 +72,36 @@ class PromptMeter:
     limit: int | None = None
 
     def measure(self, table: RowTable, rows: range) -> Counts:
-        """Tokens of the prompt of each of these rows, int64, `BAD` where a row is bad; and what is wrong with those."""
+        """Measure the prompt of each of these rows."""
         config = self.config
         names = dict.fromkeys((config.prompt_key, config.image_key, config.video_key, "extra_info"))
         columns, schema = [name for name in names if name in table.columns], table.schema
         if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
             columns.remove("extra_info")  # what is checked
-        texts, beyond, errors = list[str](), list[int](), list[DataError]()
+        texts: list[str] = []
+        beyond: list[int] = []
+        notes: list[int] = []
+        errors: list[DataError] = []
         for number, row in enumerate(next(table.batches(columns, len(rows), rows)), start=table.first + rows.start):
             try:
-                text, more = self._rendered(row, f"{table.path} row {number}", table.path.parent)
+                text, more, note = self._rendered(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
-                text, more = "", BAD
+                text, more, note = "", BAD, 0
             texts.append(text)
             beyond.append(more)
+            notes.append(note)
         more, limit = np.asarray(beyond, dtype=np.int64), None if self.processor else self.limit
         least, most = self.encoder.counter.bounds(texts, limit).T
         counts = most if limit is None else np.where(least > limit, least, most)
-        return np.where(more == BAD, BAD, counts + more), errors
+        measured = np.empty(len(texts), MEASURED)
+        measured["tokens"] = np.where(more == BAD, BAD, counts + more)
+        measured["notes"] = notes
+        return measured, errors
 
-    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int]:
-        """The rendered prompt, and how many tokens its images and videos have beyond the one of each that is in it."""
+    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int, int]:
+        """The rendered prompt, how many tokens its images and videos have beyond the one of each that is in it, and its
+        notes."""
         if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
             got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
             raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
@@ -95,12 +111,20 @@ class PromptMeter:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
             beyond = sum(counts) - len(counts)
-        return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond
+        note = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
+        note += CONTINUED * self.encoder.continues(messages)
+        return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond, note
+
+
+def tell_notes(key: str, notes: np.ndarray) -> None:
+    """Print how many prompts have which of `_NOTES`; `notes` is that column of `MEASURED`."""
+    for note, sentence in _NOTES.items():
+        if count := np.count_nonzero(notes & note):
+            print(f"{key}: {count} {sentence}.", flush=True)
 
 
 def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> Counts:
-    """Tokens of every prompt in `table`, int64 [rows], as `meter` counts them, `BAD` where a row is bad; and what is
-    wrong with these. Measured once and cached on disk.
+    """Measure every prompt in `table` once; the result is cached on disk.
 
     The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
     entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured
@@ -117,8 +141,8 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
             # The archive's own checksum finds a damaged byte anywhere in it.
             with np.load(entry, allow_pickle=False) as archive:
                 lengths = archive["lengths"]
-            if lengths.shape == (len(table),) and lengths.dtype == np.int64:
-                bad = np.flatnonzero(lengths == BAD).tolist()
+            if lengths.shape == (len(table),) and lengths.dtype == MEASURED:
+                bad = np.flatnonzero(lengths["tokens"] == BAD).tolist()
                 return lengths, [error for row in bad for error in meter.measure(table, range(row, row + 1))[1]]
             reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:

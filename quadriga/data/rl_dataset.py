@@ -24,12 +24,13 @@ from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import read_prompt
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
-from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, PromptMeter, prompt_lengths
+from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, MEASURED, PromptMeter, prompt_lengths, tell_notes
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
+from quadriga.protocol.fields import RESERVED
 
 
 class RLHFDataset(FileDataset):
@@ -62,6 +63,9 @@ class RLHFDataset(FileDataset):
         _check_columns(self._tables, required_columns, config)
         self._columns = list(dict.fromkeys(column for table in self._tables for column in table.columns))
         self._ends = np.cumsum([len(table) for table in self._tables])
+        if aside := sorted((RESERVED & {*self._columns}) - {config.prompt_key}):
+            told = f"{', '.join(aside)}: columns with names of the batch, which are moved into extra_info"
+            print(f"{self._key}: {told}.", flush=True)
 
         self._rows = self._chosen(max_samples, is_shuffled=config.shuffle if is_train else config.validation_shuffle)
 
@@ -86,7 +90,7 @@ class RLHFDataset(FileDataset):
         used = [self.config.prompt_key]
         if self.processor is not None:
             used += [self.config.image_key, self.config.video_key]
-        row = {name: value for name, value in row.items() if name not in used}
+        row = set_aside({name: value for name, value in row.items() if name not in used})
         pictures, clips = read_media(media, self.processor, self.config, folder=table.path.parent, where=where)
         text = self.encoder.render(messages, where=f"{where}, column {self.config.prompt_key!r}")
         row |= prompt_columns(text, pictures, clips, self.encoder, self.processor, self.config, where=where)
@@ -156,8 +160,10 @@ class RLHFDataset(FileDataset):
         # A subclass may make its rows of other columns.
         is_own, filters = type(self).__getitem__ is RLHFDataset.__getitem__, config.filter_overlong_prompts
         is_sample, lengths = 0 <= max_samples < len(rows), None
+        measured = np.zeros(len(rows), MEASURED)
         if filters or (is_own and not is_sample):
-            lengths = np.concatenate([self._measured(table) for table in self._tables])
+            measured = np.concatenate([self._measured(table) for table in self._tables])
+            lengths = measured["tokens"]
             rows = rows[lengths != BAD]
             is_long = lengths[rows] > limit
             if filters and len(rows) and is_long.all() and not self.may_be_empty:
@@ -173,13 +179,14 @@ class RLHFDataset(FileDataset):
                 rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
             rows = rows[:max_samples]
         if is_own and lengths is None and len(rows):  # what is not in use need not be measured
-            lengths = np.full(self._ends[-1], BAD)
+            lengths = measured["tokens"]
             for number in rows.tolist():
                 table, row, _ = self._place(number)
-                lengths[number] = self._measured(table, range(row, row + 1))[0]
+                measured[number] = self._measured(table, range(row, row + 1))[0]
             rows = rows[lengths[rows] != BAD]
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
+        tell_notes(self._key, measured["notes"][rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
@@ -190,7 +197,7 @@ class RLHFDataset(FileDataset):
         return rows
 
     def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
-        """Tokens of every prompt of a file, or of those of some rows, as `PromptMeter` counts them."""
+        """Every prompt of a file, or those of some rows, as `PromptMeter` measures them."""
         config = self.config
         meter = PromptMeter(self.encoder, self.processor, config, config.max_prompt_length)
         if rows is None and self.keeps_lengths:
@@ -202,6 +209,13 @@ class RLHFDataset(FileDataset):
             raise errors[0]
         self.bad_rows += errors
         return lengths
+
+
+def set_aside(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its columns of reserved names in `extra_info`, where reward functions find them; in a batch the
+    training loop would write over them."""
+    columns = {name: row.pop(name) for name in RESERVED & row.keys()}
+    return row | {"extra_info": columns | (row.get("extra_info") or {})} if columns else row
 
 
 def prompt_columns(

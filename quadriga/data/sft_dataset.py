@@ -36,7 +36,7 @@ from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import media_of, refuse_media, with_parts
-from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
+from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, chat_in_json, shortened
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
@@ -89,6 +89,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
     """Whether it may be that no row is good, or short enough."""
     num_open_turns = 0
     """Turns of the assistant that are learned without an end."""
+    num_chats_in_json = 0
 
     def __init__(
         self,
@@ -129,6 +130,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
             raise DataError(self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length.")
         if left_out := num_rows - len(self.rows):
             print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
+        if count := self.num_chats_in_json:
+            print(f"{self._key}: {count} chats are texts in JSON, and read as the messages in them.", flush=True)
         if self.num_open_turns:
             print(
                 f"{self._key}: {self.num_open_turns} turns of the assistant before the last are learned without an end:"
@@ -214,6 +217,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
         """A row as pieces of text, and the images and videos that stand in them."""
         where = f"{table.path} row {number}"
         row, parts, shown = self._row(row, where), list[TextPart](), []
+        key = "messages_key" if "messages_key" in self.columns else "prompt_key"
+        self.num_chats_in_json += bool(chat_in_json(row.get(getattr(self.config, key))))
         for place, chat in self.chats_of(row, where):
             chat, *given = self._shown(row, chat, place)
             parts += self.parts_of(row, chat, place)

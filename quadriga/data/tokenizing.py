@@ -16,6 +16,8 @@ from quadriga.data.token_counts import TokenCounter
 from quadriga.errors import DataError
 
 Messages = list[dict[str, Any]]
+CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
+"""Arguments of a chat template for messages whose last one is continued."""
 _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
@@ -86,11 +88,12 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages:
-    """The chat messages of a prompt; a string is one message of the user, anything else a DataError. `data.key` names
-    the column.
+    """The chat messages of a prompt; a string is one message of the user or a chat in JSON, anything else a DataError.
+    `data.key` names the column.
 
     Content parts that are all text become one text: templates of language models know no parts, and some would write
     them out as Python does."""
+    prompt = chat_in_json(prompt) or prompt
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     roles = [isinstance(one, Mapping) and one.get("role") for one in prompt] if isinstance(prompt, Sequence) else []
@@ -111,10 +114,29 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     return messages
 
 
+def chat_in_json(value: Any) -> Messages:
+    """The messages of a text such as '[{"role": "user", "content": "Hi"}]'; none of any other value."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return []
+    try:
+        chat = json.loads(value)
+    except (ValueError, RecursionError):
+        return []
+    is_chat = all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in chat)
+    return chat if is_chat else []
+
+
+def ends_with_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is text of the assistant, which the model is to continue."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
 class ChatEncoder:
     """Renders and tokenizes prompts as the rollout will see them.
     `tokenizer`: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-    `template_kwargs`: arguments for the chat template; `add_generation_prompt` is true unless they say otherwise."""
+    `template_kwargs`: arguments for the chat template. Unless they say otherwise a turn of the assistant is opened, or
+    continued where the messages end with one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         for key in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
@@ -124,6 +146,7 @@ class ChatEncoder:
                 raise DataError(where, got=got, expected="arguments for the template only", fix=fix)
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
+        self._may_continue = {"add_generation_prompt", "continue_final_message"}.isdisjoint(template_kwargs)
         self._roles = {"system", "user", "assistant", "tool"}
 
     def render(self, messages: Messages, *, where: str) -> str:
@@ -137,9 +160,16 @@ class ChatEncoder:
                 self._roles.add(role)
         return self._written(messages, where)
 
+    def continues(self, messages: Messages) -> bool:
+        """Whether the model continues the last message."""
+        return self._may_continue and ends_with_assistant(messages)
+
     def _written(self, messages: Messages, where: str) -> str:
+        options = self.template_kwargs
+        if self.continues(messages):
+            options = options | CONTINUING
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             got = f"messages that the chat template refuses ({type(error).__name__}: {error})"

@@ -39,3 +39,14 @@ FIELDS = {
     for name, shape, dtype, writers, readers, unit in _rows
 }
 """By name: tensors first, then objects."""
+
+RESERVED = FIELDS.keys() - {
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "index",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+}
+"""Columns that only the training loop and the data set write; rows of files bring the others."""

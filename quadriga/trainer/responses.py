@@ -26,6 +26,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
+from quadriga.protocol.fields import RESERVED
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
@@ -91,6 +92,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
     masks = batch.batch["attention_mask"].bool()
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     shown = [name for name in ("num_turns", "finish_reason") if name in batch.non_tensor_batch]
+    has_extra_info = "extra_info" in batch.non_tensor_batch
     rows = []
     for row in range(len(batch)):
         prompt = batch.batch["prompts"][row][masks[row, :-width]]
@@ -105,6 +107,9 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
             "score": scores[row],
             **{name: batch.non_tensor_batch[name][row] for name in shown},
         }
+        extra_info = batch.non_tensor_batch["extra_info"][row] if has_extra_info else {}
+        aside = {name: value for name, value in (extra_info or {}).items() if name in RESERVED}
+        known |= {f"data/{name}" if name in known else name: value for name, value in aside.items()}
         # A grader may give what it adds any name.
         added = batch.non_tensor_batch["reward_extra"][row]
         rows.append(known | {f"reward/{name}" if name in known else name: value for name, value in added.items()})

@@ -36,6 +36,7 @@ from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
+from quadriga.protocol.fields import RESERVED
 from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import generate_responses, grade, sample_rows, write_samples
@@ -45,7 +46,7 @@ from quadriga.workers import ActorRolloutRefWorker
 CORE_VARIABLES = ("acc", "reward")
 CORE_METRICS = ("mean@{}", "best@{}/mean", "maj@{}/mean")
 _SHOWN = ("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth", "score")
-_NOT_MEASURED = frozenset((*_SHOWN, "finish_reason", "reward_error", "pred"))
+_NOT_MEASURED = (RESERVED - {"num_turns"}) | {*_SHOWN, "reward_error", "pred"}
 
 
 class Validator:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.data.tokenizing import read_tokenizer
+from quadriga.data.tokenizing import ends_with_assistant, read_tokenizer
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
@@ -157,6 +157,8 @@ def rendered_chats(
     rendered = []
     for chat, text, uid in zip(chats, texts, uids, strict=True):
         messages = [*chat, {"role": "assistant", "content": text}]
+        if ends_with_assistant(chat):
+            messages = [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + text}]
         try:
             rendered.append(str(judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)))
         except Exception as error:

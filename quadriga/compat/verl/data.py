@@ -18,7 +18,7 @@ from quadriga.data.files import drop_null_fields
 from quadriga.data.media import refuse_media, with_parts
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.rl_dataset import prompt_columns
+from quadriga.data.rl_dataset import prompt_columns, set_aside
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import as_vision, load_processor, read_media
@@ -99,6 +99,7 @@ class RLHFDataset(Dataset):
         row = dict(self.dataframe[item])
         messages = self._messages(row)
         row.pop(self.prompt_key, None)
+        row = set_aside(row)
         extra = row["extra_info"] = row.get("extra_info") or {}
         kwargs = {name: extra.get(name) or {} for name in ("tools_kwargs", "interaction_kwargs")}
         return {**row, "raw_prompt": messages, "index": extra.get("index", 0), **kwargs}

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.data.tokenizing import CONTINUING, ends_with_assistant
 from quadriga.errors import DataError, RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
@@ -394,6 +395,8 @@ class TurnEncoder:
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = (), is_open: bool = True
     ) -> str:
         options = {"tools": list(schemas) or None, "add_generation_prompt": is_open, **self.template_kwargs}
+        if schemas and ends_with_assistant(messages):
+            options |= CONTINUING
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
         except Exception as error:

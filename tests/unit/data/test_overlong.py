@@ -53,7 +53,7 @@ def measure(tokenizer, tmp_path: Path):
             cache_dir=tmp_path / "cache",
             num_workers=num_workers,
         )
-        return found.tolist(), encoder.num_texts, errors
+        return found["tokens"].tolist(), encoder.num_texts, errors
 
     return run
 

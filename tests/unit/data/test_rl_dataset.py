@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data set: what a row yields, what is left out, what is refused."""
 
+import json
 import pickle
 
 import pytest
+import torch
 
 from quadriga.data import RLHFDataset, collate_fn, tokenizing
 from quadriga.errors import DataError
@@ -253,3 +255,28 @@ def test_a_row_knows_where_it_stands(tokenizer, config, write, row):
     files = [write("a.jsonl", [row(index=5)] * 3), write("b.jsonl", [row(index=5)] * 2)]
     batch = collate_fn([RLHFDataset(files, tokenizer, config())[item] for item in (4, 0)])
     assert [place.rpartition("/")[2] for place in batch["source_row"]] == ["b.jsonl row 1", "a.jsonl row 0"]
+
+
+def test_the_start_says_how_many_prompts_are_continued_or_chats_in_json(tokenizer, config, write, row, capsys):
+    user = {"role": "user", "content": "w1"}
+    prompts = [[user], [user, {"role": "assistant", "content": "w2"}], json.dumps([user])]
+    path = write("t.jsonl", [row(prompt=prompt) for prompt in (*prompts, prompts[2])])
+    for max_samples in (-1, -1, 2):  # measured, known from the cache, and a sample
+        RLHFDataset(path, tokenizer, config(shuffle=False), max_samples=max_samples)
+        said = capsys.readouterr().out
+        assert "data.train_files: 1 prompts end with the assistant, whose turn is continued." in said
+        assert ("data.train_files: 2 prompts are texts in JSON" in said) is (max_samples == -1)
+
+
+def test_columns_with_names_of_the_batch_are_moved_into_extra_info(tokenizer, config, write, row, capsys):
+    reserved = {"num_turns": 3, "uid": "mine", "responses": ["a"], "multi_modal_inputs": 4, "input_ids": 5}
+    path = write("t.jsonl", [row(level=1, **reserved), row(extra_info={"uid": "its own"}, **reserved)])
+    rows = RLHFDataset(path, tokenizer, config(shuffle=False))
+    told = "input_ids, multi_modal_inputs, num_turns, responses, uid: columns with names of the batch"
+    assert f"data.train_files: {told}, which are moved into extra_info." in capsys.readouterr().out
+    first, second = rows[0], rows[1]
+    assert first["extra_info"] == {"split": "train", "index": 0} | reserved
+    assert second["extra_info"] == reserved | {"uid": "its own"}
+    assert first["level"] == 1
+    assert first.keys().isdisjoint(reserved.keys() - {"input_ids"})
+    assert torch.is_tensor(first["input_ids"])

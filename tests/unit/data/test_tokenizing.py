@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From prompts to token ids, and tokenizers that cannot be worked with."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,42 @@ def test_a_model_without_a_tokenizer(family, tmp_path: Path):
     family().save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"got a vocabulary without a token.*expected tokenizer\.json.*data\.tokenizer"):
         load_tokenizer(tmp_path, chat_template="{{ messages }}")
+
+
+CLOSED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PREFILLED = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "It is "}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "text"),
+    [
+        (PREFILLED, {}, "<user>w1<eos><assistant>It is "),
+        (PREFILLED[:1], {}, "<user>w1<eos><assistant>"),
+        (PREFILLED, {"add_generation_prompt": True}, "<user>w1<eos><assistant>It is <eos><assistant>"),
+        (PREFILLED, {"add_generation_prompt": False}, "<user>w1<eos><assistant>It is <eos>"),
+    ],
+)
+def test_a_prompt_that_ends_with_the_assistant_is_continued(make_tokenizer, messages, options, text: str):
+    encoder = ChatEncoder(make_tokenizer(template=CLOSED), options)
+    assert encoder.render(messages, where="row") == text
+
+
+def test_a_call_of_a_tool_is_not_continued(make_tokenizer):
+    call = {"role": "assistant", "content": "w2", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    encoder = ChatEncoder(make_tokenizer(template=CLOSED), {})
+    assert encoder.render([*PREFILLED[:1], call], where="row").endswith("w2<eos><assistant>")
+
+
+@pytest.mark.parametrize("chat", [PREFILLED, [{"role": "system", "content": "w3"}, PREFILLED[0]]])
+def test_a_text_that_is_a_chat_in_json_is_that_chat(chat):
+    assert as_messages(f" {json.dumps(chat)}\n", where="row") == chat
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[]", '{"role": "user", "content": "w1"}', '[{"role": "user"}]', "[w1", "[" * 10_000]
+)
+def test_any_other_text_in_json_stays_text(text: str):
+    assert as_messages(text, where="row") == [{"role": "user", "content": text}]

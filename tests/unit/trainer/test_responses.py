@@ -11,6 +11,7 @@ import torch
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.rewards import RewardManager, RewardOutput
 from quadriga.trainer.responses import grade, repeat_prompts, sample_rows, write_samples
 
@@ -62,6 +63,18 @@ def test_rows_tell_of_conversations(answers: DataProto, graded: Callable, tokeni
     grade(Gives(graded([1.0, 0.5, 0.0])), answers)
     rows = sample_rows(answers, tokenizer, "data_source")
     assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [(2, "stop"), (4, "length"), (3, "stop")]
+
+
+def test_rows_have_the_columns_that_were_moved_into_extra_info(
+    answers: DataProto, graded: Callable, tokenizer: object
+) -> None:
+    facts = {"uid": "mine", "values": [1], "split": "train"}
+    answers.non_tensor_batch["extra_info"] = object_array([facts, {}, None])
+    grade(Gives(graded([1.0, 0.5, 0.0])), answers)
+    first, second, third = sample_rows(answers, tokenizer, "data_source")
+    assert (first["uid"], first["data/uid"], first["values"]) == ("p", "mine", [1])
+    assert "split" not in first
+    assert {"values", "data/uid"}.isdisjoint([*second, *third])
 
 
 def test_file_has_a_line_for_each_row(tmp_path: Path) -> None:
