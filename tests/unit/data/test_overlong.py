@@ -195,7 +195,7 @@ def test_a_tokenizer_that_cannot_travel_is_counted_with_here_and_said_once(
     for number in range(2):
         meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
         lengths, _ = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / str(number), num_workers=2)
-        assert lengths.tolist() == EXPECTED
+        assert lengths["tokens"].tolist() == EXPECTED
     [said] = capsys.readouterr().out.splitlines()
     assert said.startswith("data.filter_overlong_prompts_workers: prompts are counted in this process alone")
 
