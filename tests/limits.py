@@ -23,10 +23,10 @@ HANGS_S = 3600.0
 
 # ---- tests/numerics and tests/megatron ----------------------------------------------------------
 
-RANKS_S = 540
+RANKS_S = TEST_S - 60
 """All ranks of one program of `run_ranks`: at most 40 s, for the layouts on Megatron-core."""
 
-PEER_S = 500
+PEER_S = RANKS_S - 40
 """How long a rank waits for another one of its program: shorter than `RANKS_S`, so that the rank names what it waited
 for."""
 
