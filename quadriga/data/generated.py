@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -24,11 +23,14 @@ from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
 from quadriga.data.files import FileNames, written_aside
-from quadriga.data.rl_dataset import RLHFDataset
+from quadriga.data.rl_dataset import RLHFDataset, as_hf_dataset
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.user_file import import_file, member_of
+
+if TYPE_CHECKING:
+    import datasets
 
 _WHERE = "data.datagen"
 
@@ -85,10 +87,10 @@ class DynamicGenDataset(Dataset):
         return {**self.parts[part][item - (self._ends[part - 1] if part else 0)], "item": item}
 
     @property
-    def dataframe(self) -> datasets.Dataset:
+    def dataframe(self) -> "datasets.Dataset":
         """All rows as they were read and generated."""
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
-        return datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
+        return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
     def on_batch_end(self, batch: DataProto) -> None:
         """Has rows generated after a step. Raises DataError: they are no rows, or wrong ones."""

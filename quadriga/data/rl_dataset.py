@@ -11,9 +11,8 @@ travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import torch
@@ -31,6 +30,9 @@ from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol.fields import RESERVED
+
+if TYPE_CHECKING:
+    import datasets
 
 
 class RLHFDataset(FileDataset):
@@ -108,11 +110,11 @@ class RLHFDataset(FileDataset):
         return row
 
     @property
-    def dataframe(self) -> datasets.Dataset:
+    def dataframe(self) -> "datasets.Dataset":
         """The rows in use as they stand in the files."""
         tables = [table.to_arrow() for table in self._tables]
-        rows = datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
-        return cast(datasets.Dataset, rows.select(self._rows))
+        rows = as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
+        return cast("datasets.Dataset", rows.select(self._rows))
 
     def file_and_row(self, item: int) -> tuple[int, int]:
         """The number of an item's file among all files, and the number of its row in that file."""

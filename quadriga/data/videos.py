@@ -28,11 +28,6 @@ from quadriga.data.pictures import DECODED, picture_size, read_picture, source_o
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 
-try:
-    import av
-except ImportError:  # a video file asks for it; frames as images and arrays need none
-    av = None
-
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _FPS, _LEAST, _MOST = 2.0, 4, 768
 """Frames for each second, and of a video, where neither the model's files nor the configuration say."""
@@ -304,9 +299,6 @@ def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
 
 
 def _from_file(source: Path | io.BytesIO, where: str) -> Video:
-    if av is None:
-        got, fix = "a video file, without PyAV to read it", "pip install -e '.[video]', or give its frames as images."
-        raise DataError(where, got=got, expected="it", fix=fix)
     with _decoding(source, where) as (container, stream):
         # The header may leave the number out; the packets say it without being decoded.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
@@ -352,6 +344,13 @@ def _upright(frame: Any) -> np.ndarray:
 
 @contextmanager
 def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]]:
+    # A video file asks for PyAV; frames as images and arrays need none.
+    try:
+        import av
+    except ImportError as error:
+        got, fix = "a video file, without PyAV to read it", "pip install -e '.[video]', or give its frames as images."
+        raise DataError(where, got=got, expected="it", fix=fix) from error
+
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:

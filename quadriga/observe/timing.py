@@ -84,14 +84,16 @@ class Timeline:
 
     def report(self) -> None:
         """Say every few seconds, until `close`, which parts are waited for."""
-        self._reports.enter_context(waiting(f"the {self._title}", self._open_parts, NOTICE_S))
+        wait = waiting(
+            f"the {self._title}",
+            lambda: ", ".join(part.name for part in self._parts if part.end_s is None) or "its next part",
+            NOTICE_S,
+        )
+        self._reports.enter_context(wait)
 
     def close(self) -> None:
         """End the reports; may be called twice."""
         self._reports.close()
-
-    def _open_parts(self) -> str:
-        return ", ".join(part.name for part in self._parts if part.end_s is None) or "its next part"
 
     @contextmanager
     def part(self, name: str, *, since_origin: bool = False) -> Iterator[None]:

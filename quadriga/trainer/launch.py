@@ -33,7 +33,7 @@ def steps(config: Config, build: Callable[..., Any] | None = None, begun_s: floa
     """Train step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
 
     Args:
-        config: of the run.
+        config: whose `trainer.backend` says where the workers are.
         build: makes a run of the configuration, where `build_run` does not.
         begun_s: seconds since 1970 at which the start-up began; None: now.
 
@@ -62,7 +62,7 @@ def cluster_of(config: Config, timeline: Timeline | None = None, beside: str | N
     """Context manager: the Ray cluster of a run, where its workers are on one.
 
     Args:
-        config: of the run.
+        config: whose `trainer.backend` says where the workers are.
         timeline: takes the parts of the start-up; None: nobody asks for them.
         beside: what is imported while the cluster starts, which is mostly a wait for other processes.
 

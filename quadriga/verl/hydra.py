@@ -9,9 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from quadriga.config.yaml_text import as_text, read_yaml
 from quadriga.errors import ConfigError
 
@@ -70,10 +67,13 @@ def parse_value(text: str, key: str = "value") -> Any:
             one = signs.sub(hidden, one)
     if not _STRUCTURED.search(one):
         return shown(plain(one))
+    # Only lists, dictionaries and quoted text need it; every command reads this module.
+    import omegaconf
+
     try:
-        tree = OmegaConf.create({"text": one, "value": "${oc.decode:${text}}"})
-        return shown(OmegaConf.to_container(tree, resolve=True)["value"])
-    except OmegaConfBaseException as error:
+        tree = omegaconf.OmegaConf.create({"text": one, "value": "${oc.decode:${text}}"})
+        return shown(omegaconf.OmegaConf.to_container(tree, resolve=True)["value"])
+    except omegaconf.errors.OmegaConfBaseException as error:
         got = f"{as_text(text, key)}: {str(error.__cause__ or error).partition(chr(10))[0]}"
         fix = "Put text with special signs in quotes, and a list in brackets; a sweep over several values is not run."
         raise ConfigError(key, got=got, expected="one value", fix=fix) from error

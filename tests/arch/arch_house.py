@@ -60,7 +60,7 @@ REASONS: dict[str, str] = {
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
     " out, lengths without a tokenizer; batches that a thread reads; streaming.py: rows that are read"
     " as they are needed, a block at a time; words of prompts counted once; what is decoded kept up to a bound;"
-    " images and videos in chats and pairs; GLM-4V;"
+    " images and videos in chats and pairs; GLM-4V; libraries that load when a row needs them;"
     " processes that count tokens as programs of their own, which load no torch (prompt_lengths.py, media.py)",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
@@ -72,7 +72,7 @@ REASONS: dict[str, str] = {
     " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"
     " kernels for CUDA: attention of all segments in two calls (varlen.py), norms and gates in one (fused_triton.py)",
     "observe": "metrics of a step in parts; one thread for all waits, which outlives a failed report;"
-    " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
+    " waits for users' code name its line, and a start-up its parts; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
@@ -86,10 +86,10 @@ REASONS: dict[str, str] = {
     " (kernels_triton.py), in place of some 70 of torch's in a layer; vLLM takes weights between two steps, with the"
     " version of each token; what it is told is a file of its own; groups of `native` take weights under way",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster;"
-    " a handler of SIGTERM that Ray's does not replace;"
+    " a handler of SIGTERM that Ray's does not replace; worker modules that load beside the driver's work;"
     " what that is started with; methods that wait beside others; processes with several devices",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go;"
-    " a driver whose threads sleep; "
+    " a driver whose threads sleep, and whose imports run beside the start of the cluster; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when, in other processes too,"
     " batches that are generated ahead, updates by mini-batch; checkpoints with sequences under way and"
@@ -106,7 +106,8 @@ REASONS: dict[str, str] = {
     " with images; GLM-4V in vLLM; ends of groups are told together, for each answer takes time of the engine's core",
     "": "what users' code starts ends with it, wandb's service last, and shared memory with those that had it"
     " (descendants.py, which also ends the sessions of a run's own clusters); keys are hidden where they are printed"
-    " (redact.py); `quadriga.train` and its relatives (api.py); grading and counting share their start (programs.py)",
+    " (redact.py); `quadriga.train` and its relatives (api.py); grading and counting share their start (programs.py);"
+    " imports without the collector (lazy.py)",
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.

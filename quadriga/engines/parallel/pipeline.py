@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import PreTrainedModel
 
 from quadriga.engines.packing import LossFunction, Outputs
@@ -109,6 +108,9 @@ class Stage(nn.Module):
     ) -> list[Outputs]:
         """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages, each
         with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
+        # A quarter of a second to import, which runs without pipeline stages save.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
         longest = max(batch.num_tokens for batch, _ in work)
         self.work = [(batch.extended(longest), loss) for batch, loss in work]
         self.question, self.outputs = question, []

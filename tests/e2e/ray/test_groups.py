@@ -6,6 +6,7 @@ look like on their way is the business of test_transport.py, and what happens wh
 test_failures.py.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -59,7 +60,7 @@ class Teller(Worker):
     def where(self) -> dict[str, Any]:
         """Place, process and environment."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        environment = {name: os.environ[name] for name in names}
+        environment = {name: os.environ[name] for name in names} | {"collects": gc.isenabled()}
         return {"place": self.place, "pid": os.getpid(), "node": ray.util.get_node_ip_address(), **environment}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -224,6 +225,7 @@ def test_every_process_knows_its_place(group: RayWorkerGroup[Teller]) -> None:
         assert (place.master_addr, place.master_port) == (master.node, master.port)
         assert (answer["MASTER_ADDR"], answer["MASTER_PORT"]) == (master.node, str(master.port))
     assert [answer["pid"] for answer in answers] == [address.pid for address in group.processes.addresses]
+    assert all(answer["collects"] for answer in answers), "the garbage collector is on once modules are imported"
 
 
 def test_roles_share_their_processes(together: RayWorkerGroup[Any]) -> None:

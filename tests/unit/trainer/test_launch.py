@@ -88,7 +88,7 @@ def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
     """The command line that starts a cluster does not wait for torch before it does."""
     program = (
         "import sys, quadriga.cli.train, quadriga.trainer.launch\n"
-        "sys.exit(' '.join(name for name in ('torch', 'ray') if name in sys.modules) or 0)"
+        "sys.exit(' '.join(name for name in ('torch', 'ray', 'omegaconf') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
