@@ -72,8 +72,8 @@ REASONS: dict[str, str] = {
     " several targets of a token; float16; GLM-4V, and reward models with images; a plan for Qwen3-VL's layers;"
     " kernels for CUDA: attention of all segments in two calls (varlen.py), norms and gates in one (fused_triton.py)",
     "observe": "metrics of a step in parts; one thread for all waits, which outlives a failed report;"
-    " waits for users' code name its line, and a start-up its parts; services get no step twice; SIGTERM says what is on the"
-    " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
+    " waits for users' code name its line, and a start-up its parts; services get no step twice; SIGTERM says what is"
+    " on the disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class;"
