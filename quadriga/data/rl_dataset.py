@@ -265,3 +265,10 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded")
+
+
+def as_hf_dataset(table: pa.Table) -> "datasets.Dataset":
+    """Return a table as a dataset of Hugging Face's library, which is imported here: it brings pandas along."""
+    import datasets
+
+    return datasets.Dataset(table)
