@@ -67,8 +67,26 @@ def test_without_staleness_it_is_lockstep_bit_for_bit(
 
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`delays(seed)`: from here on steps of the engine and of the trainer take a random time."""
+    """`delays(seed)`: from here on steps of the engine and of the trainer take a random time.
+
+    The engine is slow except while the trainer waits for it: what it generates ahead is under way when weights change
+    and checkpoints are written, on a machine of any speed.
+    """
     dice = random.Random()
+    is_waiting = threading.Event()
+    take = AsyncBatches.take
+    advance = Generation.advance
+
+    def take_at_once(batches: AsyncBatches, step: int) -> Any:
+        is_waiting.set()
+        try:
+            return take(batches, step)
+        finally:
+            is_waiting.clear()
+
+    def advance_slowly(*step: Any) -> Any:
+        is_waiting.wait(0.1)
+        return advance(*step)
 
     def slow(function: Callable[..., Any], most_s: float) -> Callable[..., Any]:
         def slowed(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +95,8 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         return slowed
 
-    monkeypatch.setattr(Generation, "advance", slow(Generation.advance, 0.02))
+    monkeypatch.setattr(Generation, "advance", slow(advance_slowly, 0.02))
+    monkeypatch.setattr(AsyncBatches, "take", take_at_once)
     monkeypatch.setattr(RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.3))
     return dice.seed
 

@@ -15,7 +15,7 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config import load_config
 from quadriga.errors import CheckpointError, DataError
-from quadriga.trainer.evaluate import RESPONSES, unfinished
+from quadriga.trainer.evaluate import RESPONSES, Unfinished, unfinished
 from tests.limits import COMMAND_S
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
@@ -68,8 +68,10 @@ def test_each_row_gets_its_responses(home: Path, prompts: Path, tmp_path: Path) 
     assert pq.read_table(tmp_path / "1.parquet") == table
 
 
-def test_a_call_that_was_killed_goes_on(home: Path, prompts: Path, tmp_path: Path) -> None:
-    """The file is that of a call left alone, and nothing else is left beside it."""
+def test_a_call_that_was_killed_goes_on(
+    home: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that goes on and is interrupted: the file is that of a call left alone, and nothing is left beside it."""
     words = ["generate", str(home / "model"), "--data", str(prompts), "--n", "3", "data.prompt_key=question"]
     words += ["data.val_batch_size=1", "data.max_response_length=6", "data.max_prompt_length=32"]
     assert main([*words, "--output", str(tmp_path / "alone.parquet")]) == 0
@@ -82,6 +84,16 @@ def test_a_call_that_was_killed_goes_on(home: Path, prompts: Path, tmp_path: Pat
     # Killed while it was writing.
     with journal.open("ab") as file:
         file.write(b'[["half')
+    add = Unfinished.add
+
+    def add_and_stop(responses: Unfinished, texts: list[list[str]]) -> None:
+        add(responses, texts)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Unfinished, "add", add_and_stop)
+        assert main([*words, "--output", str(output)]) == 130
+    assert journal.read_bytes().count(b"\n") == 3
     assert main([*words, "--output", str(output)]) == 0
     assert pq.read_table(output) == pq.read_table(tmp_path / "alone.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.parquet", "killed.parquet", "prompts.parquet"]
