@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graders work while models compute log-probabilities and values; the numbers are those of one after the other.
 
-What it does not prove: models that compute at the same time, which takes pools of their own (ray/test_overlap.py).
+What it does not prove: models that compute at the same time, which takes pools of their own (ray/test_runs.py).
 """
 
 import json
