@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -225,7 +226,7 @@ class Run:
         folder = self.directory / MODEL_FOLDER
         if not folder.is_dir():
             command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
-            fix = f"Go on with it, or make a model of a checkpoint: {command}"
+            fix = f"Go on with it, or make a model: {command}"
             raise CheckpointError(str(folder), got="nothing", expected="a run that came to its last step", fix=fix)
         return folder
 
@@ -381,16 +382,8 @@ class _Draft:
             if not rows:
                 self.values[key] = files
                 return num_rows
-        elif isinstance(given, pd.DataFrame | datasets.Dataset):
-            if isinstance(given, pd.DataFrame):
-                rows = given.to_dict("records")
-            else:
-                # As they are stored: images as bytes.
-                rows = given.with_format("arrow")[:].to_pylist()
-            for row in rows:
-                drop_null_fields(row, self.config.data.chat_columns)
         else:
-            rows = list(given)
+            rows = self._rows_of_program(given)
         label = key.rpartition(".")[2].removesuffix("_files")
         if not rows:
             raise DataError(label, got="no rows", expected="at least one")
@@ -399,13 +392,24 @@ class _Draft:
                 raise DataError(f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns")
         # NaN in these columns is a missing text. It stays missing: as the text "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
-        rows = [{k: None if k in text_columns and _is_missing(v) else v for k, v in row.items()} for row in rows]
+        rows = [{**row, **dict.fromkeys(name for name in text_columns if _is_missing(row.get(name)))} for row in rows]
         if self.task == "rl":
             rows = [self._complete(row) for row in rows]
         elif "response" in rows[0] and "messages" not in rows[0]:
             self.values.setdefault("data.format", "prompt_response")
         self.values[key] = _write_rows(rows, self.directory / "data", label)
         return len(rows)
+
+    def _rows_of_program(self, given: Any) -> list[Any]:
+        """The rows of an argument, without the nulls that a table adds to chats."""
+        if not isinstance(given, pd.DataFrame | datasets.Dataset):
+            return list(given)
+        is_frame = isinstance(given, pd.DataFrame)
+        # Of a data set as they are stored: images as bytes.
+        rows = given.to_dict("records") if is_frame else given.with_format("arrow")[:].to_pylist()
+        for row in rows:
+            drop_null_fields(row, self.config.data.chat_columns)
+        return rows
 
     def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
         """The rows of files that lack what is read of them, none of files that have it; and their number."""
@@ -469,11 +473,6 @@ class _Draft:
         return size
 
 
-def _plain(value: Any) -> Any:
-    """The elements of a tensor as plain JSON values. Raises AttributeError: JSON cannot hold the value."""
-    return jsonable(value.tolist(), _plain)
-
-
 def _is_missing(value: Any) -> bool:
     """Whether a table has no value there, for which pandas writes NaN."""
     return isinstance(value, float) and math.isnan(value)
@@ -483,7 +482,7 @@ def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
     """The rows as a file named after its content: JSON lines, or parquet where JSON cannot hold a value."""
     make_directory(folder, where="trainer.default_local_dir")
     try:
-        lines = [json.dumps(jsonable(row, _plain), ensure_ascii=False, allow_nan=False) for row in rows]
+        lines = [json.dumps(jsonable(row, methodcaller("tolist")), ensure_ascii=False, allow_nan=False) for row in rows]
         text = "".join(f"{line}\n" for line in lines)
         suffix, content = "jsonl", text.encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):

@@ -18,15 +18,14 @@ _ALONE = {"pwd", "secret", "credential", "authorization", "cookie"}
 _LAST = {"auth", "bearer", "pass", "pat", "jwt"}
 # Words that are written together with another: `dbpass`, `mysecret`.
 _ENDS = re.compile(r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$")
-_BEFORE_KEY = {
-    "api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "service", "judge",
-    "server", "sandbox", "search", "client", "admin", "webhook", "ssh", "llm", "storage",
-    # Vendors.
-    "openai", "anthropic", "azure", "google", "gemini", "aws", "gcp", "hf", "huggingface", "wandb", "mlflow",
-    "swanlab", "mistral", "cohere", "groq", "together", "fireworks", "deepseek", "dashscope", "qwen", "openrouter",
-    "nvidia", "replicate", "xai", "grok", "perplexity", "cerebras", "modal", "runpod", "serper", "serpapi", "tavily",
-    "bing", "slack", "github", "gitlab", "npm", "langsmith", "langfuse",
-}  # fmt: skip
+_BEFORE_KEY = {"api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "service"}
+# Judges, servers and vendors, whose key is one to them.
+_OWNERS_OF_KEYS = re.compile(
+    r"judge|server|sandbox|search|client|admin|webhook|ssh|llm|storage|openai|anthropic|azure|google|gemini|aws|gcp|hf"
+    r"|huggingface|wandb|mlflow|swanlab|mistral|cohere|groq|together|fireworks|deepseek|dashscope|qwen|openrouter"
+    r"|nvidia|ngc|replicate|xai|grok|perplexity|cerebras|modal|runpod|serper|serpapi|tavily|bing|slack|github|gitlab|npm"
+    r"|langsmith|langfuse|comet|neptune|clearml|zhipu|moonshot|minimax|stripe|twilio|sendgrid|telegram|datadog|sentry"
+)
 _BEFORE_TOKEN = {
     "pad", "eos", "bos", "unk", "mask", "cls", "sep", "image", "img", "video", "audio", "vision", "stop", "special",
     "start", "end", "begin", "per", "think", "boi", "eoi", "extra", "first", "last", "next",
@@ -81,7 +80,8 @@ def is_secret(name: str) -> bool:
         return True
     if _ENDS.search(last):
         return True
-    if any(pair[0] in _BEFORE_KEY and pair[1] in ("key", "keys") for pair in pairwise(words)):
+    owners = [owner for owner, word in pairwise(words) if word in ("key", "keys")]
+    if any(owner in _BEFORE_KEY or _OWNERS_OF_KEYS.fullmatch(owner) for owner in owners):
         return True
     # A variable of the environment.
     return name.isupper() and len(words) > 1 and last == "key"

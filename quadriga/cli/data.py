@@ -24,10 +24,9 @@ from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import read_media
 from quadriga.errors import DataError
-from quadriga.models.load import declared_stop_token_ids
 from quadriga.trainer.build import build_tokenizer
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.workers.generation import build_processor
+from quadriga.workers.generation import build_processor, declared_stop_token_ids
 
 _LISTED, _BARS, _WIDTH = 20, 12, 40
 """Bad rows that are listed; bars of a histogram, and characters of its longest."""
@@ -79,19 +78,25 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
         lengths = np.array([len(text) for text in texts])
         print(*_histogram(lengths, "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
-        encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
-        skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
-        options: dict[str, Any] = {}
-        if model_path := config.actor_rollout_ref.model.path:
-            options = {"processor": build_processor(config), "stop_token_ids": declared_stop_token_ids(model_path)}
-        chats = _Chats([path], encoder.tokenizer, skips, **options)
-        print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
-        print(f"bad: {len(chats.bad_rows)} rows")
-        if chats.rows:
-            shown = chats.rows[min(row, len(chats) - 1)]
-            _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())
+        _print_chats(config, path, row)
     else:
         _print_prompts(config, table, row, errors)
+
+
+def _print_chats(config: Config, path: Path, row: int) -> None:
+    """How long conversations are, which would be left out, and one with its learned tokens."""
+    data = config.data
+    encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+    skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
+    options: dict[str, Any] = {}
+    if model_path := config.actor_rollout_ref.model.path:
+        options = {"processor": build_processor(config), "stop_token_ids": declared_stop_token_ids(model_path)}
+    chats = _Chats([path], encoder.tokenizer, skips, **options)
+    print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
+    print(f"bad: {len(chats.bad_rows)} rows")
+    if chats.rows:
+        shown = chats.rows[min(row, len(chats) - 1)]
+        _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())
 
 
 def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataError]) -> None:

@@ -116,21 +116,18 @@ class RLHFDataset(FileDataset):
         rows = as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
         return cast("datasets.Dataset", rows.select(self._rows))
 
-    def file_and_row(self, item: int) -> tuple[int, int]:
-        """The number of an item's file among all files, and the number of its row in that file."""
-        return self._position(int(self._rows[item]))
-
-    def _position(self, number: int) -> tuple[int, int]:
-        """The same for a row by its number among the rows of all files."""
-        file_number = int(np.searchsorted(self._ends, number, side="right"))
-        num_rows_before = int(self._ends[file_number - 1]) if file_number else 0
-        return file_number, number - num_rows_before
+    def places(self, items: Sequence[int]) -> list[tuple[int, int]]:
+        """The number of the file of each item, and of its row in that file."""
+        numbers = self._rows[np.asarray(items, dtype=np.int64)]
+        files = np.searchsorted(self._ends, numbers, side="right")
+        first_rows = np.concatenate([[0], self._ends])[files]
+        return list(zip(files.tolist(), (numbers - first_rows).tolist(), strict=True))
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""
-        file_number, row_number = self._position(number)
-        table = self._tables[file_number]
-        return table, row_number, f"{table.path} row {table.first + row_number}"
+        position = int(np.searchsorted(self._ends, number, side="right"))
+        table, own_number = self._tables[position], number - int(self._ends[position - 1]) if position else number
+        return table, own_number, f"{table.path} row {table.first + own_number}"
 
     @property
     def digest(self) -> str:
@@ -186,9 +183,7 @@ class RLHFDataset(FileDataset):
                 table, row, _ = self._place(number)
                 measured[number] = self._measured(table, range(row, row + 1))[0]
             rows = rows[lengths[rows] != BAD]
-        if self.bad_rows:
-            tell_bad_rows(self._key, self.bad_rows)
-        tell_notes(self._key, measured["notes"][rows])
+        self._tell(measured["notes"][rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
@@ -197,6 +192,14 @@ class RLHFDataset(FileDataset):
                 for item in range(len(self)):
                     self[item]
         return rows
+
+    def _tell(self, notes: np.ndarray) -> None:
+        """Print which rows are left out as bad, and how many prompts have which of `_NOTES`; `notes` are theirs."""
+        if self.bad_rows:
+            tell_bad_rows(self._key, self.bad_rows)
+        for note, told in _NOTES.items():
+            if count := np.count_nonzero(notes & note):
+                print(f"{self._key}: {count} {told}.", flush=True)
 
     def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
         """Every prompt of a file, or those of some rows, as `PromptMeter` measures them."""

@@ -130,6 +130,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
             raise DataError(self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length.")
         if left_out := num_rows - len(self.rows):
             print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
+        self._tell_forms()
+
+    def _tell_forms(self) -> None:
+        """Print how many rows have a form that their author may not have meant."""
         if count := self.num_chats_in_json:
             print(f"{self._key}: {count} chats are texts in JSON, and read as the messages in them.", flush=True)
         if self.num_open_turns:

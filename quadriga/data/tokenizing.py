@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.data.token_counts import TokenCounter
 from quadriga.errors import DataError
+from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 
 Messages = list[dict[str, Any]]
-CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
-"""Arguments of a chat template for messages whose last one is continued."""
 _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
@@ -124,12 +123,6 @@ def chat_in_json(value: Any) -> Messages:
         return []
     is_chat = all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in chat)
     return chat if is_chat else []
-
-
-def ends_with_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is text of the assistant, which the model is to continue."""
-    last = messages[-1]
-    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 class ChatEncoder:

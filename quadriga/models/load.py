@@ -210,14 +210,3 @@ def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[i
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return tuple(dict.fromkeys(token for token in [*ids, tokenizer_eos] if token is not None))
-
-
-def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Token ids that end a response by the generation_config.json of a model, which may have none."""
-    with explained(path):
-        try:
-            declared = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:
-            return ()
-    ids = declared if isinstance(declared, list) else [declared]
-    return tuple(token for token in ids if token is not None)

@@ -18,7 +18,6 @@ from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.errors import ConfigError, WorkerLostError
-from quadriga.models.load import declared_stop_token_ids
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
@@ -34,7 +33,7 @@ from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrain
 from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.generation import build_processor
+from quadriga.workers.generation import build_processor, declared_stop_token_ids
 from quadriga.workers.models import check_checkpoint, check_models, layout_tables
 from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker

@@ -141,7 +141,7 @@ def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
     """
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return assign_uids(prompts, "row", first)
-    places = [dataset.file_and_row(item) for item in prompts.non_tensor_batch["item"]]
+    places = dataset.places(prompts.non_tensor_batch["item"])
     names = [f"file-{file}-row-{row}" for file, row in places]
     prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
     return prompts

@@ -2,15 +2,16 @@
 """A rollout engine at work, colocated with the actor or on processes of its own."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config
 from quadriga.data import load_processor
 from quadriga.errors import EngineError
-from quadriga.models.load import load_config
+from quadriga.models.load import explained, load_config
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
@@ -126,3 +127,14 @@ def build_processor(config: Config) -> Any:
     trusts = config.data.trust_remote_code or model.trust_remote_code
     sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
     return load_processor(model.path, trust_remote_code=trusts, options=sizes)
+
+
+def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
+    """Token ids that end a response by the generation_config.json of a model, which may have none."""
+    with explained(path):
+        try:
+            declared = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            return ()
+    ids = declared if isinstance(declared, list) else [declared]
+    return tuple(token for token in ids if token is not None)

@@ -17,13 +17,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.data.tokenizing import ends_with_assistant, read_tokenizer
+from quadriga.data.tokenizing import read_tokenizer
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.chats import ends_with_assistant
 from quadriga.protocol.columns import object_array
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, timed

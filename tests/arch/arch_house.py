@@ -61,7 +61,9 @@ REASONS: dict[str, str] = {
     " out, lengths without a tokenizer; batches that a thread reads; streaming.py: rows that are read"
     " as they are needed, a block at a time; words of prompts counted once; what is decoded kept up to a bound;"
     " images and videos in chats and pairs; GLM-4V; libraries that load when a row needs them;"
-    " processes that count tokens as programs of their own, which load no torch (prompt_lengths.py, media.py)",
+    " processes that count tokens as programs of their own, which load no torch (prompt_lengths.py, media.py);"
+    " nulls of Parquet, columns with names of the batch, chats in JSON, prompts that are continued, ends of turns,"
+    " formats of images",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss; float16"
     " with a dynamic loss scale; memory of long sequences that is flat in their number",
@@ -74,7 +76,8 @@ REASONS: dict[str, str] = {
     "observe": "metrics of a step in parts; one thread for all waits, which outlives a failed report;"
     " waits for users' code name its line, and a start-up its parts; services get no step twice; SIGTERM says what is"
     " on the disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
-    "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
+    "protocol": "chats that end with the assistant (chats.py), for data, rollout and workers; files of a DataProto that"
+    " cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class;"
     " a process that died before it had a sample costs none; bounds on expressions and CPU time, so that no response is"

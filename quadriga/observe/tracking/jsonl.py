@@ -118,7 +118,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
     """Plain JSON values, with the texts "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot hold.
 
-    `convert` makes a value of what has no JSON form (a tensor, an object of the user's): its text by default.
+    `convert` makes a plainer value of what has no JSON form (a tensor, an object of the user's): its text by default.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
@@ -130,4 +130,4 @@ def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
         return {str(key): jsonable(entry, convert) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(entry, convert) for entry in value]
-    return convert(value)
+    return jsonable(convert(value), convert)

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.data.tokenizing import CONTINUING, ends_with_assistant
 from quadriga.errors import DataError, RolloutError
+from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResponse

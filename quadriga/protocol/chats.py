@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats whose last message is the beginning of a response."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
+"""Arguments of a chat template for messages whose last one is continued."""
+
+
+def ends_with_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is text of the assistant, which the model is to continue."""
+    last = messages[-1]
+    if last.get("tool_calls"):
+        return False
+    return last["role"] == "assistant" and bool(last.get("content"))
