@@ -66,7 +66,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def dead_signals(batch: DataProto) -> dict[str, str]:
-    """What leaves a step nothing to learn from, by kind: a reward that is the same for all, responses that were cut."""
+    """What leaves a step nothing to learn from, by kind: alike or too large rewards, responses that were cut."""
     found, scores = {}, batch.batch["token_level_scores"].sum(-1).tolist()
     groups: dict[Any, set[float]] = defaultdict(set)
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
@@ -82,6 +82,24 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
     if share >= MOST_CUT:
         fix = "Raise it if the score depends on what comes last."
         found["length"] = f"{share:.0%} of responses hit the limit, data.max_response_length={width}. {fix}"
+    largest = max(scores, key=abs, default=0.0)
+    if largest**2 * len(scores) > torch.finfo(torch.float32).max:
+        row = scores.index(largest)
+        places = batch.non_tensor_batch.get("source_row")
+        place = f"row {row} of the batch" if places is None else places[row]
+        problem = "too large: float32 cannot hold its square, so advantages are 0 or not finite"
+        found["size"] = f"the score {largest:g} of {place} is {problem}. Scale the rewards."
+    return found
+
+
+def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Which models had a gradient that is not finite, and so did not learn; float16's loss scale looks for these."""
+    found = {}
+    for name, count in metrics.items():
+        model, _, kind = name.partition("/")
+        if kind == "nonfinite_steps" and count and f"{model}/loss_scale" not in metrics:
+            fix = "Look for rewards or losses that are too large or NaN; later steps are counted in this metric alone."
+            found[name] = f"{name}={count:g}: gradients that are not finite were dropped. {fix}"
     return found
 
 

@@ -39,7 +39,7 @@ from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop
-from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics
+from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, lost_gradients, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import BatchRewards, generate_responses, grade, sample_rows, write_samples
 from quadriga.trainer.roles import Needs
@@ -155,7 +155,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
-        for kind, text in dead_signals(batch).items():
+        for kind, text in (dead_signals(batch) | lost_gradients(self.metrics)).items():
             if kind not in self.warned:
                 logger.warning("step %d: %s", self.global_steps, text)
                 self.warned.add(kind)

@@ -158,8 +158,9 @@ class Supervisor:
         return pid
 
     def _become_test(self, index: int, folder: Path, streams: tuple[int, ...]) -> None:
-        # First out of the way of the numbers that the streams are to have.
-        aside = [os.dup2(fd, 100 + number) for number, fd in enumerate(streams)]
+        # First out of the way of the numbers that the streams have, and of those that they are to have.
+        first_free = max(streams) + len(streams)
+        aside = [os.dup2(fd, first_free + number) for number, fd in enumerate(streams)]
         # Before their numbers are others': they would close those when they are freed.
         for owner in (self._selector, self._notices, self._notice):
             owner.close()

@@ -23,9 +23,13 @@ _NUMBER = re.compile(
 )
 # One number on its own may carry its separators anywhere ("12,34"), because nothing else can be meant.
 _LONE_NUMBER = re.compile(
-    r"\s*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+    r"[\s*_`]*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
+# A number between marks of Markdown: **18**, *18*, __18__, `18`.
+_EMPHASIS = re.compile(
+    r"(?<![\w*`])(?P<mark>\*{1,3}|_{1,3}|`{1,3})(?P<number>[-+\u2212]?\\?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:\\?%)?)\.?(?P=mark)(?![\w*`])"
+)
 _MARK_AS_TEXT = re.compile(r"\\text\{([^{}A-Za-z\\]*)\}")
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/}])([0-9]{1,9})[ \t]+([0-9]{1,9})/([0-9]{1,9})(?![\w/])")
 _POINT_AT_THE_END = re.compile(r"(?<=[0-9])\.(?=\s*(?:\Z|[$}]))")
@@ -65,8 +69,9 @@ def _decimal(digits: str, *, is_negative: bool) -> Decimal:
 
 
 def plain_math(text: str) -> str:
-    r"""LaTeX in which four things that readers of mathematics take amiss are written plainly.
-    `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, and `\varnothing` `\emptyset`."""
+    r"""LaTeX in which five things that readers of mathematics take amiss are written plainly.
+    `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, `\varnothing` `\emptyset`, and **18** 18."""
+    text = _EMPHASIS.sub(lambda found: found["number"], text)
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
     text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{int(found[3])}", text)
     return _POINT_AT_THE_END.sub("", text)

@@ -11,7 +11,14 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
-from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics, spread
+from quadriga.trainer.metrics import (
+    check_log_probs,
+    data_metrics,
+    dead_signals,
+    lost_gradients,
+    performance_metrics,
+    spread,
+)
 
 
 @pytest.fixture
@@ -73,6 +80,19 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     cut = signals([float(row) for row in range(16)], [3] * 15 + [1], "a" * 16)
     assert cut["length"].startswith("94% of responses hit the limit, data.max_response_length=3.")
     assert signals([float(row) for row in range(16)], [3] * 14 + [1, 2], "a" * 16) == {}
+
+
+def test_scores_whose_square_float32_cannot_hold_are_named() -> None:
+    large = signals([0.0, 1e30, -2e30], [1, 1, 1], "aaa")
+    assert large["size"].startswith("the score -2e+30 of row 2 of the batch is too large")
+    assert "size" not in signals([0.0, 1e18], [1, 1], "aa")
+
+
+def test_gradients_that_are_not_finite_are_said_but_for_those_of_a_loss_scale() -> None:
+    assert list(lost_gradients({"actor/nonfinite_steps": 2.0, "critic/nonfinite_steps": 0.0})) == [
+        "actor/nonfinite_steps"
+    ]
+    assert lost_gradients({"actor/nonfinite_steps": 2.0, "actor/loss_scale": 1024.0}) == {}
 
 
 def test_aborted_responses_are_counted_apart(batch: DataProto) -> None:

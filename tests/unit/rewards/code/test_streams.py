@@ -81,3 +81,10 @@ print(4)
     result = compute_score(program, {"inputs": [""] * 3, "outputs": ["3"] * 3})
     assert (result["score"], result["pass_rate"]) == (0.0, 0.0)
     assert "wrong answer: got '\\x00" in result["reason"]
+
+
+def test_as_many_tests_at_a_time_as_wanted_keep_their_streams_apart():
+    cases = [Case({"input": str(number)}, None) for number in range(32)]
+    program = "import time\ntime.sleep(0.5)\nprint(input())"
+    runs = run_cases(program, cases, Limits(wall_s=60.0), parallel=32, total_s=60.0)
+    assert {run.index: run.stdout for run in runs} == {number: f"{number}\n" for number in range(32)}

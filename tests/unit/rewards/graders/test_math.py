@@ -64,6 +64,22 @@ def test_forms_are_read_alike_on_both_sides(one, other, score):
     assert compute_score(rf"\boxed{{{other}}}", one)["score"] == score
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        (r"\frac{1}{2006!}", r"\frac{1}{2004!}", 0.0),
+        (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}", 0.0),
+        (r"2^{-99}", r"\frac{1}{2^{99}}", 1.0),
+        (r"\{1, \frac{1}{2^{98}}\}", r"\{1, \frac{1}{2^{99}}\}", 0.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("0.000333", r"\frac{1}{3000}", 1.0),
+        ("0.333333", r"\frac{1}{3}", 1.0),
+    ],
+)
+def test_small_numbers_are_told_apart(answer, truth, score):
+    assert compute_score(rf"\boxed{{{answer}}}", truth)["score"] == score
+
+
 def test_equal_numbers_are_the_same_vote():
     assert compute_score(r"\boxed{\frac{1}{2}}", "1")["pred"] == compute_score(r"\boxed{0.5}", "1")["pred"] == "0.5"
     assert compute_score(r"\boxed{x + 1}", "1")["pred"] == "x + 1"

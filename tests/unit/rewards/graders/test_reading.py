@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rewards.graders.reading import find_numbers, leading_number, plain_text, true_number
+from quadriga.rewards.graders.reading import find_numbers, leading_number, plain_math, plain_text, true_number
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,17 @@ def test_numbers_are_found_in_order(text, numbers):
 @settings(deadline=None, max_examples=50)
 def test_every_integer_is_read_back(number, form):
     assert find_numbers(form.format(number)) == [number]
+
+
+@pytest.mark.parametrize("mark", ["**", "*", "__", "`"])
+def test_markdown_around_a_number_is_left_out(mark):
+    assert leading_number(f" {mark}-1,800.50{mark} in all") == Decimal("-1800.50")
+    assert plain_math(f"it is {mark}18{mark}.") == "it is 18."
+
+
+def test_markdown_is_not_multiplication_or_an_index():
+    for text in ("2*3*4", "2 * 3 * 4", "x_1_2", "a**2**b"):
+        assert plain_math(text) == text
 
 
 def test_a_number_of_a_million_digits_is_read_exactly():
