@@ -16,11 +16,13 @@ from typing import Any
 from quadriga.background import run_coroutine
 from quadriga.errors import ConfigError
 from quadriga.rewards.components import weighted
+from quadriga.rewards.scoring import PLURALS
 
 ROW = "row"  # entry of `extra_info` with the columns of the row, where a function names one
-OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info")
+OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info", *PLURALS)
 OF_ROW = ("completion", "prompt")
-OF_BATCH = tuple(f"{name}s" for name in (*OF_SAMPLE, *OF_ROW))
+BATCH_NAMES = {name: PLURALS.get(name, f"{name}s") for name in (*OF_SAMPLE, *OF_ROW)}
+OF_BATCH = tuple(BATCH_NAMES.values())
 
 
 class NamedReward:
@@ -40,7 +42,7 @@ class NamedReward:
         self.is_batch = any(one in OF_BATCH for one in self.names)
         is_known = self.is_batch or any(one in (*OF_SAMPLE, *OF_ROW) for one in self.names)
         self.is_positional = len(self.required) == 1 and not is_known
-        of_samples = {*OF_SAMPLE, *(f"{one}s" for one in OF_SAMPLE)}
+        of_samples = {*OF_SAMPLE, *(BATCH_NAMES[one] for one in OF_SAMPLE)}
         self.reads_row = not self.is_positional and (self.takes_all or not of_samples.issuperset(self.names))
 
     def check(self, columns: Iterable[str]) -> None:
@@ -58,7 +60,7 @@ class NamedReward:
             return [_awaited(self.function(**self._chosen(one))) for one in samples]
         names = dict.fromkeys(name for one in samples for name in one)
         lists = {name: [one.get(name) for one in samples] for name in names}
-        lists |= {f"{name}s": lists[name] for name in (*OF_SAMPLE, *OF_ROW)}
+        lists |= {plural: lists[name] for name, plural in BATCH_NAMES.items()}
         returned = list(_awaited(self.function(**self._chosen(lists))))
         if len(returned) != len(samples):
             raise ValueError(f"{self.name} returned {len(returned)} scores, expected {len(samples)}")
@@ -74,8 +76,17 @@ class ItemReward:
     def __init__(self, parts: Sequence[NamedReward]) -> None:
         self.parts = parts
 
-    def __call__(self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-        return self.score([facts(data_source, solution_str, ground_truth, extra_info)])[0]
+    def __call__(
+        self,
+        data_source: Any,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Any = None,
+        solution_with_special_tokens: str | None = None,
+        solution_messages: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        further = (solution_with_special_tokens, solution_messages)
+        return self.score([facts(data_source, solution_str, ground_truth, extra_info, *further)])[0]
 
     def score(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
         """A number or a dict for each sample; None of one of several means that it has no say."""
@@ -93,17 +104,36 @@ class ItemReward:
 class BatchReward(ItemReward):
     """The same for all samples of a batch at a time, where one of the functions takes lists."""
 
-    def __call__(self, data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[Any]:
-        return self.score(list(map(facts, data_sources, solution_strs, ground_truths, extra_infos)))
+    def __call__(
+        self,
+        data_sources: Any,
+        solution_strs: Any,
+        ground_truths: Any,
+        extra_infos: Any,
+        solutions_with_special_tokens: Any,
+        solutions_messages: Any,
+    ) -> list[Any]:
+        further = (solutions_with_special_tokens, solutions_messages)
+        return self.score(list(map(facts, data_sources, solution_strs, ground_truths, extra_infos, *further)))
 
 
-def facts(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
+def facts(
+    data_source: Any,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    solution_with_special_tokens: str | None = None,
+    solution_messages: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """What a function may name of one sample."""
+    messages = solution_messages or [{"role": "assistant", "content": solution_str}]
     row = dict((extra_info or {}).get(ROW) or {})
     is_chat = isinstance(row.get("prompt"), list)
     return row | {
         "prompt": row.get("prompt"),
-        "completion": [{"role": "assistant", "content": solution_str}] if is_chat else solution_str,
+        "completion": messages if is_chat else solution_str,
+        "solution_messages": messages,
+        "solution_with_special_tokens": solution_with_special_tokens or solution_str,
         "solution_str": solution_str,
         "response": solution_str,
         "ground_truth": ground_truth,

@@ -146,12 +146,15 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._numbers = count()
         self._item_s = CHUNK_S
         self._is_closed = False
+        self.accepted = frozenset[str]()  # names of arguments of the score function, once it was started
         # Without close(), the processes end with the pool or with the interpreter, whichever is first.
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
         """Start one process, to learn early that it can load the score function; ConfigError where it cannot."""
-        self._idle.append(self._process())
+        process = self._process()
+        self.accepted = process.accepted
+        self._idle.append(process)
 
     def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
         """Begin to grade while the caller does something else.
@@ -165,7 +168,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         keys = range(len(rows))
         if self._function.is_batch and rows:
             round_ = Round(len(rows), max_failures, timeout_s * len(rows))
-            calls = [_Call(round_, keys, {f"{name}s": [row[name] for row in rows] for name in rows[0]})]
+            calls = [_Call(round_, keys, self._function.batch_of(rows))]
         else:
             round_ = Round(len(rows), max_failures, timeout_s)
             calls = [_Call(round_, (key,), rows[key]) for key in keys]

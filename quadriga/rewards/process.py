@@ -102,6 +102,7 @@ class GradingProcess:
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
         self._is_built_in = function.path is None
+        self.accepted = frozenset[str]()  # names of the arguments of each call, known once it is ready
         self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
@@ -141,7 +142,9 @@ class GradingProcess:
                 self._may_be_gone = False
                 continue
             self._has_graded |= kind == GRADED
-            self.is_ready, self.is_async = kind != LOADING, self.is_async or (kind == READY and bool(value))
+            self.is_ready = kind != LOADING
+            if kind == READY and value is not None:
+                self.is_async, self.accepted = value
             if self.is_async:
                 self.since, self._room = time.monotonic(), SAMPLE_BYTES
             if kind == last:
@@ -225,17 +228,20 @@ def _serve(connection: Connection) -> None:
     try:
         compute_score = function.load()
         is_async = inspect.iscoroutinefunction(compute_score)
-        connection.send((READY, is_async))
+        accepted = function.accepted_by(compute_score)
+        connection.send((READY, (is_async, accepted)))
         if is_async:
-            asyncio.run(_serve_many(connection, function, compute_score, send))
+            asyncio.run(_serve_many(connection, function, compute_score, accepted, send))
         else:
-            _serve_in_turn(connection, function, compute_score, send)
+            _serve_in_turn(connection, function, compute_score, accepted, send)
     except QuadrigaError as error:
         # Only loading raises these here: a score function's own errors are outcomes.
         connection.send((UNUSABLE, error))
 
 
-def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
+def _serve_in_turn(
+    connection: Connection, function: ScoreFunction, compute_score: Function, accepted: frozenset[str], send: Send
+) -> None:
     cpu_limit.may_end_process = function.path is None
     loaded: set[str] = set()
     while True:
@@ -250,6 +256,7 @@ def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_scor
                     load_grader(name)
                     loaded.add(name)
                     connection.send((READY, None))
+                arguments = {key: value for key, value in arguments.items() if key in accepted}
                 try:
                     returned = compute_score(**arguments)
                     if inspect.iscoroutine(returned):  # of a function that is none itself, such as a lambda around one
@@ -265,12 +272,15 @@ def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outco
     return read_outcomes(returned, len(arguments["solution_strs"])) if function.is_batch else read_outcome(returned)
 
 
-async def _serve_many(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
+async def _serve_many(
+    connection: Connection, function: ScoreFunction, compute_score: Function, accepted: frozenset[str], send: Send
+) -> None:
     """Await the outcomes of samples as they come, until the driver closes the pipe."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     ended = loop.create_future()
 
     async def grade(number: int, timeout_s: float, arguments: Arguments) -> None:
+        arguments = {key: value for key, value in arguments.items() if key in accepted}
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:

@@ -10,7 +10,7 @@ import logging
 import math
 from asyncio import wrap_future
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from quadriga.protocol.fields import FIELDS
 from quadriga.rewards.outcome import UNGRADABLE, Outcome
 from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
+from quadriga.rewards.scoring import POLICY_TEXT
 
 logger = logging.getLogger(__name__)
 OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
@@ -128,21 +129,34 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
             raise RewardError(f"reward batch column {key}", got=got, expected=f"this one; {origin}")
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
-    # The attention mask, not the response mask: what a tool or the user said in between belongs to the text that is
-    # graded.
+    # The attention mask, not the response mask: what a tool or the user said in between belongs to `solution_str`.
     valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
     lengths = valid.long().sum(dim=-1)
     token_ids = [row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)]
     rows, known = [], columns.get("extra_info", [None] * len(token_ids))
     places = list(columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))]))
+    masks = data.batch["response_mask"].cpu().numpy() if "response_mask" in data.batch.keys() else None
+    whole = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
     for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):  # quick with arrays
         extra_info: Any = {} if known[row] is None else known[row]
         if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
             extra_info = {**extra_info, **of_conversation}
         truth = ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
         facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
-        rows.append({**facts, "extra_info": extra_info})
+        facts |= {"extra_info": extra_info, "solution_with_special_tokens": whole[row]}
+        if masks is not None and not (mask := masks[row][: lengths[row]]).all():
+            facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
+        if "solution_messages" in columns:
+            facts["solution_messages"] = columns["solution_messages"][row]
+        rows.append(facts)
     return Samples(rows, lengths, response_length, places)
+
+
+def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
+    """What the policy itself wrote of a response: the runs of tokens whose mask is 1, each on lines of its own."""
+    runs = groupby(zip(token_ids, mask, strict=True), key=lambda pair: bool(pair[1]))
+    texts = [[int(token) for token, _ in pairs] for is_own, pairs in runs if is_own]
+    return "\n".join(tokenizer.batch_decode(texts, skip_special_tokens=True))
 
 
 def ground_truth(reward_model: Any, place: str, column: str = "reward_model") -> Any:

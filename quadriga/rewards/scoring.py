@@ -7,7 +7,7 @@ never on the driver, so it does not have to be picklable, and whatever its file 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -91,6 +91,9 @@ def default_compute_score(
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+PLURALS = {"solution_with_special_tokens": "solutions_with_special_tokens", "solution_messages": "solutions_messages"}
+"""Further arguments, and their names in batches: passed to functions that name them."""
+POLICY_TEXT = "policy_str"  # entry of a sample's row: what the policy itself wrote, its turns joined by line ends
 _SECTION = "custom_reward_function"
 
 
@@ -123,6 +126,32 @@ class ScoreFunction:
         """Names of the arguments that each call passes, `reward_kwargs` aside."""
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
+    def facts_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for one sample, from its row: a built-in grader reads only what the policy itself wrote."""
+        text = row["solution_str"]
+        facts = {name: row[name] for name in ITEM_ARGUMENTS}
+        if self.path is None:
+            return {**facts, "solution_str": row.get(POLICY_TEXT, text)}
+        messages = row.get("solution_messages") or [{"role": "assistant", "content": text}]
+        return {
+            **facts,
+            "solution_with_special_tokens": row.get("solution_with_special_tokens", text),
+            "solution_messages": messages,
+        }
+
+    def batch_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """The arguments of one call for samples with such arguments."""
+        return {PLURALS.get(name, f"{name}s"): [row[name] for row in rows] for name in rows[0]}
+
+    def accepted_by(self, function: Callable[..., Any]) -> frozenset[str]:
+        """Names of the arguments that a loaded function is called with."""
+        further = PLURALS.values() if self.is_batch else PLURALS.keys()
+        try:
+            named = inspect.signature(function).parameters.keys()
+        except (TypeError, ValueError):
+            named = frozenset[str]()
+        return frozenset(self.arguments) | (set(further) & set(named))
+
     def load(self) -> Callable[..., Any]:
         """The function itself; ConfigError where its file fails, lacks it, or it takes other arguments."""
         function: Callable[..., Any] = default_compute_score
@@ -136,7 +165,7 @@ class ScoreFunction:
             # Some callables written in C have no signature; then the first call has to show it.
             return loaded
         try:
-            signature.bind(**{**dict.fromkeys(self.arguments), **self.reward_kwargs})
+            signature.bind(**{**dict.fromkeys(self.accepted_by(function)), **self.reward_kwargs})
         except TypeError as error:
             names = tuple(signature.parameters)
             if (names[:1], names[2:]) == (("data_source",), ("ground_truth",)) and not self.is_batch:

@@ -37,7 +37,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards import RewardManager
 from quadriga.rewards.registry import load_reward_manager
-from quadriga.rewards.samples import SampleManager, Samples, ground_truth
+from quadriga.rewards.samples import SampleManager, Samples, ground_truth, policy_text
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
 from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import ModelReward, generate_responses, repeat_prompts
@@ -110,7 +110,7 @@ def answer(
 def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[list[str]]:
     """What the policy itself wrote, `num_samples` texts for each prompt."""
     rows = zip(responses.batch["responses"], responses.batch["response_mask"].bool(), strict=True)
-    texts = [tokenizer.decode(tokens[mask], skip_special_tokens=True) for tokens, mask in rows]
+    texts = [policy_text(tokenizer, tokens.tolist(), mask.tolist()) for tokens, mask in rows]
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
 
 

@@ -30,7 +30,7 @@ from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
 from quadriga.rewards.samples import Samples, collect, read_samples
-from quadriga.rewards.scoring import ScoreFunction
+from quadriga.rewards.scoring import ITEM_ARGUMENTS, ScoreFunction
 from quadriga.user_file import taken
 
 RawRewardFn = Callable[..., Any]
@@ -153,7 +153,8 @@ class NaiveRewardManager(AbstractRewardManager):
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         extra: dict[str, list[Any]] = defaultdict(list)
         for row, (sample, length) in enumerate(zip(samples.rows, samples.lengths.tolist(), strict=True)):
-            graded = self.compute_score(**sample)
+            arguments = {name: sample[name] for name in ITEM_ARGUMENTS}
+            graded = self.compute_score(**arguments)
             score, told = self.shaped(graded, length)
             for key, value in told.items():
                 extra[key].append(value)
@@ -205,10 +206,11 @@ class SingleRewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         (sample,) = read_samples(data, self.tokenizer, self.config.data.reward_fn_key).rows
+        arguments = {name: sample[name] for name in ITEM_ARGUMENTS}
         if self.is_async_reward_score:
-            graded = await self.compute_score(**sample)
+            graded = await self.compute_score(**arguments)
         else:
-            graded = await self.loop.run_in_executor(None, lambda: self.compute_score(**sample))
+            graded = await self.loop.run_in_executor(None, lambda: self.compute_score(**arguments))
         extra = dict(graded) if isinstance(graded, Mapping) else {"acc": graded}
         return {"reward_score": extra.get("score", graded), "reward_extra_info": extra}
 

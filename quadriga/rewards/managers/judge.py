@@ -4,7 +4,8 @@
 Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `Judge`
 (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
 
-    prompt      text with {solution_str}, {ground_truth}, {data_source} and {extra_info.NAME} to be filled in
+    prompt      text with {solution_str} (or {solution_with_special_tokens}), {ground_truth}, {data_source} and
+                {extra_info.NAME} to be filled in
     range       [least, most] that a score may be, [0, 1] by default
     pattern     regular expression; its first group is the number, and all its matches must have the same one. Without a
                 pattern the judge is asked to end with a line "Score: X", and only a last line of this form counts
@@ -48,7 +49,7 @@ _QUESTION_KEYS = ("prompt", "range", "pattern")
 # Of text in most tokenizers; used for an estimate until the server has counted.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
-_PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\}")
+_PLACE = re.compile(r"\{(solution_str|solution_with_special_tokens|ground_truth|data_source|extra_info\.\w+)\}")
 
 
 @dataclass(kw_only=True)
@@ -254,7 +255,7 @@ class JudgeRewardManager(SampleManager):
 def _value(row: dict[str, Any], place: str) -> str:
     column, _, name = place.partition(".")
     if not name:
-        return str(row[column])
+        return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
         raise ValueError(f"{_WHERE}: the prompt wants {place}, and the row's extra_info has {sorted(row[column])}")
     return str(row[column][name])
@@ -282,7 +283,7 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
         if not has_number:
             raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
         prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
-        if not isinstance(prompt, str) or "{solution_str}" not in prompt:
+        if not isinstance(prompt, str) or not re.search(r"\{solution_(str|with_special_tokens)\}", prompt):
             raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
         if not isinstance(weight, int | float):
             raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")

@@ -11,7 +11,7 @@ A sample that cannot be graded is an error, counted and stored with it; it is ne
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcome
 from quadriga.rewards.pool import GradingPool, Round
 from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
-from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
+from quadriga.rewards.scoring import PLURALS, WITHOUT_TRUTH, ScoreFunction, grader_name
 
 NO_GRADE = Outcome(0.0, {}, "", "graded")  # of a sample that a reward model alone grades
 _WHERE = "reward_model.reward_kwargs"
@@ -30,6 +30,18 @@ _WHERE = "reward_model.reward_kwargs"
 # `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
 BUILT_IN_PATIENCE = 10
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
+
+
+def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str, ...]:
+    """What the start says where a function reads texts without special tokens that may matter to it."""
+    if not {*PLURALS, *PLURALS.values()}.isdisjoint(accepted):
+        return ()
+    ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
+    special = sorted(set(getattr(tokenizer, "all_special_tokens", ())) - ends)
+    if not special:
+        return ()
+    fix = "a function that names the argument solution_with_special_tokens gets them too"
+    return (f"solution_str leaves out special tokens ({', '.join(special[:5])}{', ...' * (len(special) > 5)}); {fix}",)
 
 
 @register("naive")
@@ -49,6 +61,7 @@ class NaiveRewardManager(SampleManager):
         self._pool = GradingPool(self.function, num_workers=1 if self.is_batch else self.settings.num_workers)
         if self.function.path is not None:
             self._pool.start()
+            self.notices = special_token_notice(tokenizer, self._pool.accepted)
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
@@ -70,7 +83,8 @@ class NaiveRewardManager(SampleManager):
         for data_source in {row["data_source"]: None for row in rows} if self.function.path is None else ():
             grader_name(data_source)
         timeout_s = self.settings.timeout_s * (BUILT_IN_PATIENCE if self.function.path is None else 1)
-        return self._pool.begin(rows, timeout_s=timeout_s, max_failures=max_failures)
+        facts = [self.function.facts_of(row) for row in rows]
+        return self._pool.begin(facts, timeout_s=timeout_s, max_failures=max_failures)
 
     def close(self) -> None:
         self._pool.close()
@@ -182,8 +196,11 @@ class InProcessRewardManager(SampleManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         custom, self._is_batch = config.custom_reward_function, bool(self.settings.reward_kwargs.get("is_batch"))
-        function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch)
-        self._compute_score = function.load()
+        self.function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch)
+        self._compute_score = self.function.load()
+        self._accepted = self.function.accepted_by(self._compute_score)
+        if custom.path is not None:
+            self.notices = special_token_notice(tokenizer, self._accepted)
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         begin = partial(super().begin, data, outcomes)
@@ -200,10 +217,11 @@ class InProcessRewardManager(SampleManager):
         return round_
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        facts = [self.function.facts_of(row) for row in rows]
+        arguments = self.function.batch_of(facts) if self._is_batch else facts[0]
+        arguments = {name: value for name, value in arguments.items() if name in self._accepted}
         try:
-            if not self._is_batch:
-                return [read_outcome(self._compute_score(**rows[0]))]
-            lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
-            return read_outcomes(self._compute_score(**lists), len(rows))
+            returned = self._compute_score(**arguments)
+            return read_outcomes(returned, len(rows)) if self._is_batch else [read_outcome(returned)]
         except Exception as error:
             return [raised(error)] * len(rows)

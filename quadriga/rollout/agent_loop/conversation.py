@@ -72,6 +72,7 @@ class Turn:
     seconds: float  # that it took
     finish_reason: str = ""  # of the engine; "" where the model did not write it
     tool_responses: tuple[ToolResponse, ...] = ()  # one for each call of the turn before
+    messages: Sequence[dict[str, Any]] = ()  # that the turn consists of; empty: one, with the role and the text
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,13 @@ class Conversation:
         total = self.limits.total_tokens - len(self.prompt_ids)
         return min(self.limits.response_tokens, total) - len(self.token_ids)
 
+    @property
+    def solution_messages(self) -> list[dict[str, Any]]:
+        """The turns behind the prompt as messages: role, content, and where there are some name and tool_calls."""
+        keys = ("role", "content", "name", "tool_calls")
+        messages = [one for turn in self.turns for one in turn.messages or [{"role": turn.role, "content": turn.text}]]
+        return [{key: message[key] for key in keys if key in message} for message in messages]
+
     async def generate(self, **changes: Any) -> Turn:
         """The model's next turn; `changes` replace fields of `SamplingParams` for this turn alone.
         Raises ConversationOver: no token fits any more, or the model's turn was cut or given up.
@@ -198,9 +206,11 @@ class Conversation:
         completion = await self.complete([*self.prompt_ids, *self.token_ids], self.images, **changes)
         token_ids, self.routes = list(completion.token_ids), completion.routes
         text = self.encoder.text(token_ids, with_special=True)
-        turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
+        message = {"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)}
+        seconds = time.perf_counter() - started
+        turn = Turn("assistant", token_ids, text, seconds, completion.finish_reason, messages=[dict(message)])
         self.extend(turn, 1, completion.log_probs, completion.versions or [completion.weight_version] * len(token_ids))
-        self.messages.append({"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)})
+        self.messages.append(message)
         # A turn that a caller has made shorter was not cut by the conversation's own limit.
         is_cut = completion.finish_reason == "length" and self.room < 1
         if is_cut or completion.finish_reason == "abort":
@@ -253,9 +263,11 @@ class Conversation:
             token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
         parts = ([one["content"]] if isinstance(one["content"], str) else one["content"] for one in plain)
         texts = ["".join(one if isinstance(one, str) else one.get("text", "") for one in some) for some in parts]
-        self.messages += [{**message, "content": text} for message, text in zip(plain, texts, strict=True)]
+        added = [{**message, "content": text} for message, text in zip(plain, texts, strict=True)]
+        self.messages += added
         text = "\n".join(texts)
-        turn = Turn(plain[0]["role"], token_ids, text, seconds, tool_responses=tuple(tool_responses))
+        role = plain[0]["role"]
+        turn = Turn(role, token_ids, text, seconds, tool_responses=tuple(tool_responses), messages=added)
         # A turn that leaves no room for the model to go on is of no use, and neither is a part of one.
         if len(token_ids) >= self.room:
             self.unread.append(turn)

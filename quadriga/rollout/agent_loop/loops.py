@@ -165,6 +165,8 @@ class ToolAgent(AgentLoop):
             calls = self.parser(turn.text, parameters) if parameters else []
             started = time.perf_counter()
             if calls:
+                functions = [{"name": call.name, "arguments": call.arguments} for call in calls if not call.problem]
+                turn.messages[0]["tool_calls"] = [{"type": "function", "function": one} for one in functions]
                 chat.require_another()
                 responses = await tools.call_all(calls)
                 first = sum(len(turn.tool_responses) for turn in chat.turns)

@@ -36,6 +36,8 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
+from quadriga.rewards.samples import policy_text
+from quadriga.rewards.scoring import POLICY_TEXT
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
 from quadriga.rollout.agent_loop.guards import guarded, printed
 from quadriga.rollout.agent_loop.interactions import load_interactions
@@ -261,9 +263,11 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
 def graded_row(chat: Conversation) -> dict[str, Any]:
     """What a score function reads of a conversation that has ended; `extra_info` also says how it went."""
     columns = chat.sample.columns
-    return {
+    row = {
         "data_source": columns.get("data_source"),
         "solution_str": chat.encoder.text(chat.token_ids, with_special=False),
+        "solution_with_special_tokens": chat.encoder.text(chat.token_ids, with_special=True),
+        "solution_messages": chat.solution_messages,
         "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
         "extra_info": {
             **(columns.get("extra_info") or {}),
@@ -274,6 +278,9 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
             "turn_scores": chat.turn_scores,
         },
     }
+    if not all(chat.mask):
+        row[POLICY_TEXT] = policy_text(chat.encoder.tokenizer, chat.token_ids, chat.mask)
+    return row
 
 
 def to_batch(
@@ -303,6 +310,7 @@ def to_batch(
         "finish_reason": object_array(chat.finish_reason for chat in chats),
         "tool_rewards": object_array(chat.tool_rewards for chat in chats),
         "turn_scores": object_array(chat.turn_scores for chat in chats),
+        "solution_messages": object_array(chat.solution_messages for chat in chats),
     }
     if chats and chats[0].processor is not None:
         non_tensors["multi_modal_inputs"] = object_array({} if one is None else one.inputs for one in shown)

@@ -9,8 +9,10 @@ import torch
 
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rewards.samples import Samples, allowed_failures, collect, read_samples
+from quadriga.rewards.scoring import ScoreFunction
 
 END = 0
 
@@ -19,8 +21,8 @@ class Letters:
     """A tokenizer of one letter a token; 0 is the special token that ends a text."""
 
     def batch_decode(self, token_ids, skip_special_tokens):
-        assert skip_special_tokens
-        return ["".join(chr(token) for token in row if token != END) for row in token_ids]
+        end = "" if skip_special_tokens else "<end>"
+        return ["".join(end if token == END else chr(token) for token in row) for row in token_ids]
 
 
 def batch(texts, response_length=6, **columns):
@@ -48,10 +50,26 @@ def test_only_valid_tokens_are_read_and_special_ones_left_out():
     assert [row["ground_truth"] for row in samples.rows] == ["truth 0", "truth 1", "truth 2"]
 
 
-def test_what_a_tool_said_is_read_too():
+def test_what_a_tool_said_is_read_by_users_functions_and_not_by_built_in_graders():
+    data = batch(["abcd"])
+    data.batch["response_mask"] = torch.tensor([[1, 0, 0, 1, 1, 0]])
+    messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "bc"}]
+    data.non_tensor_batch["solution_messages"] = object_array([messages])
+    (row,) = read_samples(data, Letters(), "data_source").rows
+    assert row["solution_str"] == "abcd"
+    assert ScoreFunction().facts_of(row)["solution_str"] == "a\nd"
+    users = ScoreFunction("pkg://json", "loads").facts_of(row)
+    assert (users["solution_str"], users["solution_messages"]) == ("abcd", messages)
+    assert users["solution_with_special_tokens"] == "abcd<end>"
+
+
+def test_without_a_mask_or_with_one_run_all_read_the_same():
     data = batch(["abc"])
-    data.batch["response_mask"] = torch.tensor([[1, 0, 0, 1, 0, 0]])
-    assert read_samples(data, Letters(), "data_source").rows[0]["solution_str"] == "abc"
+    (row,) = read_samples(data, Letters(), "data_source").rows
+    assert ScoreFunction().facts_of(row)["solution_str"] == "abc"
+    data.batch["response_mask"] = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    (row,) = read_samples(data, Letters(), "data_source").rows
+    assert ScoreFunction().facts_of(row)["solution_str"] == "abc"
 
 
 def test_the_column_of_the_data_source_has_the_name_of_the_configuration():

@@ -9,6 +9,7 @@ import pytest
 import quadriga.rewards.graders as graders
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import scoring
+from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.scoring import (
     GRADERS,
     GRADERS_BY_PREFIX,
@@ -171,3 +172,32 @@ def test_a_file_that_fails_is_shown_with_its_own_error(function_file, text):
     path = function_file(text)
     with pytest.raises(ConfigError, match=r"(?s)my_reward\.py, which raised \w+ while it was loaded:\n"):
         ScoreFunction(path).load()
+
+
+FURTHER = """
+def item(data_source, solution_str, ground_truth, extra_info, solution_with_special_tokens, solution_messages):
+    return {"score": 1, "whole": solution_with_special_tokens, "roles": [one["role"] for one in solution_messages]}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos, solutions_with_special_tokens):
+    return [{"score": 1, "whole": one} for one in solutions_with_special_tokens]
+
+def plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return {"score": 1, "names": sorted(kwargs)}
+"""
+
+
+def test_functions_get_special_tokens_and_messages_by_naming_them(tmp_path):
+    file = tmp_path / "further.py"
+    file.write_text(FURTHER)
+    row = ROW | {"solution_with_special_tokens": "<t>four", "solution_messages": [{"role": "tool", "content": "four"}]}
+    extras = {}
+    for name in ("item", "batch", "plain"):
+        function = ScoreFunction(str(file), name, is_batch=name == "batch")
+        with GradingPool(function, num_workers=1) as pool:
+            (outcome,) = pool.grade([function.facts_of(row)], timeout_s=60)
+        extras[name] = outcome.extra
+    assert extras == {
+        "item": {"whole": "<t>four", "roles": ["tool"]},
+        "batch": {"whole": "<t>four"},
+        "plain": {"names": []},
+    }
