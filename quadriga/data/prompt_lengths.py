@@ -48,12 +48,12 @@ BAD = -1
 """Where the tokens of a bad row would be counted."""
 IN_JSON = 1
 CONTINUED = 2
-_NOTES = {
+NOTES = {
     IN_JSON: "prompts are texts in JSON, and read as the messages in them",
     CONTINUED: "prompts end with the assistant, whose turn is continued",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8)])
-"""What is kept of a prompt: its number of tokens, and the sum of its `_NOTES`."""
+"""What is kept of a prompt: its number of tokens, and the sum of its `NOTES`."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
 """Some rows as `MEASURED` [rows], with `BAD` tokens where a row is bad; and what is wrong with the bad ones."""
 _WORKERS = "data.filter_overlong_prompts_workers"
@@ -114,13 +114,6 @@ class PromptMeter:
         note = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
         note += CONTINUED * self.encoder.continues(messages)
         return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond, note
-
-
-def tell_notes(key: str, notes: np.ndarray) -> None:
-    """Print how many prompts have which of `_NOTES`; `notes` is that column of `MEASURED`."""
-    for note, sentence in _NOTES.items():
-        if count := np.count_nonzero(notes & note):
-            print(f"{key}: {count} {sentence}.", flush=True)
 
 
 def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> Counts:

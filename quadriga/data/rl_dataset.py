@@ -23,7 +23,7 @@ from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import read_prompt
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
-from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, MEASURED, PromptMeter, prompt_lengths, tell_notes
+from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, MEASURED, NOTES, PromptMeter, prompt_lengths
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
@@ -194,10 +194,10 @@ class RLHFDataset(FileDataset):
         return rows
 
     def _tell(self, notes: np.ndarray) -> None:
-        """Print which rows are left out as bad, and how many prompts have which of `_NOTES`; `notes` are theirs."""
+        """Print which rows are left out as bad, and how many prompts have which of `NOTES`; `notes` are theirs."""
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
-        for note, told in _NOTES.items():
+        for note, told in NOTES.items():
             if count := np.count_nonzero(notes & note):
                 print(f"{self._key}: {count} {told}.", flush=True)
 
