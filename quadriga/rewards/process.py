@@ -22,10 +22,13 @@ the rest is counted.
 
 import asyncio
 import inspect
+import logging
 import os
 import pickle
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -41,6 +44,7 @@ from quadriga.rewards import cpu_limit
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
+logger = logging.getLogger(__name__)
 LOADING_LIMIT_S = 300.0  # time for starting a process and for importing the score function's file and libraries
 SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
@@ -112,13 +116,22 @@ class GradingProcess:
         """Whether it waits for samples: it has not ended, and sends nothing."""
         return not self._connection.poll()
 
-    def send(self, message: Any, *, is_idle: bool = False) -> None:
-        """Send the score function, or a chunk of samples; `is_idle`: there are no others with it."""
+    def send(self, message: Any, *, is_idle: bool = False, timeout_s: float = LOADING_LIMIT_S) -> None:
+        """Send the score function, or a chunk of samples; a process that takes nothing for `timeout_s` is killed.
+        `is_idle`: there are no others with it."""
         # One that was killed since its last sample ends without having begun: no sample is to blame.
         self._may_be_gone = is_idle and self._has_graded
         # A process that has died is found out when its outcomes are read: its pipe has ended.
-        with suppress(BrokenPipeError, ConnectionResetError):
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same_socket:
+            same_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
             self._connection.send(message)
+        except BlockingIOError:
+            # It was frozen, and no sample is to blame: others grade these.
+            self.kill()
+        except (BrokenPipeError, ConnectionResetError):
+            logger.debug("a grading process ended before it had its samples")
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
         """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function). An
@@ -211,6 +224,7 @@ class GradingProcess:
 def main(connection_fd: int) -> None:
     """Serve until the driver closes the pipe."""
     connection = Connection(connection_fd)
+    cpu_limit.may_end_process = True
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone or is done with this process
         _serve(connection)
 
@@ -242,7 +256,6 @@ def _serve(connection: Connection) -> None:
 def _serve_in_turn(
     connection: Connection, function: ScoreFunction, compute_score: Function, accepted: frozenset[str], send: Send
 ) -> None:
-    cpu_limit.may_end_process = function.path is None
     loaded: set[str] = set()
     while True:
         chunk = connection.recv()

@@ -66,6 +66,16 @@ def get_score_answer_fn(task):
 """
 
 
+def test_a_process_that_was_frozen_between_batches_takes_no_sample_with_it(file):
+    with GradingPool(ScoreFunction(file), num_workers=1) as alone:
+        (first,) = alone.grade(rows("1"), timeout_s=60)
+        os.kill(first.extra["pid"], signal.SIGSTOP)
+        large = rows("2")[0] | {"ground_truth": "x" * (4 << 20)}
+        (outcome,) = alone.grade([large], timeout_s=2)
+    assert (outcome.score, outcome.error) == (2.0, "")
+    assert outcome.extra["pid"] != first.extra["pid"]
+
+
 def test_a_built_in_grader_that_is_ended_at_its_cpu_limit_grades_an_empty_response(tmp_path, monkeypatch):
     (tmp_path / "reasoning_gym.py").write_text(GYM)
     monkeypatch.syspath_prepend(tmp_path)
