@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 from quadriga.background import run_coroutine
 from quadriga.errors import QuadrigaError
@@ -234,7 +234,7 @@ def is_loopback(url: str) -> bool:
 def proxy_route(url: str) -> str:
     """The environment variable that names a proxy for an address, with the proxy's host and port; "" without one."""
     parts = urlsplit(url)
-    if is_loopback(url) or proxy_bypass_environment(parts.hostname or ""):
+    if is_loopback(url) or proxy_bypass(parts.hostname or ""):
         return ""
     names = (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
     variable = next((name for name in names if os.environ.get(name)), "")

@@ -282,7 +282,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         more[next(self._numbers)] = call._replace(since=time.monotonic())
         if more:
             chunk = [(number, call.round.timeout_s, call.arguments) for number, call in more.items()]
-            timeout_s = min(call.round.timeout_s for call in more.values())
+            timeout_s = min(call.round.timeout_s or LOADING_LIMIT_S for call in more.values())
             process.send(chunk, is_idle=not under_way, timeout_s=timeout_s)
             under_way |= more
         return len(under_way)
