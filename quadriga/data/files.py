@@ -192,7 +192,8 @@ def read_table(
             rows = pa.Table.from_batches(batches, schema)
         else:
             digest = _digest(path)
-            entry = _entry_of(path, digest, cache_dir)
+            key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
+            entry = Path(cache_dir).expanduser().absolute() / "rows" / key
             rows, facts = _mapped(path, entry, schema, batches, facts)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
@@ -281,11 +282,6 @@ def _damaged(path: Path, error: Exception) -> DataError:
     kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
     got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
     return DataError(str(path), got=got, expected=f"a {kind} file", fix="Write or download it again.")
-
-
-def _entry_of(path: Path, digest: str, cache_dir: str | Path) -> Path:
-    key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
-    return Path(cache_dir).expanduser().absolute() / "rows" / key
 
 
 def _mapped(

@@ -9,7 +9,7 @@ Too many samples without a grade stop the run. B sequences, P prompt positions, 
 import logging
 import math
 from asyncio import wrap_future
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from numbers import Real
 from typing import Any, NamedTuple
@@ -133,23 +133,29 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
     lengths = valid.long().sum(dim=-1)
     token_ids = [row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)]
-    rows, known = [], columns.get("extra_info", [None] * len(token_ids))
+    rows = []
     places = list(columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))]))
     masks = data.batch["response_mask"].cpu().numpy() if "response_mask" in data.batch.keys() else None
     whole = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
     for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):  # quick with arrays
-        extra_info: Any = {} if known[row] is None else known[row]
-        if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
-            extra_info = {**extra_info, **of_conversation}
         truth = ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
         facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
-        facts |= {"extra_info": extra_info, "solution_with_special_tokens": whole[row]}
+        facts |= {"extra_info": _extra_info(columns, row), "solution_with_special_tokens": whole[row]}
         if masks is not None and not (mask := masks[row][: lengths[row]]).all():
             facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
         if "solution_messages" in columns:
             facts["solution_messages"] = columns["solution_messages"][row]
         rows.append(facts)
     return Samples(rows, lengths, response_length, places)
+
+
+def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
+    """A row's `extra_info`, with what its conversation adds to it."""
+    extra_info = columns["extra_info"][row] if "extra_info" in columns else None
+    if extra_info is None:
+        extra_info = {}
+    of_conversation = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
+    return {**extra_info, **of_conversation} if of_conversation else extra_info
 
 
 def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:

@@ -23,7 +23,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "background": frozenset(),
     "descendants": frozenset(),
     "programs": frozenset({"descendants"}),
-    "http_client": frozenset({"errors"}),
+    "http_client": frozenset({"errors", "background"}),
     "config": frozenset({"errors", "redact"}),
     "observe": frozenset({"errors", "config"}),
     "user_file": frozenset({"errors", "observe"}),
