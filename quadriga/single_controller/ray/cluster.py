@@ -180,7 +180,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
         # Ray's greeting, and its notice about tokens, are below errors. What workers print comes through all the same.
         with keeping_sigterm_handler():
             return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
-    except (RuntimeError, ConnectionError, ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has both, a line each for Ray and Python: the cluster's, then ours.
             values = [line.partition(":")[2].strip() for line in str(error).splitlines() if line.startswith("    ")]
