@@ -12,6 +12,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 from quadriga.descendants import end_descendants, end_group, supervise
+from quadriga.lazy import collector_paused, keep_modules
 
 _END_LIMIT_S = 15.0  # more than a supervisor takes to end all that is below it
 # The arguments: a module, the file descriptors of a connection and of a lifeline, and the driver's import path.
@@ -85,4 +86,7 @@ def run_program(module: str, connection_fd: int, lifeline_fd: int) -> None:
     supervise(lifeline_fd)
     # Programs that it starts must not keep the connection open after this process has died.
     os.set_inheritable(connection_fd, False)
-    import_module(module).main(connection_fd)
+    keep_modules()
+    with collector_paused():
+        main = import_module(module).main
+    main(connection_fd)

@@ -290,5 +290,5 @@ def _serve(connection: Connection) -> None:
         try:
             answer: Counts | Failed = meter.measure(table, rows)
         except Exception as error:
-            answer = Failed(f"{type(error).__name__}: {str(error)[:80]}", traceback.format_exc())
+            answer = Failed(f"{type(error).__name__}: {str(error)[:200]}", traceback.format_exc())
         connection.send(answer)

@@ -22,7 +22,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "partition": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
-    "programs": frozenset({"descendants"}),
+    "programs": frozenset({"descendants", "lazy"}),
     "http_client": frozenset({"errors", "background"}),
     "config": frozenset({"errors", "redact"}),
     "observe": frozenset({"errors", "config"}),
