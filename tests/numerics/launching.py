@@ -19,6 +19,8 @@ from tests.limits import RANKS_S
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK_S = 0.05
+# Runs in this process seed the module's own generator, so two processes of pytest would draw the same ports.
+RANDOM = random.SystemRandom()
 # Imported once for all ranks of all programs; none of it starts a thread.
 PRELOADED = [
     __name__,
@@ -93,9 +95,9 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with ExitStack() as held:
         while len(ports) < count:
-            port = random.randint(15_000, 32_000)
+            port = RANDOM.randint(15_000, 32_000)
             try:
-                held.enter_context(socket.create_server(("localhost", port)))
+                held.enter_context(socket.create_server(("", port)))
             except OSError:
                 continue
             ports.append(port)

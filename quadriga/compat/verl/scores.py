@@ -36,7 +36,9 @@ def default_compute_score(
     if name == "code" and memory_limit_mb is not None and not options:
         options["memory_megabytes"] = memory_limit_mb
     graded = _grade(data_source, solution_str, ground_truth, extra_info, **options)
-    return graded if name == "math_dapo" else float(graded["score"])
+    if name == "math_dapo":
+        return {key: graded[key] for key in ("score", "acc", "pred")}
+    return float(graded["score"])
 
 
 def gsm8k_compute_score(

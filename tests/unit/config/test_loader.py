@@ -215,7 +215,7 @@ def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
 def test_any_value_makes_the_round_trip(text: str, number: float, count: int, flag: bool) -> None:
     config = Config.model_validate(
         {
-            "trainer": {"experiment_name": text, "seed": count, "val_only": flag},
+            "trainer": {"experiment_name": f"run {text}".replace("..", "."), "seed": count, "val_only": flag},
             "actor_rollout_ref": {"actor": {"optim": {"lr": number}}},
             "reward_model": {"reward_kwargs": {"text": text, "list": [text, number, flag, None]}},
         }

@@ -44,6 +44,8 @@ def test_account_and_teacher(converse, make_prompts, recorder) -> None:
     config = {key: str(EXAMPLES / name) for key, name in files.items()}
     output = converse(engine, prompts, config, T=900)
     row = {name: column[0] for name, column in output.non_tensor_batch.items()}
+    roles = [message["role"] for message in row.pop("solution_messages")]
+    assert roles == ["assistant", "tool", "assistant", "tool", "assistant", "user", "assistant"]
     assert row == {
         "num_turns": 7,
         "finish_reason": "interaction",
