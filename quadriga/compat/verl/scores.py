@@ -104,7 +104,7 @@ def math_dapo_compute_score(
     """ "score" 1 or -1, "acc" and "pred"; with `strict_box_verify` the last box alone counts, as text."""
     if not strict_box_verify:
         graded = math_dapo.compute_score(solution_str, ground_truth)
-        return {**graded, "acc": bool(graded["acc"])}
+        return {"score": graded["score"], "acc": bool(graded["acc"]), "pred": graded["pred"]}
     box = last_box(solution_str[-100:])
     return {"score": 1.0 if box == ground_truth else -1.0, "acc": box == ground_truth, "pred": box}
 
