@@ -106,9 +106,10 @@ def choose_repeats(status: int, outcome: Outcome) -> tuple[list[str], str]:
 
 
 def run(command: list[str], report: Path) -> tuple[int, Outcome]:
-    """Run pytest by a command that takes `PYTEST_ADDOPTS`; returns its exit status and its report."""
-    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --report-log={report}"
-    status = subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"PYTEST_ADDOPTS": options}).returncode
+    """Run `scripts/test` with some arguments; returns its exit status and its report."""
+    # Not PYTEST_ADDOPTS: tests that run pytest themselves would write over the report.
+    environment = os.environ | {"QUADRIGA_TEST_REPORT": str(report)}
+    status = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
     if not report.exists():
         return status, Outcome()
     with report.open(encoding="utf-8") as lines:
