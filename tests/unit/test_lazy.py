@@ -89,3 +89,34 @@ def test_a_run_imports_what_it_needs_and_ends_with_all_handlers_called() -> None
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["collector True", "loaded []", "registered after", "registered before"]
+
+
+def test_a_run_prints_its_first_line_before_it_loads_torch(tmp_path: Path) -> None:
+    """The line names the run's folder; torch takes seconds to load."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "reward_model": {"ground_truth": "2"}}\n')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = [
+        "train",
+        f"data.train_files={rows}",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.rollout.n=8",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.val_before_train=False",
+    ]
+    program = (
+        "import sys\n"
+        "from quadriga.cli.main import main\n"
+        "class FirstLine:\n"
+        "    def write(self, text):\n"
+        "        print(text, 'torch' in sys.modules, file=sys.__stdout__)\n"
+        "        raise SystemExit(0)\n"
+        "    def flush(self):\n"
+        "        pass\n"
+        "sys.stdout = FirstLine()\n"
+        "main(sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "run") in done.stdout
+    assert done.stdout.endswith(" False\n")

@@ -17,10 +17,14 @@ from quadriga.rewards.scoring import ScoreFunction
 from tests.limits import GRADED_S, SOON_S
 
 FUNCTION = """
-import ctypes, os, subprocess, sys, time
+import ctypes, gc, os, subprocess, sys, time
+
+COLLECTS_WHILE_LOADED = gc.isenabled()
 
 def compute_score(solution_str, ground_truth, **kwargs):
     print("graders may print")
+    if solution_str == "collector":
+        return {"score": 1, "collects": COLLECTS_WHILE_LOADED and gc.isenabled()}
     if solution_str == "hang":
         while True:
             pass
@@ -111,6 +115,11 @@ def test_outcomes_come_in_order_from_kept_processes(pool):
     # On a busy machine one of the two may have done all the work of a round.
     assert len({outcome.extra["pid"] for outcome in first + second}) <= 2
     assert pool.grade([], timeout_s=GRADED_S) == []
+
+
+def test_the_garbage_collector_is_on_for_users_code(pool):
+    (outcome,) = pool.grade(rows("collector"), timeout_s=GRADED_S)
+    assert outcome.extra["collects"]
 
 
 def test_a_hung_or_dead_sample_is_charged_alone(pool):
