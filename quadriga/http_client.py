@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import httpx2
 
 MAX_BYTES = 64 << 20  # of a reply, after decompression
+PROXY_FIX = "Correct the variable, unset it, or name the server's host in NO_PROXY."
 # Their ratio is bounded, so that one chunk from the network is never much larger than `MAX_BYTES`.
 _ENCODINGS = ("", "identity", "gzip", "deflate")
 _RETRIED = frozenset({408, 425, 429})
@@ -76,8 +77,7 @@ class HTTPClient:
         if trusts_env and (route := proxy_route(self.url)):
             self.where += f", through {route}"
             if trouble := proxy_trouble():
-                fix = "Correct the variable, unset it, or name the server's host in NO_PROXY."
-                raise self.error(self.where, got=trouble, expected="a proxy that can be used", fix=fix)
+                raise self.error(self.where, got=trouble, expected="a proxy that can be used", fix=PROXY_FIX)
 
     def call(
         self,

@@ -5,6 +5,7 @@ they must end before the last one, and where progress and metrics go.
 A subclass counts `global_steps` and measures each step, by a `timer` with the phase `step`.
 """
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
+
+logger = logging.getLogger(__name__)
 
 MODEL_FOLDER = "model"  # where a run's directory has the model that it ended with: an ordinary Hugging Face folder
 
@@ -64,6 +67,7 @@ class TrainingLoop:
         recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
             or it stands in the metrics already.
         copies: the backend's `StateCopies`; `newest_copy`: its newest state, to go on from. None: there is none.
+        warned: kinds of warnings that `warn_once` logs no more.
         progress, tracking: progress bar (log lines without a terminal) and trackers, inside `reporting`.
     """
 
@@ -83,6 +87,7 @@ class TrainingLoop:
         self.recovery: tuple[int, float] | None = None
         self.copies: Any = None
         self.newest_copy: Any = None
+        self.warned: set[str] = set()
         self._keep_settings: Callable[[], None] | None = None
         self._expires_at, self._longest_step_s = expiry(), 0.0
 
@@ -157,6 +162,13 @@ class TrainingLoop:
     def is_due(self, frequency: int) -> bool:
         """Whether what is done every so many steps, and in the last one, is done in this one. -1: never."""
         return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
+
+    def warn_once(self, warnings: Mapping[str, str]) -> None:
+        """Log the text of each kind of warning, if its kind has not been logged in this run."""
+        for kind, text in warnings.items():
+            if kind not in self.warned:
+                logger.warning("step %d: %s", self.global_steps, text)
+                self.warned.add(kind)
 
     def log_step(self) -> None:
         """Show and track the metrics of the step; after a restart its number and the seconds that it cost."""

@@ -15,7 +15,6 @@ Each step of the algorithm is one call. What a step needs follows from the estim
 that no branch here names an algorithm, an engine or a backend.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, TeacherWorker
 from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,8 @@ class RayPPOTrainer(TrainingLoop):
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
         super().__init__(config, learners, total_training_steps, resumable)
+        if not learns_from_rewards(config):
+            self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
@@ -122,7 +121,6 @@ class RayPPOTrainer(TrainingLoop):
             self.weights = self.asynchronous = AsyncBatches(*given)
             # Before the place in the data: what is under way comes to its end first.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
-        self.warned: set[str] = set() if learns_from_rewards(config) else {"scores"}
 
     def steps(self) -> Iterator[Step]:
         """As `TrainingLoop.steps`; before the first step the policy may be validated."""
@@ -155,10 +153,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
-        for kind, text in (dead_signals(batch) | lost_gradients(self.metrics)).items():
-            if kind not in self.warned:
-                logger.warning("step %d: %s", self.global_steps, text)
-                self.warned.add(kind)
+        self.warn_once(dead_signals(batch) | lost_gradients(self.metrics))
         return batch
 
     def step(self) -> DataProto:

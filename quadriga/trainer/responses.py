@@ -37,6 +37,7 @@ from quadriga.workers.base import (
     MODEL_OBJECTS,
     PROMPT_OBJECTS,
     PROMPT_TENSORS,
+    SOLUTION_MESSAGES,
     model_inputs,
 )
 
@@ -182,7 +183,8 @@ class ModelReward(RewardManager):
         """The graders and the reward model begin; at the join its `rm_scores` [B, T] come into the batch."""
         rule = self.graders.begin(data, outcomes)
         try:
-            inputs = model_inputs(data, [*MODEL_OBJECTS, *(CHAT_OBJECTS if self.reads_chats else ())])
+            chats = [*CHAT_OBJECTS, SOLUTION_MESSAGES] if self.reads_chats else []
+            inputs = model_inputs(data, [*MODEL_OBJECTS, *chats])
             scores: Any = self.model.compute_rm_score(inputs)
         except BaseException:
             rule.cancel()

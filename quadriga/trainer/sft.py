@@ -30,6 +30,7 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.trainer.loop import Step, TrainingLoop
+from quadriga.trainer.metrics import lost_gradients
 from quadriga.workers.reward_model import SequenceTokens, sequences_batch
 
 
@@ -101,6 +102,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         with self.timer.phase("update"):
             self.metrics |= reduce_metrics(self.learner.update(batch).meta_info.pop("metrics", {}))
+        self.warn_once(lost_gradients(self.metrics))
 
     def validate(self) -> dict[str, float]:
         """The metrics of all validation rows; none where there are no rows."""

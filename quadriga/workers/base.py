@@ -64,6 +64,7 @@ CONVERSATION_OBJECTS = (
     "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
 )  # fmt: skip
 CHAT_OBJECTS = ("raw_prompt", "uid")
+SOLUTION_MESSAGES = "solution_messages"
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 MODEL_OBJECTS = ("multi_modal_inputs",)
 

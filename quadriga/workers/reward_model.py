@@ -27,7 +27,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.chats import ends_with_assistant
 from quadriga.protocol.columns import object_array
 from quadriga.single_controller import Dispatch, Execute, register
-from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, timed
+from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, SOLUTION_MESSAGES, EngineWorker, timed
 from quadriga.workers.models import load_judge
 
 _KEY = "reward_model.model.input_tokenizer"
@@ -145,9 +145,23 @@ class SequenceTokens:
 def rendered_chats(
     data: DataProto, responses: Sequence[Sequence[int]], policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase
 ) -> list[SequenceTokens]:
-    """Decoded responses, tokens of the policy without padding, as the assistant's turn of their chats, which `judge`
-    renders and encodes. The common prefix of the responses to a prompt counts as prompt.
-    Raises DataError: there are no chats, or the template refuses one."""
+    """Render chats with the template of `judge` and encode them.
+
+    A response with turns of tools or users follows its prompt as the messages of the column `solution_messages`;
+    any other one is a single assistant message.
+
+    Args:
+        data: rows with the columns `raw_prompt` and `uid`.
+        responses: token ids of the policy for each row, without padding.
+        policy: decodes the responses.
+        judge: tokenizer of the reward model.
+
+    Returns:
+        The tokens of each row. Tokens that all responses to a prompt begin with count as prompt.
+
+    Raises:
+        DataError: a column is missing, or the template refuses a chat.
+    """
     texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
     for key in CHAT_OBJECTS:
         if key not in data.non_tensor_batch:
@@ -155,11 +169,16 @@ def rendered_chats(
             fix = "A data set of your own must put them into each row where data.return_raw_chat is true."
             raise DataError(f"column {key}", got="nothing", expected=expected, fix=fix)
     chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
+    solutions = data.non_tensor_batch.get(SOLUTION_MESSAGES, [None] * len(data))
     rendered = []
-    for chat, text, uid in zip(chats, texts, uids, strict=True):
+    for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
         messages = [*chat, {"role": "assistant", "content": text}]
+        if solution is not None and len(solution) > 1:
+            messages = [*chat, *solution]
         if ends_with_assistant(chat):
-            messages = [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + text}]
+            continued = messages[len(chat)]
+            joined = {**chat[-1], **continued, "content": chat[-1]["content"] + continued["content"]}
+            messages = [*chat[:-1], joined, *messages[len(chat) + 1 :]]
         try:
             rendered.append(str(judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)))
         except Exception as error:

@@ -25,7 +25,7 @@ from typing import Any
 
 from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
-from quadriga.http_client import direct_client, is_loopback
+from quadriga.http_client import PROXY_FIX, direct_client, is_loopback, proxy_route, proxy_trouble
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
 
@@ -50,6 +50,8 @@ class Server:
     async def connect(self) -> list[ToolSpec]:
         """Starts or reaches the server and returns its tools.
         Raises RolloutError: it does not respond, or has no tool that the file names."""
+        if self.entry.url is not None and (route := proxy_route(self.entry.url)) and (trouble := proxy_trouble()):
+            raise self._error(f"{trouble}, through {route}", "a proxy that can be used", PROXY_FIX)
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._serve(listed))
         await asyncio.wait({self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,7 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
 from quadriga.models.reward_model import add_score
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.workers import RewardModelWorker
 from quadriga.workers.reward_model import SequenceTokens
 from tests.numerics.vision_batch import vision_batch, vision_rows
@@ -197,6 +198,23 @@ def test_chats_are_rendered_by_another_template(make: Make, start: Start, answer
     assert first.prompt == second.prompt == rows[0][:5]
     assert [*first.prompt, *first.response] == rows[0]
     assert third == SequenceTokens(rows[2], [])
+
+
+def test_turns_of_a_response_are_rendered_with_their_roles(make: Make, start: Start, answers: DataProto) -> None:
+    """A response with a user's turn in it follows its prompt as three messages; the others are one turn each."""
+    worker = start(make(spaced(JUDGE_WORDS, TEMPLATE)))
+    turns = [
+        {"role": "assistant", "content": "w4"},
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": "w9"},
+    ]
+    single = [{"role": "assistant", "content": "w10"}]
+    data = answers.select_idxs([0, 1])
+    data.non_tensor_batch["solution_messages"] = object_array([turns, single])
+    first, second = worker.sequences(data)
+    texts = ["user w5 w6 end assistant w4 end user w5 end assistant w9 end", "user w5 w6 end assistant w10 end"]
+    expected = [[JUDGE_WORDS.index(word) for word in text.split()] for text in texts]
+    assert [[*row.prompt, *row.response] for row in (first, second)] == expected
 
 
 def test_the_same_words_in_another_template_are_rendered_too(

@@ -122,6 +122,17 @@ def test_servers_that_cannot_be_used(
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml(more, program)})
 
 
+@needs_mcp
+def test_a_proxy_that_cannot_be_used_is_named(converse, make_prompts, recorder, monkeypatch, tmp_path) -> None:
+    """Before the server is asked; the proxy's password is not shown."""
+    monkeypatch.setenv("HTTPS_PROXY", "gopher://me:secret@proxy.example:70")
+    path = tmp_path / "tools.yaml"
+    path.write_text("mcp_servers:\n  sums:\n    url: https://tools.example/mcp\n")
+    with pytest.raises(RolloutError, match=r"HTTPS_PROXY \(proxy.example:70\)") as caught:
+        converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(path)})
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.skipif(find_spec("mcp") is not None, reason="the package mcp is installed")
 def test_without_the_package(converse, make_prompts, recorder, tools_yaml) -> None:
     """The error says what to install."""
