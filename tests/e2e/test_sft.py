@@ -114,6 +114,13 @@ def test_how_a_batch_is_cut_changes_nothing(sft) -> None:
     assert packed == pytest.approx(single, rel=1e-4)
 
 
+def test_lost_gradients_are_warned_of_once(sft, caplog: pytest.LogCaptureFixture) -> None:
+    """The first step makes the weights so large that the gradients of the next two are not finite."""
+    run = sft(CHATS, "data.val_files=null", "optim.lr=1e30", "trainer.total_training_steps=3")
+    assert [line["train/nonfinite_steps"] for line in metrics(run).values()] == [0, 1, 1]
+    assert caplog.text.count("gradients that are not finite were dropped") == 1
+
+
 @pytest.mark.parametrize("objective", ["sft", "reward_model"])
 def test_a_resumed_run_is_the_run_that_was_not(sft, objective: str) -> None:
     rows = PAIRS if objective == "reward_model" else CHATS
