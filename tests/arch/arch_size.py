@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules about size: how long a file and a function may be, how branched, with how many parameters.
 
-The style asks for less (400 lines, 60 lines, 12); these are the walls behind it.
+These are upper limits. Most files and functions are much shorter.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from arch_tree import Source, complexity, num_lines, num_parameters
 
-MAX_FILE_LINES = 500
+MAX_FILE_TOKENS = 5000
 MAX_FUNCTION_LINES = 100
 MAX_COMPLEXITY = 15
 MAX_PARAMETERS = 8
@@ -17,7 +17,9 @@ MAX_LOOP_LINES = 60
 MAX_LOOP_COMPLEXITY = 8
 
 # What must be larger, by name ("file" or "file:function"), with the reason.
-LARGE_FILES: dict[str, str] = {}
+LARGE_FILES: dict[str, str] = {
+    "tests/contract/test_rollout_images.py": "every engine answers the same questions about images",
+}
 LARGE_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "quadriga/algorithms/core_algos.py:compute_policy_loss": "the signature is verl's, which people's own code calls",
@@ -40,10 +42,9 @@ LOOP_METHODS = ("steps", "step")
 
 
 def long_file(source: Source) -> Iterator[str]:
-    """A file that is more than one room."""
-    lines = len(source.text.splitlines())
-    if lines > MAX_FILE_LINES and source.name not in LARGE_FILES:
-        yield source.at(1, f"{lines} lines, at most {MAX_FILE_LINES}; split it by purpose")
+    """A file that holds too much for one purpose."""
+    if source.num_tokens > MAX_FILE_TOKENS and source.name not in LARGE_FILES:
+        yield source.at(1, f"{source.num_tokens} tokens, at most {MAX_FILE_TOKENS}; split it by purpose")
 
 
 def long_function(source: Source) -> Iterator[str]:

@@ -2,7 +2,9 @@
 """What the rules look at: a Python file as text and as a syntax tree, its imports, its functions."""
 
 import ast
+import io
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,6 +23,9 @@ BRANCHES = (
     ast.match_case,
     ast.comprehension,
 )
+
+
+COUNTED_TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,16 @@ class Source:
         parts = self.name.removeprefix("quadriga/").removesuffix(".py").split("/")
         return "" if parts[0] == "__init__" else parts[0]
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Python's tokens without comments, line ends and strings that stand alone, such as docstrings."""
+        text_lines: set[int] = set()
+        for node in ast.walk(self.tree):
+            if is_text(node):
+                text_lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return sum(token.type in COUNTED_TOKENS and token.start[0] not in text_lines for token in tokens)
+
     def at(self, line: int, sentence: str) -> str:
         """A complaint in the form that editors make a link of."""
         return f"{self.name}:{line}: {sentence}"
@@ -73,6 +88,11 @@ class Source:
     def functions(self) -> Iterator[tuple[str, FunctionNode]]:
         """Every function and method with its dotted name, nested ones too."""
         yield from _functions(self.tree, "")
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether a statement is a string that stands alone: a docstring, or the description of a field."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:
