@@ -87,9 +87,8 @@ def many_attributes(source: Source) -> Iterator[str]:
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """The attributes that the methods of a class assign to `self`, and the fields that it declares."""
-    names = {
-        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-    }
+    fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+    names = {field.id for field in fields if isinstance(field, ast.Name)}
     for part in ast.walk(node):
         is_assigned = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
         if is_assigned and isinstance(part.value, ast.Name) and part.value.id == "self":
