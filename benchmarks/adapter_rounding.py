@@ -24,7 +24,10 @@ from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 
 NUM_PROMPTS, PROMPT_TOKENS = 8, 12
-PROMPTS = [[40 + (row * 17 + number * 7) % 150 for number in range(PROMPT_TOKENS)] for row in range(NUM_PROMPTS)]
+PROMPTS = [
+    [40 + (row * 17 + number * 7) % 150 for number in range(PROMPT_TOKENS)]
+    for row in range(NUM_PROMPTS)
+]
 
 
 def actor(arguments: argparse.Namespace, size: float) -> PreTrainedModel:
@@ -44,19 +47,32 @@ def actor(arguments: argparse.Namespace, size: float) -> PreTrainedModel:
 def differences(arguments: argparse.Namespace, size: float, *, is_merged: bool) -> torch.Tensor:
     """|log p by vLLM - log p by the actor|, of each sampled token."""
     one = actor(arguments, size)
-    rollout = {"name": "vllm", "max_model_len": PROMPT_TOKENS + arguments.tokens, "max_num_seqs": NUM_PROMPTS}
+    rollout = {
+        "name": "vllm",
+        "max_model_len": PROMPT_TOKENS + arguments.tokens,
+        "max_num_seqs": NUM_PROMPTS,
+    }
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
-    words += [f"actor_rollout_ref.model.path={arguments.model}", "actor_rollout_ref.rollout.cache_gigabytes=0.0625"]
+    words += [
+        f"actor_rollout_ref.model.path={arguments.model}",
+        "actor_rollout_ref.rollout.cache_gigabytes=0.0625",
+    ]
     words += [] if is_merged else [f"actor_rollout_ref.model.lora_rank={arguments.rank}"]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     options = {"block_size": 32}
-    setup = EngineSetup(load_config(words).config, tokenizer, options, torch.device("cpu"), arguments.dtype)
+    setup = EngineSetup(
+        load_config(words).config, tokenizer, options, torch.device("cpu"), arguments.dtype
+    )
     engine = VLLMEngine.from_config(setup)
     shape = adapter_of(one)
     assert shape is not None, "it has just been added"
     own = ((base_name(name), parameter.detach()) for name, parameter in one.named_parameters())
-    CopiedWeights().publish(merged(one.named_parameters(), shape.scale) if is_merged else own, engine, 1)
-    sampling = [SamplingParams(arguments.tokens, seed=row, ignore_eos=True) for row in range(NUM_PROMPTS)]
+    CopiedWeights().publish(
+        merged(one.named_parameters(), shape.scale) if is_merged else own, engine, 1
+    )
+    sampling = [
+        SamplingParams(arguments.tokens, seed=row, ignore_eos=True) for row in range(NUM_PROMPTS)
+    ]
     found = []
     for prompt, answer in zip(PROMPTS, engine.generate_batch(PROMPTS, sampling), strict=True):
         row = torch.tensor([prompt + answer.token_ids])
@@ -70,12 +86,18 @@ def differences(arguments: argparse.Namespace, size: float, *, is_merged: bool) 
 
 def main() -> int:
     """Print a row for each size of B."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help=f"of each of the {NUM_PROMPTS} answers")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.003, 0.01], help="standard deviations of B")
+    parser.add_argument(
+        "--tokens", type=int, default=32, help=f"of each of the {NUM_PROMPTS} answers"
+    )
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.003, 0.01], help="standard deviations of B"
+    )
     arguments = parser.parse_args()
     print("size of B   merged: mean    max    alone: mean    max")
     for size in arguments.sizes:

@@ -91,11 +91,17 @@ def prepare(folder: Path, args: Namespace) -> None:
     """A small model, prompts and a reward."""
     torch.manual_seed(0)
     tokenizer = tiny.build_tokenizer()
-    sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden, "num_hidden_layers": args.layers}
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": 2 * args.hidden,
+        "num_hidden_layers": args.layers,
+    }
     config = tiny.build_config(tokenizer, **sizes, max_position_embeddings=2 * args.longest)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    tiny.write_rows(folder / "train.parquet", [tiny.make_row(number) for number in range(args.prompts * 4)])
+    tiny.write_rows(
+        folder / "train.parquet", [tiny.make_row(number) for number in range(args.prompts * 4)]
+    )
     tiny.write_rows(folder / "val.parquet", [tiny.make_row(number) for number in range(4)])
     (folder / "reward.py").write_text(tiny.REWARD)
 
@@ -151,7 +157,11 @@ def run(folder: Path, name: str, args: Namespace) -> Outcome:
     started, before, pids = 0.0, [], []
     used: list[float] = []
     beside = 0.0
-    with cluster_of(config), open(folder / "log", "a", encoding="utf-8") as log, redirect_stdout(log):
+    with (
+        cluster_of(config),
+        open(folder / "log", "a", encoding="utf-8") as log,
+        redirect_stdout(log),
+    ):
         for step in runner.steps(config):
             if step.batch is None:
                 assert runner._run is not None
@@ -168,7 +178,9 @@ def run(folder: Path, name: str, args: Namespace) -> Outcome:
             for uid, length in zip(step.batch.non_tensor_batch["uid"], counts, strict=True):
                 lengths.setdefault(uid, []).append(int(length))
             seconds = {key: step.metrics[f"timing_s/{key}"] for key in ("gen", "publish_weights")}
-            steps.append({"lengths": [*lengths.values()], "at_s": now - started, "reward_s": 0.0, **seconds})
+            steps.append(
+                {"lengths": [*lengths.values()], "at_s": now - started, "reward_s": 0.0, **seconds}
+            )
             staleness.append(step.metrics.get("async/staleness_mean", 0.0))
             if step.number == args.steps:
                 used = [cpu_s(pid) - own for pid, own in zip(pids, before, strict=True)]
@@ -182,9 +194,14 @@ def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[st
     lines = []
     for number in range(args.steps):
         own = [one.steps[number] for one in runs]
-        whole = median(run.steps[number]["at_s"] - (run.steps[number - 1]["at_s"] if number else 0.0) for run in runs)
+        whole = median(
+            run.steps[number]["at_s"] - (run.steps[number - 1]["at_s"] if number else 0.0)
+            for run in runs
+        )
         gen_s, sent_s = (median(one[key] for one in own) for key in ("gen", "publish_weights"))
-        lines.append({**own[0], "gen_s": gen_s, "train_s": whole - gen_s - sent_s, "publish_s": sent_s})
+        lines.append(
+            {**own[0], "gen_s": gen_s, "train_s": whole - gen_s - sent_s, "publish_s": sent_s}
+        )
     publish_s = median(line["publish_s"] for line in lines)
     loads = {"publish_s": 0.0, "load_s": publish_s, "switch_s": UPDATES * publish_s}
     costs = replace(Costs(), **loads, capacity=10**6, recomputes=True)
@@ -192,7 +209,8 @@ def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[st
     print("recorded: " + ", ".join(f"{key} {value:.3g}" for key, value in vars(costs).items()))
     sizes = {"num_groups": args.prompts, "group_size": args.responses, "num_steps": args.steps}
     found = {
-        name: Simulation(Rules(**sizes, **own), workload, costs, 1, 1).run().seconds for name, own in RULES.items()
+        name: Simulation(Rules(**sizes, **own), workload, costs, 1, 1).run().seconds
+        for name, own in RULES.items()
     }
     return found | {"colocated": colocated(Rules(**sizes), workload, costs, 2, 2).seconds}
 
@@ -203,22 +221,38 @@ def report(found: dict[str, list[Outcome]], told: dict[str, float], args: Namesp
     own = [one for run in lockstep for one in run.steps]
     generation = mean(one["gen"] for one in own)
     training = (
-        mean(run.seconds for run in lockstep) / args.steps - generation - mean(one["publish_weights"] for one in own)
+        mean(run.seconds for run in lockstep) / args.steps
+        - generation
+        - mean(one["publish_weights"] for one in own)
     )
     tokens = [length for one in lockstep[0].steps for group in one["lengths"] for length in group]
-    print(f"{args.steps} steps of {args.prompts} x {args.responses} responses, medians of {args.rounds} rounds")
+    print(
+        f"{args.steps} steps of {args.prompts} x {args.responses} responses, medians of {args.rounds} rounds"
+    )
     print(
         f"a lockstep step: generation {generation:.2f} s, training {training:.2f} s; "
         f"responses of {median(tokens):g} tokens in the middle, up to {max(tokens)}"
     )
-    print("| side | s a step | over lockstep | over colocated | predicted | idle by core | beside | staleness |")
+    print(
+        "| side | s a step | over lockstep | over colocated | predicted | idle by core | beside | staleness |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         turns = f"{speed(found['colocated'], runs):.2f}" if "colocated" in found else ""
-        idle = " / ".join(f"{mean(values):.2f}" for values in zip(*(run.idle for run in runs), strict=True))
-        a_step, ahead = median(run.seconds for run in runs) / args.steps, told["lockstep"] / told[name]
-        print(f"| {name} | {a_step:.2f} | {speed(lockstep, runs):.2f} | {turns} | {ahead:.2f} | {idle} ", end="")
-        beside, staleness = map(mean, zip(*((run.beside, run.staleness) for run in runs), strict=True))
+        idle = " / ".join(
+            f"{mean(values):.2f}" for values in zip(*(run.idle for run in runs), strict=True)
+        )
+        a_step, ahead = (
+            median(run.seconds for run in runs) / args.steps,
+            told["lockstep"] / told[name],
+        )
+        print(
+            f"| {name} | {a_step:.2f} | {speed(lockstep, runs):.2f} | {turns} | {ahead:.2f} | {idle} ",
+            end="",
+        )
+        beside, staleness = map(
+            mean, zip(*((run.beside, run.staleness) for run in runs), strict=True)
+        )
         print(f"| {beside / args.steps:.3f} | {staleness:.2f} |")
     judge(found, told)
 
@@ -228,7 +262,9 @@ def judge(found: dict[str, list[Outcome]], told: dict[str, float]) -> None:
     lockstep = found["lockstep"]
     for name in [name for name in found if name != "lockstep"]:
         error = told["lockstep"] / told[name] / speed(lockstep, found[name]) - 1
-        print(f"{name}: predicted {error:+.0%}, {'within' if abs(error) <= NEAR else 'BEYOND'} {NEAR:.0%}")
+        print(
+            f"{name}: predicted {error:+.0%}, {'within' if abs(error) <= NEAR else 'BEYOND'} {NEAR:.0%}"
+        )
     if "bounded(1)" in found:
         reached = speed(lockstep, found["bounded(1)"])
         print(f"bounded(1): {reached:.2f}, {'at least' if reached >= WANTED else 'BELOW'} {WANTED}")
@@ -246,7 +282,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--responses", type=int, default=4, help="to a prompt")
-    parser.add_argument("--median", type=int, default=48, help="tokens of a response; the longest has 16 times as many")
+    parser.add_argument(
+        "--median",
+        type=int,
+        default=48,
+        help="tokens of a response; the longest has 16 times as many",
+    )
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithms of lengths")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
@@ -254,12 +295,20 @@ def main() -> None:
     args = parser.parse_args()
     args.longest = 16 * args.median
     os.environ[SETTINGS] = f"{args.median} {args.longest} {args.sigma}"
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     found: dict[str, list[Outcome]] = {name: [] for name in args.sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, args)
-        own = {"include_dashboard": False, "log_to_driver": False, "_system_config": OWN_CLUSTER}  # as a run's
+        own = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "_system_config": OWN_CLUSTER,
+        }  # as a run's
         ray.init(address="local", num_cpus=4, **own)
         print(f"load of the machine before: {os.getloadavg()[0]:.1f}", flush=True)
         for number in range(args.rounds):

@@ -64,7 +64,9 @@ class Choice:
     same_split_s: float
 
 
-def choices(rules: Rules, workload: Workload, costs: Costs, gpus: int, args: Namespace) -> list[Choice]:
+def choices(
+    rules: Rules, workload: Workload, costs: Costs, gpus: int, args: Namespace
+) -> list[Choice]:
     """For each bound the split in which it is fastest."""
     units = gpus // args.gpus_per_worker
     splits = dict.fromkeys(min(max(1, round(units * share)), units - 1) for share in SPLITS)
@@ -107,7 +109,9 @@ def main() -> None:
     """Print a table."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 256, 1024])
-    parser.add_argument("--gpus-per-worker", type=int, default=1, help="that hold one rollout engine")
+    parser.add_argument(
+        "--gpus-per-worker", type=int, default=1, help="that hold one rollout engine"
+    )
     parser.add_argument("--max-staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--in-flight", choices=("continue", "finish"), default="continue")
     parser.add_argument("--on-stale", choices=("wait", "drop"), default="wait")
@@ -115,33 +119,51 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256, help="of a step")
     parser.add_argument("--responses", type=int, default=8, help="to a prompt")
     parser.add_argument(
-        "--mini-batch", type=int, default=0, help="prompts of an update that begins once it is complete"
+        "--mini-batch",
+        type=int,
+        default=0,
+        help="prompts of an update that begins once it is complete",
     )
     parser.add_argument("--median", type=float, default=1000.0, help="tokens of a response")
     parser.add_argument("--longest", type=int, default=8_000)
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithms of lengths and of reward times")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="of the logarithms of lengths and of reward times"
+    )
     parser.add_argument("--reward-s", type=float, default=1.0, help="median seconds of a reward")
     parser.add_argument("--recorded", type=Path, help="a lockstep run's steps, in place of the law")
     parser.add_argument("--recorded-workers", type=int, default=1)
     parser.add_argument("--recorded-gpus", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     for name, value in vars(Costs()).items():
-        kind = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        kind = (
+            {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        )
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **kind)
     args = parser.parse_args()
     costs = Costs(**{name: getattr(args, name) for name in vars(Costs())})
-    print("| GPUs | max_staleness | train + rollout | s a step | over colocated | over lockstep, same split ", end="")
+    print(
+        "| GPUs | max_staleness | train + rollout | s a step | over colocated | over lockstep, same split ",
+        end="",
+    )
     print("| idle, train / rollout | tokens by age |\n|---|---|---|---|---|---|---|---|")
     for gpus in args.gpus:
         if args.recorded:
             sizes = (args.recorded_workers, args.recorded_gpus)
             file = args.recorded
-            lines = recorded_run(file)[1] if file.is_dir() else list(map(json.loads, file.read_text().splitlines()))
+            lines = (
+                recorded_run(file)[1]
+                if file.is_dir()
+                else list(map(json.loads, file.read_text().splitlines()))
+            )
             workload, costs = recorded(lines, args.steps, costs, *sizes)
         else:
             workload = long_tailed(args.steps, args.prompts, args.responses, args)
         _, prompts, responses = workload.lengths.shape
-        ways = {"in_flight": args.in_flight, "on_stale": args.on_stale, "part_size": args.mini_batch}
+        ways = {
+            "in_flight": args.in_flight,
+            "on_stale": args.on_stale,
+            "part_size": args.mini_batch,
+        }
         rules = Rules(num_groups=prompts, group_size=responses, num_steps=args.steps, **ways)
         print(table(gpus, rules, workload, costs, args), flush=True)
 

@@ -71,7 +71,8 @@ def compare(before: Path, pairs: int, dtype: torch.dtype) -> None:
     for name, prompts in WORK.items():
         parts = inputs(segments_of(attention, prompts)[1], dtype)
         plans = [
-            side.PackedAttention(segments_of(side, prompts)[0], torch.device("cpu")) for side in (other, attention)
+            side.PackedAttention(segments_of(side, prompts)[0], torch.device("cpu"))
+            for side in (other, attention)
         ]
         seconds = []
         for number in range(pairs + 1):
@@ -93,14 +94,24 @@ def memory(num_tokens: list[int], dtype: torch.dtype) -> None:
     for responses in (8, 1):
         for total in num_tokens:
             segments, size = segments_of(attention, [(512, responses, total // responses)])
-            parts, plan = inputs(size, dtype), attention.PackedAttention(segments, torch.device("cpu"))
+            parts, plan = (
+                inputs(size, dtype),
+                attention.PackedAttention(segments, torch.device("cpu")),
+            )
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 results = passes(plan, parts)
-            events = [one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"]
-            changes = torch.tensor([one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())])
+            events = [
+                one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"
+            ]
+            changes = torch.tensor(
+                [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+            )
             extra = changes.cumsum(0).max().item() - sum(one.nbytes for one in results)
             given = sum(one.nbytes for one in parts[:3])
-            print(f"| {total} | {responses} | {extra / 2**20:.1f} | **{extra / given:.3f}** |", flush=True)
+            print(
+                f"| {total} | {responses} | {extra / 2**20:.1f} | **{extra / given:.3f}** |",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -108,7 +119,9 @@ def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, help="another checkout, to time beside this one")
     parser.add_argument("--pairs", type=int, default=8, help="that count")
-    parser.add_argument("--memory", type=int, nargs="+", default=[], help="response tokens whose memory to measure")
+    parser.add_argument(
+        "--memory", type=int, nargs="+", default=[], help="response tokens whose memory to measure"
+    )
     parser.add_argument("--dtype", default="float32", help="of the computation")
     args = parser.parse_args()
     torch.set_num_threads(1)

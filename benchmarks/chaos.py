@@ -37,7 +37,11 @@ from campaigns.campaign import Campaign, Outcome  # noqa: E402
 
 RECORD = REPOSITORY / "docs" / "reliability.jsonl"
 PAGE = REPOSITORY / "docs" / "reliability.md"
-NAMES = sorted(path.stem for path in (REPOSITORY / "benchmarks" / "campaigns").glob("*.py") if path.stem != "campaign")
+NAMES = sorted(
+    path.stem
+    for path in (REPOSITORY / "benchmarks" / "campaigns").glob("*.py")
+    if path.stem != "campaign"
+)
 HEAD = """# Reliability
 
 What was done to runs of Quadriga, and what came of it. Written by `benchmarks/chaos.py table` from
@@ -61,7 +65,9 @@ def one_case(name: str, number: int, folder: Path, files: Path) -> Outcome:
     return outcome
 
 
-def outcomes(name: str, numbers: Iterable[int], args: Namespace, until: float) -> Iterator[tuple[int, Outcome]]:
+def outcomes(
+    name: str, numbers: Iterable[int], args: Namespace, until: float
+) -> Iterator[tuple[int, Outcome]]:
     """The outcomes of cases as they end; none begins after `until` (by the monotonic clock)."""
     chosen, base = campaign(name), args.output / name
     base.mkdir(parents=True, exist_ok=True)
@@ -75,9 +81,13 @@ def outcomes(name: str, numbers: Iterable[int], args: Namespace, until: float) -
         running: dict[Future[Outcome], int] = {}
         while True:
             while (
-                len(running) < num_processes and time.monotonic() < until and (number := next(left, None)) is not None
+                len(running) < num_processes
+                and time.monotonic() < until
+                and (number := next(left, None)) is not None
             ):
-                running[pool.submit(one_case, name, number, base / f"case_{number}", files)] = number
+                running[pool.submit(one_case, name, number, base / f"case_{number}", files)] = (
+                    number
+                )
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -86,12 +96,18 @@ def outcomes(name: str, numbers: Iterable[int], args: Namespace, until: float) -
 
 def sittings() -> list[dict[str, Any]]:
     """The lines of the record."""
-    return [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()] if RECORD.is_file() else []
+    return (
+        [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+        if RECORD.is_file()
+        else []
+    )
 
 
 def sit(args: Namespace) -> int:
     """Run the next cases of a campaign, print each, and add a line to the record."""
-    first = 1 + max((line["last"] for line in sittings() if line["campaign"] == args.campaign), default=0)
+    first = 1 + max(
+        (line["last"] for line in sittings() if line["campaign"] == args.campaign), default=0
+    )
     last_wanted = first + args.cases if args.cases else sys.maxsize
     until = time.monotonic() + (args.minutes * 60 if args.minutes else float("inf"))
     groups, done = Counter[str](), dict[int, Outcome]()
@@ -100,7 +116,9 @@ def sit(args: Namespace) -> int:
         for number, outcome in outcomes(args.campaign, range(first, last_wanted), args, until):
             done[number] = outcome
             groups += outcome.events
-            told = outcome.failure or ", ".join(f"{key} {value:.3g}" for key, value in outcome.figures.items())
+            told = outcome.failure or ", ".join(
+                f"{key} {value:.3g}" for key, value in outcome.figures.items()
+            )
             mark = "FAILED" if outcome.failure else "ok"
             print(f"{args.campaign} {number} {dict(outcome.events)}: {mark} {told}", flush=True)
     finally:
@@ -109,7 +127,11 @@ def sit(args: Namespace) -> int:
         while end in done:
             end += 1
         if end > first:
-            _add(args.campaign, {number: done[number] for number in range(first, end)}, time.monotonic() - start)
+            _add(
+                args.campaign,
+                {number: done[number] for number in range(first, end)},
+                time.monotonic() - start,
+            )
     num_failed = sum(bool(outcome.failure) for outcome in done.values())
     print(f"{args.campaign}: {len(done)} cases, {num_failed} failed, {dict(groups)}")
     return int(num_failed > 0)
@@ -122,9 +144,13 @@ def _add(name: str, done: dict[int, Outcome], seconds: float) -> None:
         for key, value in outcome.figures.items():
             figures[key].append(value)
     git = ["git", "-C", str(REPOSITORY)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     # The record itself may have changed since: a sitting before wrote it.
-    status = subprocess.run([*git, "status", "--porcelain", "quadriga", "benchmarks"], capture_output=True, text=True)
+    status = subprocess.run(
+        [*git, "status", "--porcelain", "quadriga", "benchmarks"], capture_output=True, text=True
+    )
     line = {
         "campaign": name,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -134,9 +160,14 @@ def _add(name: str, done: dict[int, Outcome], seconds: float) -> None:
         "last": max(done),
         "seconds": round(seconds),
         "groups": dict(sorted(groups.items())),
-        "figures": {key: [min(each), statistics.median(each), max(each)] for key, each in sorted(figures.items())},
+        "figures": {
+            key: [min(each), statistics.median(each), max(each)]
+            for key, each in sorted(figures.items())
+        },
         "failures": {
-            number: outcome.failure.replace(f"{REPOSITORY}/", "") for number, outcome in done.items() if outcome.failure
+            number: outcome.failure.replace(f"{REPOSITORY}/", "")
+            for number, outcome in done.items()
+            if outcome.failure
         },
     }
     with RECORD.open("a", encoding="utf-8") as file:
@@ -145,7 +176,11 @@ def _add(name: str, done: dict[int, Outcome], seconds: float) -> None:
 
 def machine() -> str:
     """Processor, cores and kernel."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     name = models[0].partition(":")[2].strip() if models else os.uname().machine
     return f"{name}, {len(os.sched_getaffinity(0))} cores, Linux {os.uname().release.partition('-')[0]}"
 
@@ -156,7 +191,8 @@ def again(args: Namespace) -> int:
     for number, outcome in outcomes(args.campaign, args.numbers, args, float("inf")):
         failed |= bool(outcome.failure)
         print(
-            f"{args.campaign} {number} {outcome.group}: {outcome.failure or 'ok'} {dict(outcome.figures)}", flush=True
+            f"{args.campaign} {number} {outcome.group}: {outcome.failure or 'ok'} {dict(outcome.figures)}",
+            flush=True,
         )
     return int(failed)
 
@@ -164,14 +200,21 @@ def again(args: Namespace) -> int:
 def table(args: Namespace) -> int:
     """Write the page: per campaign what was wanted, what was run, and what failed."""
     lines = sittings()
-    rows = ["| done to a run | promised in every case | events | wanted | failed |", "|---|---|---|---|---|"]
+    rows = [
+        "| done to a run | promised in every case | events | wanted | failed |",
+        "|---|---|---|---|---|",
+    ]
     details = []
     for name in NAMES:
         chosen, own = campaign(name), [line for line in lines if line["campaign"] == name]
         groups = sum((Counter(line["groups"]) for line in own), Counter[str]())
-        wanted = ", ".join(f"{key} {count:,}" if key else f"{count:,}" for key, count in chosen.wanted.items())
+        wanted = ", ".join(
+            f"{key} {count:,}" if key else f"{count:,}" for key, count in chosen.wanted.items()
+        )
         num_failed = sum(len(line["failures"]) for line in own)
-        rows.append(f"| {chosen.what} | {chosen.promise} | {groups.total():,} | {wanted} | {num_failed} |")
+        rows.append(
+            f"| {chosen.what} | {chosen.promise} | {groups.total():,} | {wanted} | {num_failed} |"
+        )
         if own:
             details += [
                 "",
@@ -186,7 +229,8 @@ def table(args: Namespace) -> int:
 
 def _sitting(line: dict[str, Any]) -> str:
     figures = "; ".join(
-        f"{key} {low:.3g} / {mid:.3g} / {high:.3g}" for key, (low, mid, high) in line["figures"].items()
+        f"{key} {low:.3g} / {mid:.3g} / {high:.3g}"
+        for key, (low, mid, high) in line["figures"].items()
     )
     failures = "; ".join(f"case {number}: {text}" for number, text in line["failures"].items())
     told = f"{line['date']}, commit {line['commit']}, {line['machine']}: cases {line['first']} to {line['last']}"
@@ -201,7 +245,9 @@ def show(args: Namespace) -> int:
         groups = sum((Counter(line["groups"]) for line in own), Counter[str]())
         num_failed = sum(len(line["failures"]) for line in own)
         wanted = dict(campaign(name).wanted)
-        print(f"{name}: {groups.total()} events {dict(groups)}, wanted {wanted}, {num_failed} failed")
+        print(
+            f"{name}: {groups.total()} events {dict(groups)}, wanted {wanted}, {num_failed} failed"
+        )
     return 0
 
 
@@ -215,12 +261,19 @@ def main() -> int:
         if name not in ("run", "again"):
             continue
         command.add_argument("campaign", choices=NAMES)
-        command.add_argument("--output", type=Path, default=Path("outputs/chaos"), help="folder of the cases")
         command.add_argument(
-            "--processes", type=int, default=2, help="cases side by side, where the campaign allows it"
+            "--output", type=Path, default=Path("outputs/chaos"), help="folder of the cases"
+        )
+        command.add_argument(
+            "--processes",
+            type=int,
+            default=2,
+            help="cases side by side, where the campaign allows it",
         )
         if name == "run":
-            command.add_argument("--cases", type=int, help="how many; without it, all that begin within --minutes")
+            command.add_argument(
+                "--cases", type=int, help="how many; without it, all that begin within --minutes"
+            )
             command.add_argument("--minutes", type=float)
         else:
             command.add_argument("numbers", nargs="+", type=int)

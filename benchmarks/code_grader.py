@@ -38,11 +38,15 @@ main()
 
 def main() -> None:
     """Grade the problems once and print the rates."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--tests", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--quick", type=int, metavar="N", help="grade N short answers instead of programs")
+    parser.add_argument(
+        "--quick", type=int, metavar="N", help="grade N short answers instead of programs"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         quick(arguments.quick, arguments.workers)
@@ -58,15 +62,24 @@ def main() -> None:
     wrong = [outcome for outcome in outcomes if outcome.score != 1.0]
     assert not wrong, wrong[0]
     cpu_s = (usage.ru_utime + usage.ru_stime) / (len(rows) + arguments.workers)
-    print(f"{len(rows)} problems of {arguments.tests} tests, {arguments.workers} workers, all right")
+    print(
+        f"{len(rows)} problems of {arguments.tests} tests, {arguments.workers} workers, all right"
+    )
     print(f"{60 * len(rows) / wall_s:.0f} problems a minute by the clock ({wall_s:.1f} s)")
-    print(f"{1000 * cpu_s:.0f} ms of CPU time a problem: two free cores make {120 / cpu_s:.0f} a minute")
+    print(
+        f"{1000 * cpu_s:.0f} ms of CPU time a problem: two free cores make {120 / cpu_s:.0f} a minute"
+    )
 
 
 def quick(num_rows: int, num_workers: int) -> None:
     """Grade sums and print the seconds, the start of the processes aside."""
     rows: list[dict[str, object]] = [
-        {"data_source": "openai/gsm8k", "solution_str": f"#### {n}", "ground_truth": str(n), "extra_info": {}}
+        {
+            "data_source": "openai/gsm8k",
+            "solution_str": f"#### {n}",
+            "ground_truth": str(n),
+            "extra_info": {},
+        }
         for n in range(num_rows)
     ]
     with GradingPool(ScoreFunction(), num_workers=num_workers) as pool:

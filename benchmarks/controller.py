@@ -30,13 +30,26 @@ import ray
 import torch
 
 from quadriga.protocol import DataProto
-from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerGroup, register
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    Worker,
+    WorkerGroup,
+    register,
+)
 from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 NUM_CALLS = 8
 LOCAL_LIMIT_MS, RAY_LIMIT_MS = 1.0, 25.0
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-ROWS_BACK = ("generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_rm_score")
+ROWS_BACK = (
+    "generate_sequences",
+    "compute_log_prob",
+    "compute_ref_log_prob",
+    "compute_values",
+    "compute_rm_score",
+)
 METRICS_BACK = ("update_critic", "update_actor")
 
 
@@ -62,7 +75,9 @@ class IdleWorker(Worker):
 for _name in ROWS_BACK:
     setattr(IdleWorker, _name, register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(IdleWorker._rows))
 for _name in METRICS_BACK:
-    setattr(IdleWorker, _name, register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(IdleWorker._metrics))
+    setattr(
+        IdleWorker, _name, register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(IdleWorker._metrics)
+    )
 
 
 class BareActor:
@@ -75,12 +90,16 @@ class BareActor:
 class NoBackendGroup(WorkerGroup[IdleWorker]):
     """Starts nothing: a rank's output is there at once."""
 
-    def start_all(self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
+    def start_all(
+        self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    ) -> list[Any]:
         """Rows come back as they went, metrics are made up."""
         if method_name in ROWS_BACK:
             return [args[0] for args, _ in per_rank]
         is_update = method_name in METRICS_BACK
-        return [DataProto(meta_info={"metrics": {"loss": 0.0}}) if is_update else None for _ in per_rank]
+        return [
+            DataProto(meta_info={"metrics": {"loss": 0.0}}) if is_update else None for _ in per_rank
+        ]
 
     @staticmethod
     def resolve(handles: Sequence[Any], borrow: bool = False) -> list[Any]:
@@ -156,9 +175,13 @@ def measure(args: Namespace) -> None:
     for name, value in typical.items():
         goal = verdict(value, limits[name]) if name in limits else ""
         ratio = value / typical["bare ray"]
-        print(f"| {name} | {value:.2f} | {min(taken[name]):.2f} | {value / NUM_CALLS:.2f} | {ratio:.2f} | {goal} |")
+        print(
+            f"| {name} | {value:.2f} | {min(taken[name]):.2f} | {value / NUM_CALLS:.2f} | {ratio:.2f} | {goal} |"
+        )
     skews = skews_ms(group, args.steps)
-    print(f"\ndispatch skew of {args.workers} ranks: median {median(skews):.2f} ms, worst {max(skews):.2f} ms")
+    print(
+        f"\ndispatch skew of {args.workers} ranks: median {median(skews):.2f} ms, worst {max(skews):.2f} ms"
+    )
     group.shutdown()
     pool.close()
 
@@ -183,7 +206,9 @@ def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=4, help="Ray workers")
     parser.add_argument("--steps", type=int, default=50, help="of each way")
-    parser.add_argument("--warm-up", type=int, default=10, help="steps before them that are left out")
+    parser.add_argument(
+        "--warm-up", type=int, default=10, help="steps before them that are left out"
+    )
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}")
     measure_growth(args)

@@ -39,7 +39,8 @@ from quadriga.config import DataConfig
 from quadriga.data.rl_dataset import RLHFDataset
 
 PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -52,7 +53,9 @@ SHORTEST, LONGEST = 20, 2000
 def corpus(num_chars: int) -> str:
     """Documentation of the installed packages: its files, and what stands between triple quotes in their sources."""
     folder, parts, total = Path(sysconfig.get_path("purelib")), [], 0
-    files = sorted(file for name in ("*.md", "*.rst", "METADATA", "*.py") for file in folder.rglob(name))
+    files = sorted(
+        file for name in ("*.md", "*.rst", "METADATA", "*.py") for file in folder.rglob(name)
+    )
     for file in random.Random(0).sample(files, len(files)):
         text = file.read_text(encoding="utf-8", errors="ignore")
         found = re.findall(r'"{3}(.*?)"{3}', text, re.DOTALL) if file.suffix == ".py" else [text]
@@ -69,14 +72,20 @@ def build_tokenizer(text: str, folder: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PATTERN), "isolated"), level]
+    )
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=32_000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator((text[i : i + 10_000] for i in range(0, min(len(text), 8_000_000), 10_000)), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    backend.train_from_iterator(
+        (text[i : i + 10_000] for i in range(0, min(len(text), 8_000_000), 10_000)), trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -102,7 +111,12 @@ def write_prompts(path: Path, text: str, num_rows: int, chars: tuple[float, floa
                 prompt = [{"role": "user", "content": text[start : start + size]}]
                 truth = {"style": "rule", "ground_truth": str(index)}
                 rows.append(
-                    {"data_source": "x", "prompt": prompt, "reward_model": truth, "extra_info": {"index": index}}
+                    {
+                        "data_source": "x",
+                        "prompt": prompt,
+                        "reward_model": truth,
+                        "extra_info": {"index": index},
+                    }
                 )
             writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
@@ -133,7 +147,9 @@ print(json.dumps([kept, time.process_time() - used]))
 begins at a line of its input, and what comes before is not measured."""
 
 
-def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians: list[int], folder: Path) -> None:
+def compare_filters(
+    num_rows: int, num_processes: int, num_rounds: int, medians: list[int], folder: Path
+) -> None:
     """Print how long both filters take."""
     text = corpus(40_000_000)
     tokenizer = build_tokenizer(text, folder)
@@ -141,7 +157,10 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
     chars_a_token = len(sample) / len(tokenizer(sample)["input_ids"])
     path = folder / "prompts.parquet"
     write_prompts(path, text, num_rows, (SHORTEST * chars_a_token, LONGEST * chars_a_token))
-    print(f"{num_rows} prompts, {chars_a_token:.2f} characters a token, {num_processes} processes", flush=True)
+    print(
+        f"{num_rows} prompts, {chars_a_token:.2f} characters a token, {num_processes} processes",
+        flush=True,
+    )
     values = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": num_processes}
     values |= {"image_key": None, "video_key": None}  # tags in the documentation are text
 
@@ -151,7 +170,9 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
             processes = []
             for part in range(num_processes):
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                process = subprocess.Popen([*command, str(part), str(num_processes)], text=True, **pipes)
+                process = subprocess.Popen(
+                    [*command, str(part), str(num_processes)], text=True, **pipes
+                )
                 processes.append(stack.enter_context(process))
             for process in processes:
                 process.stdout.readline()
@@ -166,10 +187,14 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
     def ours(limit: int, cache: str) -> list[int]:
         config = DataConfig(max_prompt_length=limit, cache_dir=str(folder / cache), **values)
         # As at the start of a run: what an earlier data set has counted is not there.
-        return RLHFDataset(path, PreTrainedTokenizerFast.from_pretrained(folder), config)._rows.tolist()
+        return RLHFDataset(
+            path, PreTrainedTokenizerFast.from_pretrained(folder), config
+        )._rows.tolist()
 
     prompts = pq.read_table(path, columns=["prompt"]).slice(0, 5000).column("prompt").to_pylist()
-    lengths = sorted(len(ids) for ids in tokenizer([prompt[0]["content"] for prompt in prompts])["input_ids"])
+    lengths = sorted(
+        len(ids) for ids in tokenizer([prompt[0]["content"] for prompt in prompts])["input_ids"]
+    )
     median = lengths[len(lengths) // 2]
     for times_median in medians:
         limit = times_median * median
@@ -179,7 +204,9 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
             after, kept = measured(ours, limit, f"{limit}-{number}")
             again, kept_again = measured(ours, limit, f"{limit}-{number}")
             if not kept == kept_again == expected:
-                raise SystemExit(f"limit {limit}: {len(kept)} rows are kept, row by row {len(expected)}")
+                raise SystemExit(
+                    f"limit {limit}: {len(kept)} rows are kept, row by row {len(expected)}"
+                )
             times.append((before, after, again))
         (before, its_cpu), (after, our_cpu), (again, _) = np.mean(times[1:] or times, axis=0)
         print(
@@ -190,7 +217,9 @@ def compare_filters(num_rows: int, num_processes: int, num_rounds: int, medians:
         )
 
 
-def measured(function: Callable[..., list[int]], *arguments: Any) -> tuple[tuple[float, float], list[int]]:
+def measured(
+    function: Callable[..., list[int]], *arguments: Any
+) -> tuple[tuple[float, float], list[int]]:
     """Seconds, those of the CPU in this process and those that it has started, and what the function returns."""
     start, used = time.perf_counter(), sum(os.times()[:4])
     found = function(*arguments)
@@ -231,7 +260,9 @@ def open_twice(num_rows: int, num_processes: int, folder: Path) -> None:
     build_tokenizer(text, folder)
     path = folder / "rows.parquet"
     write_prompts(path, text, num_rows, (100, 1000))
-    print(f"{num_rows} rows, {path.stat().st_size / 2**20:.0f} MB of Parquet, {num_processes} processes")
+    print(
+        f"{num_rows} rows, {path.stat().st_size / 2**20:.0f} MB of Parquet, {num_processes} processes"
+    )
     for name in ("first", "second"):
         command = [sys.executable, "-c", OPEN, str(folder), str(path), str(num_processes)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -247,7 +278,9 @@ def open_twice(num_rows: int, num_processes: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("filter", "open"))
     parser.add_argument("--rows", type=int)
     parser.add_argument("--processes", type=int, default=1)
@@ -256,7 +289,13 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.what == "filter":
-            compare_filters(options.rows or 100_000, options.processes, options.rounds, options.medians, Path(folder))
+            compare_filters(
+                options.rows or 100_000,
+                options.processes,
+                options.rounds,
+                options.medians,
+                Path(folder),
+            )
         else:
             open_twice(options.rows or 1_000_000, options.processes, Path(folder))
 

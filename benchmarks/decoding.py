@@ -47,7 +47,10 @@ def native(folder: str, dtype: torch.dtype) -> Callable[[list[list[int]]], None]
     engine = NativeEngine(load_causal_lm(folder, dtype=dtype))
 
     def generate(prompts: list[list[int]]) -> None:
-        params = [SamplingParams(max_tokens=NEW_TOKENS, seed=row, ignore_eos=True) for row in range(len(prompts))]
+        params = [
+            SamplingParams(max_tokens=NEW_TOKENS, seed=row, ignore_eos=True)
+            for row in range(len(prompts))
+        ]
         found = engine.generate_batch(prompts, params)
         assert all(len(one.token_ids) == NEW_TOKENS for one in found)
 
@@ -65,14 +68,21 @@ def hf(folder: str, dtype: torch.dtype) -> Callable[[list[list[int]]], None]:
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             found = model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, pad_token_id=0, **length
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+                **length,
             )
         assert found.shape == (len(prompts), width + NEW_TOKENS)
 
     return generate
 
 
-def speeds(sides: list[Callable[[list[list[int]]], None]], prompts: list[list[int]], rounds: int) -> list[float]:
+def speeds(
+    sides: list[Callable[[list[list[int]]], None]], prompts: list[list[int]], rounds: int
+) -> list[float]:
     """Tokens per second of each side, the median of the rounds but the first."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
@@ -95,12 +105,16 @@ def main() -> None:
     dtype, draw = getattr(torch, args.dtype), torch.Generator().manual_seed(0)
     sizes = torch.randint(48, 97, (8,), generator=draw).tolist()
     texts = [torch.randint(1, VOCABULARY, (size,), generator=draw).tolist() for size in sizes]
-    print("| model | M parameters | 8 x 8: native | transformers | ratio | one prompt: native | transformers | ratio |")
+    print(
+        "| model | M parameters | 8 x 8: native | transformers | ratio | one prompt: native | transformers | ratio |"
+    )
     print("|---" * 8 + "|", flush=True)
     for name in args.models:
         prefix, own = MODELS[name]
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(getattr(transformers, f"{prefix}Config")(**{**PLAIN, **own}))
+        model = AutoModelForCausalLM.from_config(
+            getattr(transformers, f"{prefix}Config")(**{**PLAIN, **own})
+        )
         size = sum(one.numel() for one in model.parameters()) / 1e6
         with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as folder:
             model.save_pretrained(folder)

@@ -29,4 +29,7 @@ class DescribedProto(DataProto):
 
 def described_chunks(data: DataProto, ranks: int) -> list[DescribedProto]:
     """The chunks of the ranks."""
-    return [DescribedProto(part.batch, part.non_tensor_batch, part.meta_info) for part in data.chunk(ranks)]
+    return [
+        DescribedProto(part.batch, part.non_tensor_batch, part.meta_info)
+        for part in data.chunk(ranks)
+    ]

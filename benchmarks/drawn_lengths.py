@@ -32,7 +32,9 @@ def requests_of(prompts: Any, *args: Any) -> Any:
     """As of `rollout.sequences`, with the tokens of each response."""
     token_ids, requests = _requests_of(prompts, *args)
     columns = prompts.non_tensor_batch
-    for number, (uid, sample) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
+    for number, (uid, sample) in enumerate(
+        zip(columns["uid"], columns["sample_index"], strict=True)
+    ):
         step, row = map(int, uid.split("-"))
         length = int(lengths_of(step, row, int(sample) + 1)[-1])
         requests[number] = replace(requests[number], max_tokens=length, ignore_eos=True)

@@ -65,19 +65,28 @@ def replay(args: Namespace) -> None:
     """Print the table."""
     for name in CONFIGS:
         for dtype in (torch.float32, torch.bfloat16):
-            trainer = FSDPEngine(PolicyScorer(random_model(name, dtype)), dtype=dtype, device=torch.device("cpu"))
+            trainer = FSDPEngine(
+                PolicyScorer(random_model(name, dtype)), dtype=dtype, device=torch.device("cpu")
+            )
             rollout = NativeEngine(trainer.model, eos_token_ids=(), records_routes=True)
             prompts = [prompt for prompt in torch.randint(2, VOCABULARY, (8, 48)) for _ in range(8)]
-            params = [SamplingParams(max_tokens=NUM_TOKENS, seed=row) for row in range(len(prompts))]
+            params = [
+                SamplingParams(max_tokens=NUM_TOKENS, seed=row) for row in range(len(prompts))
+            ]
             found = rollout.generate_batch([prompt.tolist() for prompt in prompts], params)
             ids = torch.stack(prompts)
             before = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             before["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids)
             rows = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in found]
-            told = DataProto.from_dict(with_responses(before, rows, NUM_TOKENS, 0, [one.routes for one in found]))
+            told = DataProto.from_dict(
+                with_responses(before, rows, NUM_TOKENS, 0, [one.routes for one in found])
+            )
             own = told.select([key for key in told.batch.keys() if key != ROUTES])
             micro, theirs = MicroBatching(None, 4096), told.batch["rollout_log_probs"]
-            alone, repeated = infer(trainer, own, micro, with_routes=True), infer(trainer, told, micro)
+            alone, repeated = (
+                infer(trainer, own, micro, with_routes=True),
+                infer(trainer, told, micro),
+            )
             routes = [part[:, :-1].sort(-1).values for part in (alone[ROUTES], told.batch[ROUTES])]
             share = float((routes[0] != routes[1]).any(-1).float().mean())
             means = [float((one["log_probs"] - theirs).abs().mean()) for one in (alone, repeated)]
@@ -89,27 +98,57 @@ def learn(args: Namespace) -> None:
     """Train, and print the accuracy at the start, at the end, and when 0.95 was reached."""
     for seed in args.seeds:
         home = args.output / f"seed{seed}"
-        run(["prepare", "playground", "--seed", seed, "--output", home], home / "prepare.log", args.threads)
+        run(
+            ["prepare", "playground", "--seed", seed, "--output", home],
+            home / "prepare.log",
+            args.threads,
+        )
         tokenizer = AutoTokenizer.from_pretrained(home / "model")
         torch.manual_seed(seed)
-        own = {"vocab_size": len(tokenizer), "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        own = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        }
         own |= {"head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": True}
-        tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        tokens = {
+            f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id")
+            for kind in ("bos", "eos", "pad")
+        }
         own |= {"norm_topk_prob": True, "moe_intermediate_size": 192}
         config = Qwen3MoeConfig(**{**SIZES, **own, **tokens}, num_experts=8)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home / "model")
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+            home / "model"
+        )
         seeds = [f"trainer.seed={seed}", f"data.seed={seed}", "trainer.save_freq=-1"]
-        run(["sft", "--config", home / "sft.yaml", *seeds, "trainer.total_epochs=2"], home / "sft.log", args.threads)
+        run(
+            ["sft", "--config", home / "sft.yaml", *seeds, "trainer.total_epochs=2"],
+            home / "sft.log",
+            args.threads,
+        )
         for strategy, mode in itertools.product(args.strategies, args.modes):
             name = f"{strategy}, replay {mode}"
             place = home / "runs" / strategy / mode
-            words = ["train", "--config", home / "sums.yaml", *seeds, f"trainer.total_training_steps={args.steps}"]
-            words += [f"trainer.default_local_dir={place}", f"trainer.validation_data_dir={place / 'answers'}"]
+            words = [
+                "train",
+                "--config",
+                home / "sums.yaml",
+                *seeds,
+                f"trainer.total_training_steps={args.steps}",
+            ]
+            words += [
+                f"trainer.default_local_dir={place}",
+                f"trainer.validation_data_dir={place / 'answers'}",
+            ]
             words += ["trainer.test_freq=10", "trainer.resume_mode=disable"]
             actor = {"router_replay": mode, "strategy": strategy}
             words += [f"actor_rollout_ref.actor.{key}={value}" for key, value in actor.items()]
             others = run([*words, *args.words], home / f"{strategy} {mode}.log", args.threads)
-            print(f"seed {seed}, {name}: {read_course(name, seed, place, others).in_words()}", flush=True)
+            print(
+                f"seed {seed}, {name}: {read_course(name, seed, place, others).in_words()}",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -24,18 +24,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def write_model(folder: Path) -> None:
     """A model of random weights over a vocabulary of words."""
     words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **tokens)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(words), **SIZES, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    config = LlamaConfig(
+        vocab_size=len(words), **SIZES, pad_token_id=0, eos_token_id=1, bos_token_id=None
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -49,12 +58,34 @@ def main() -> int:
     folder, drawn = args.folder.absolute(), random.Random(args.seed)
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model")
-    texts = [" ".join(f"w{number}" for number in range(row % 61 % 7 + 1)) for row in range(args.prompts)]
-    rows = [{"prompt": [{"role": "user", "content": text}], "row": row} for row, text in enumerate(texts)]
+    texts = [
+        " ".join(f"w{number}" for number in range(row % 61 % 7 + 1)) for row in range(args.prompts)
+    ]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "row": row}
+        for row, text in enumerate(texts)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-    words = [sys.executable, "-m", "quadriga", "generate", str(folder / "model"), "--n", str(args.n)]
-    words += ["--data", str(folder / "prompts.parquet"), "data.max_prompt_length=32", "data.max_response_length=8"]
-    words += ["actor_rollout_ref.actor.fsdp_config.model_dtype=float32", "trainer.device=cpu", "--output"]
+    words = [
+        sys.executable,
+        "-m",
+        "quadriga",
+        "generate",
+        str(folder / "model"),
+        "--n",
+        str(args.n),
+    ]
+    words += [
+        "--data",
+        str(folder / "prompts.parquet"),
+        "data.max_prompt_length=32",
+        "data.max_response_length=8",
+    ]
+    words += [
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+        "trainer.device=cpu",
+        "--output",
+    ]
     options = {"env": os.environ | {"PYTHONPATH": str(REPOSITORY)}, "stdout": subprocess.DEVNULL}
     alone, killed = folder / "alone.parquet", folder / f"killed_{args.seed}.parquet"
     if not alone.exists():
@@ -79,7 +110,10 @@ def main() -> int:
         print(f"killed after batch {seen[-1]}", flush=True)
     subprocess.run([*words, str(killed)], check=True, **options)
     table = pq.read_table(killed)
-    count, is_same = sum(map(len, table.column("responses").to_pylist())), table == pq.read_table(alone)
+    count, is_same = (
+        sum(map(len, table.column("responses").to_pylist())),
+        table == pq.read_table(alone),
+    )
     print(
         f"{args.kills} kills, {table.num_rows} rows, {count} responses: {'the same file' if is_same else 'DIFFERENT'}"
     )

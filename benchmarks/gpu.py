@@ -68,7 +68,9 @@ def draw_batch(vocabulary: int, num_prompts: int, prompt: int, longest: int) -> 
     draw, rows = torch.Generator().manual_seed(1), num_prompts * GROUP
     tokens = torch.randint(0, vocabulary, (rows, prompt + longest), generator=draw)
     tokens[:, :prompt] = tokens[::GROUP, :prompt].repeat_interleave(GROUP, 0)
-    lengths = (200 * (torch.randn(rows, generator=draw) * 0.8).exp()).round().clamp(1, longest).long()
+    lengths = (
+        (200 * (torch.randn(rows, generator=draw) * 0.8).exp()).round().clamp(1, longest).long()
+    )
     attention = (torch.arange(prompt + longest) < prompt + lengths[:, None]).long()
     return DataProto.from_dict(
         {
@@ -86,12 +88,22 @@ def time_updates(sizes: dict[str, int], batch: DataProto) -> None:
     """A line for each way to pass the batch."""
     peak = peak_flops(DEVICE, torch.bfloat16)
     num_tokens = int(batch.batch["attention_mask"].sum())
-    print(f"{len(batch)} sequences, {num_tokens} tokens; a matrix product reaches {peak / 1e12:.0f} Tflop/s")
+    print(
+        f"{len(batch)} sequences, {num_tokens} tokens; a matrix product reaches {peak / 1e12:.0f} Tflop/s"
+    )
     for share_prompts, is_checkpointed in ((True, False), (False, False), (True, True)):
         training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
-        memory, scorer = Memory(gradient_checkpointing=is_checkpointed), PolicyScorer(make_model(sizes, torch.float32))
-        engine = FSDPEngine(scorer, dtype=torch.bfloat16, device=DEVICE, training=training, memory=memory)
-        micro, objective = MicroBatching(None, MICRO_TOKENS, share_prompts), PolicyObjective(ActorConfig())
+        memory, scorer = (
+            Memory(gradient_checkpointing=is_checkpointed),
+            PolicyScorer(make_model(sizes, torch.float32)),
+        )
+        engine = FSDPEngine(
+            scorer, dtype=torch.bfloat16, device=DEVICE, training=training, memory=memory
+        )
+        micro, objective = (
+            MicroBatching(None, MICRO_TOKENS, share_prompts),
+            PolicyObjective(ActorConfig()),
+        )
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found = []
@@ -101,7 +113,10 @@ def time_updates(sizes: dict[str, int], batch: DataProto) -> None:
             found.append(seconds_since(start))
         seconds, start = sum(found[1:]) / (ROUNDS - 1), time.perf_counter()
         infer(engine, batch, micro)
-        scored, mfu = seconds_since(start), float(metrics["perf/flops/actor"].value) / seconds / peak
+        scored, mfu = (
+            seconds_since(start),
+            float(metrics["perf/flops/actor"].value) / seconds / peak,
+        )
         gigabytes = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
         print(
             f"prompts {'shared' if share_prompts else 'alone'}, activations "
@@ -118,18 +133,24 @@ def time_decoding(sizes: dict[str, int], num_tokens: int, batches: tuple[int, ..
     draw = torch.Generator().manual_seed(0)
     for rows in batches:
         shape = (-(-rows // GROUP), num_tokens)
-        prompts = torch.randint(0, sizes["vocab_size"], shape, generator=draw).repeat_interleave(GROUP, 0)[:rows]
+        prompts = torch.randint(0, sizes["vocab_size"], shape, generator=draw).repeat_interleave(
+            GROUP, 0
+        )[:rows]
         found = {}
         for length in (FIRST_STEPS, FIRST_STEPS, num_tokens):
             asked = [
-                SamplingParams(max_tokens=length, temperature=1.0, ignore_eos=True, seed=row) for row in range(rows)
+                SamplingParams(max_tokens=length, temperature=1.0, ignore_eos=True, seed=row)
+                for row in range(rows)
             ]
             start = time.perf_counter()
             engine.generate_batch(prompts.tolist(), asked)
             found[length] = seconds_since(start)
         later = (found[num_tokens] - found[FIRST_STEPS]) / (num_tokens - FIRST_STEPS)
         rate = rows * num_tokens / found[num_tokens]
-        print(f"{rows} responses: {later * 1e3:.2f} ms a step, {rate:.0f} tokens/s with their prompts", flush=True)
+        print(
+            f"{rows} responses: {later * 1e3:.2f} ms a step, {rate:.0f} tokens/s with their prompts",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -139,7 +160,9 @@ def main() -> None:
     is_small = parser.parse_args().small
     sizes = SMALL if is_small else SIZES
     print(describe_machine())
-    time_updates(sizes, draw_batch(sizes["vocab_size"], *((2, 8, 32) if is_small else (16, 384, 1024))))
+    time_updates(
+        sizes, draw_batch(sizes["vocab_size"], *((2, 8, 32) if is_small else (16, 384, 1024)))
+    )
     time_decoding(sizes, *((32, (1, 16)) if is_small else (256, (1, 128, 512))))
 
 

@@ -35,7 +35,9 @@ VOCABULARY, PROMPT = 512, 64
 
 def make_batch(num_sequences: int, length: int) -> DataProto:
     """Prompts of `PROMPT` tokens, and responses up to `length` tokens in all."""
-    tokens = torch.randint(1, VOCABULARY, (num_sequences, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        1, VOCABULARY, (num_sequences, length), generator=torch.Generator().manual_seed(0)
+    )
     mask = torch.ones(num_sequences, length - PROMPT)
     columns = {
         "input_ids": tokens,
@@ -43,7 +45,8 @@ def make_batch(num_sequences: int, length: int) -> DataProto:
         "position_ids": torch.arange(length).expand_as(tokens).clone(),
         "responses": tokens[:, PROMPT:].clone(),
         "response_mask": mask,
-        "advantages": torch.linspace(0.5, 1, num_sequences)[:, None] * mask,  # a row of zeros would be left out
+        "advantages": torch.linspace(0.5, 1, num_sequences)[:, None]
+        * mask,  # a row of zeros would be left out
     }
     return DataProto.from_dict(columns)
 
@@ -59,7 +62,9 @@ def measure(pipe: Connection, num_sequences: int, length: int, folder: Path) -> 
     model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION_NAME).eval()
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=1)
     memory = Memory(gradient_checkpointing=True)
-    engine = FSDPEngine(PolicyScorer(model), dtype=torch.float32, device=CPU, training=training, memory=memory)
+    engine = FSDPEngine(
+        PolicyScorer(model), dtype=torch.float32, device=CPU, training=training, memory=memory
+    )
     engine.rest_between_phases(("weights", "masters", "optimizer"), folder, frees_gradients=True)
     objective, micro = PolicyObjective(ActorConfig()), MicroBatching(None, length)
 
@@ -83,18 +88,27 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
     longest, context = max(args.lengths), get_context("spawn")
-    cases = dict.fromkeys([(number, longest) for number in args.numbers] + [(2, length) for length in args.lengths])
-    print("| sequences | tokens of each | MiB of the update | bytes a token of the longest | seconds |")
+    cases = dict.fromkeys(
+        [(number, longest) for number in args.numbers] + [(2, length) for length in args.lengths]
+    )
+    print(
+        "| sequences | tokens of each | MiB of the update | bytes a token of the longest | seconds |"
+    )
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as folder:
         for number, length in cases:
             pipe, other = context.Pipe()
-            process = context.Process(target=measure, args=(other, number, length, Path(folder)), daemon=True)
+            process = context.Process(
+                target=measure, args=(other, number, length, Path(folder)), daemon=True
+            )
             process.start()
             other.close()  # so that the end of the process is heard
             taken, seconds = pipe.recv()
             process.join()
-            print(f"| {number} | {length} | {taken / 2**20:.1f} | {taken / length:.0f} | {seconds:.1f} |", flush=True)
+            print(
+                f"| {number} | {length} | {taken / 2**20:.1f} | {taken / length:.0f} | {seconds:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,14 @@ MB = 1e6
 
 def resident_mb() -> dict[str, float]:
     """Resident memory of this process by its kind, MB."""
-    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Rss"))
-    return {name.removeprefix("Rss").rstrip(":"): int(number) * 1024 / MB for name, number, _ in fields}
+    fields = (
+        line.split()
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("Rss")
+    )
+    return {
+        name.removeprefix("Rss").rstrip(":"): int(number) * 1024 / MB for name, number, _ in fields
+    }
 
 
 def take_steps(pipe: Connection, args: Any, extra: list[str]) -> None:
@@ -56,7 +62,9 @@ def take_steps(pipe: Connection, args: Any, extra: list[str]) -> None:
         start = time.perf_counter()
         run.trainer.train_step()
         seconds, metrics = time.perf_counter() - start, run.trainer.metrics
-        numbers = {name: one for name, one in metrics.items() if not name.startswith(("timing", "perf"))}
+        numbers = {
+            name: one for name, one in metrics.items() if not name.startswith(("timing", "perf"))
+        }
         pipe.send((seconds, seen[-1], numbers))
     run.close()
 
@@ -64,10 +72,17 @@ def take_steps(pipe: Connection, args: Any, extra: list[str]) -> None:
 def main() -> None:
     """Run, and print the memory of both, what should have left, and the ratio of the times."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--num-weights", type=float, default=134.515008e6, help="trained weights of the model")
+    parser.add_argument(
+        "--num-weights", type=float, default=134.515008e6, help="trained weights of the model"
+    )
     args = parser.parse_args()
     context, told = get_context("spawn"), ([], [])
     with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as scratch:
@@ -87,7 +102,9 @@ def main() -> None:
                 pipe.send(True)
                 of_side.append(pipe.recv())
             (plain_s, plain, numbers), (resting_s, resting, others) = told[0][-1], told[1][-1]
-            print(f"step {step + 1}: {plain_s:.2f} s, {resting_s:.2f} s; numbers equal: {numbers == others}")
+            print(
+                f"step {step + 1}: {plain_s:.2f} s, {resting_s:.2f} s; numbers equal: {numbers == others}"
+            )
             print(f"  MB without: {plain}\n  MB with:    {resting}", flush=True)
         for pipe, process in sides:
             pipe.send(False)
@@ -95,9 +112,15 @@ def main() -> None:
     # Moments, and in bfloat16 the masters: generation computes with the weights that are left.
     should = (12 if args.dtype == "bfloat16" else 8) * args.num_weights / MB
     fell = sum(told[0][-1][1].values()) - sum(told[1][-1][1].values())
-    ratios = [with_[0] / without[0] for without, with_ in zip(*(side[1:] for side in told), strict=True)]
-    print(f"resident in generation: {fell:.0f} MB less, {fell / should:.3f} of the {should:.0f} MB that rest")
-    print(f"step: {median(ratios):.3f} times as long, median of {len(ratios)}: {min(ratios):.3f} to {max(ratios):.3f}")
+    ratios = [
+        with_[0] / without[0] for without, with_ in zip(*(side[1:] for side in told), strict=True)
+    ]
+    print(
+        f"resident in generation: {fell:.0f} MB less, {fell / should:.3f} of the {should:.0f} MB that rest"
+    )
+    print(
+        f"step: {median(ratios):.3f} times as long, median of {len(ratios)}: {min(ratios):.3f} to {max(ratios):.3f}"
+    )
     sys.exit(not all(one[2] == other[2] for one, other in zip(*told, strict=True)))
 
 

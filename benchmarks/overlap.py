@@ -55,7 +55,9 @@ class Busy(Worker):
         matrix = torch.eye(SIZE)
         for _ in range(products):
             matrix = matrix @ matrix
-        return DataProto.from_dict(tensors={f"of_{os.getpid()}": torch.full((len(data),), float(matrix.sum()))})
+        return DataProto.from_dict(
+            tensors={f"of_{os.getpid()}": torch.full((len(data),), float(matrix.sum()))}
+        )
 
 
 class Rows:
@@ -108,7 +110,9 @@ def measure(args: Namespace, folder: Path) -> None:
     """Both cases, in turns."""
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     groups = [
-        RayWorkerGroup(RayResourcePool([1], name_prefix=name), RayClassWithInitArgs(Busy), name=name)
+        RayWorkerGroup(
+            RayResourcePool([1], name_prefix=name), RayClassWithInitArgs(Busy), name=name
+        )
         for name in ("actor", "ref", "critic")
     ]
     for group in groups:
@@ -119,9 +123,13 @@ def measure(args: Namespace, folder: Path) -> None:
     (folder / "sleeps.py").write_text(SLEEPS.format(seconds=part))
     custom = CustomRewardFunctionConfig(path=str(folder / "sleeps.py"))
     settings = {"timeout_s": 10 * part + 10, "num_workers": 2}
-    graders = load_reward_manager(Config(reward_model=settings, custom_reward_function=custom), Rows())
+    graders = load_reward_manager(
+        Config(reward_model=settings, custom_reward_function=custom), Rows()
+    )
     try:
-        print(f"load of the machine before: {os.getloadavg()[0]:.1f}; {products} products, {part:.2f} s a part")
+        print(
+            f"load of the machine before: {os.getloadavg()[0]:.1f}; {products} products, {part:.2f} s a part"
+        )
         print("pools  graders  longest part s  overlap  in order  wanted")
         for count, has_graders, wanted in CASES:
             rounds, used, reward = [], groups[:count], graders if has_graders else None

@@ -39,7 +39,8 @@ def draw_rows(num_rows: int, group_size: int, seed: int) -> list[Row]:
     responses = np.clip(draw.lognormal(np.log(400), 1.0, num_rows), 1, 8192).astype(int).tolist()
     row = SequenceCost().row
     return [
-        row(number // group_size, prompts[number // group_size], response) for number, response in enumerate(responses)
+        row(number // group_size, prompts[number // group_size], response)
+        for number, response in enumerate(responses)
     ]
 
 
@@ -64,10 +65,15 @@ def deal(rows: Sequence[Row], num_ranks: int) -> dict[str, float]:
 def cut(rows: Sequence[Row], num_ranks: int) -> dict[str, float]:
     """The rows of the first rank, cut into micro-batches."""
     cost = SequenceCost()
-    own = [rows[number] for number in balance(rows, num_ranks, len(rows)).order[: len(rows) // num_ranks]]
+    own = [
+        rows[number]
+        for number in balance(rows, num_ranks, len(rows)).order[: len(rows) // num_ranks]
+    ]
     lengths = [RowLength(row.prompt, row.num_prompt_tokens, row.num_response_tokens) for row in own]
     start = time.perf_counter()
-    batches = micro_batches(lengths, MicroBatching(None, MAX_TOKENS), attention_tokens=cost.attention_tokens)
+    batches = micro_batches(
+        lengths, MicroBatching(None, MAX_TOKENS), attention_tokens=cost.attention_tokens
+    )
     milliseconds = 1e3 * (time.perf_counter() - start)
     costs = [cost_of_share(own, batch) for batch in batches]
     tokens = sum({row.prompt: row.num_prompt_tokens for row in own}.values())
@@ -107,10 +113,14 @@ def main() -> None:
             for typical in (median, max)
         ]
         others = ", ".join(
-            f"{key} {median(values):.3f}" for key, values in columns.items() if key not in ("imbalance", "ms")
+            f"{key} {median(values):.3f}"
+            for key, values in columns.items()
+            if key not in ("imbalance", "ms")
         )
         print(f"| {name} | {' | '.join(cells)} | {others} |")
-    print(f"\nWanted of `alone` and `groups`: imbalance below {GOAL_IMBALANCE}, in under {GOAL_MS} ms.")
+    print(
+        f"\nWanted of `alone` and `groups`: imbalance below {GOAL_IMBALANCE}, in under {GOAL_MS} ms."
+    )
 
 
 if __name__ == "__main__":

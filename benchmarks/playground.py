@@ -60,7 +60,11 @@ def config_files(name: str, home: Path) -> list[Path]:
     """The configuration files of a run, each over the one before it."""
     if name == "largest":
         return [home / "largest.yaml"]
-    layers = [place / f"{layer}.yaml" for layer in LAYERS.get(name, (name,)) for place in (RECIPES, home / "over")]
+    layers = [
+        place / f"{layer}.yaml"
+        for layer in LAYERS.get(name, (name,))
+        for place in (RECIPES, home / "over")
+    ]
     found = [file for file in layers if file.is_file()]
     if name in OTHERS and not found:
         raise SystemExit(
@@ -72,11 +76,16 @@ def config_files(name: str, home: Path) -> list[Path]:
 def run(words: Sequence[object], log: Path, threads: int) -> float:
     """One command of the program, its output in a file. Returns how many cores other processes used meanwhile."""
     busy, start = _busy_seconds(), (time.perf_counter(), _seconds_of_children())
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}",
+    }
     command = [sys.executable, "-m", "quadriga.cli.main", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
-        ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
+        ended = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False
+        )
     if ended.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         raise SystemExit(
@@ -102,11 +111,17 @@ def supervised(name: str, seed: int, args: Namespace) -> Course:
     """A run of `quadriga sft`: of the policy that all begin with, or of the reward model."""
     home = args.output / f"seed{seed}"
     if name == "sft":
-        run(["prepare", "playground", "--seed", seed, "--output", home], home / "prepare.log", args.threads)
+        run(
+            ["prepare", "playground", "--seed", seed, "--output", home],
+            home / "prepare.log",
+            args.threads,
+        )
     words = ["sft", "--config", home / f"{name}.yaml", f"trainer.seed={seed}", f"data.seed={seed}"]
     others = run([*words, "trainer.save_freq=-1"], home / f"{name}.log", args.threads)
     course = read_course(name, seed, home / "runs" / name, others)
-    return course if name == "sft" else replace(course, facts=ranking(home / "runs" / name / "model"))
+    return (
+        course if name == "sft" else replace(course, facts=ranking(home / "runs" / name / "model"))
+    )
 
 
 def trained(name: str, seed: int, args: Namespace) -> Course:
@@ -130,8 +145,18 @@ def trained(name: str, seed: int, args: Namespace) -> Course:
     if name == "distilled":
         student = (seed + 1) % 3
         measure("sft", student, args)
-        words.append(f"actor_rollout_ref.model.path={args.output / f'seed{student}' / 'runs' / 'sft' / 'model'}")
-        export = ["export", home / "runs" / TEACHER, "--output", home / "teacher", "--dtype", "float32", "--overwrite"]
+        words.append(
+            f"actor_rollout_ref.model.path={args.output / f'seed{student}' / 'runs' / 'sft' / 'model'}"
+        )
+        export = [
+            "export",
+            home / "runs" / TEACHER,
+            "--output",
+            home / "teacher",
+            "--dtype",
+            "float32",
+            "--overwrite",
+        ]
         run(export, home / "export.log", args.threads)
     others = run([*words, *args.overrides], home / f"{name}.log", args.threads)
     return read_course(name, seed, directory, others)
@@ -142,7 +167,11 @@ def asynchronous(name: str) -> list[str]:
     bound = name.split("_")[1]
     keys = ["enable=True", "preset=bounded", "deterministic=True", f"max_staleness={bound}"]
     words = [f"async_training.{key}" for key in keys]
-    return [*words, "algorithm.rollout_correction.preset=disabled"] if name.endswith("plain") else words
+    return (
+        [*words, "algorithm.rollout_correction.preset=disabled"]
+        if name.endswith("plain")
+        else words
+    )
 
 
 def measure(name: str, seed: int, args: Namespace) -> Course:
@@ -179,7 +208,8 @@ def main() -> None:
             course = measure(name, seed, args)
             print(f"{name:30} seed {seed}  {course.in_words()}", flush=True)
     everything = [
-        Course(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(args.output.glob("seed*/*.json"))
+        Course(**json.loads(file.read_text(encoding="utf-8")))
+        for file in sorted(args.output.glob("seed*/*.json"))
     ]
     print(report(everything, NAMES, args.output))
 

@@ -24,7 +24,10 @@ def ranking(folder: Path) -> dict[str, float]:
     for number in questions:
         # Each by itself: no padding, so nothing depends on where a score is read.
         for place, answer in enumerate(ANSWERS):
-            messages = [{"role": "user", "content": SUMS.text(number)}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": SUMS.text(number)},
+                {"role": "assistant", "content": answer},
+            ]
             tokens = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
             with torch.inference_mode():
                 scores[number, place] = model(**tokens).logits[0, 0]
@@ -42,4 +45,7 @@ def shares_of_best(scores: torch.Tensor) -> dict[str, float]:
         right, *wrong = (int(answer) for answer in SUMS.answers(number))
         best_of_all += int(row.argmax()) == right
         best_of_habits += all(row[right] > row[answer] for answer in wrong if answer != right)
-    return {"best of 19": best_of_all / len(scores), "best of the habits": best_of_habits / len(scores)}
+    return {
+        "best of 19": best_of_all / len(scores),
+        "best of the habits": best_of_habits / len(scores),
+    }

@@ -92,7 +92,8 @@ def read_course(name: str, seed: int, directory: Path, others: float) -> Course:
             accuracy.append(value)
             seconds.append(total_s)
     series = {
-        name: [values[source] for values in metrics.values() if source in values] for name, source in SERIES.items()
+        name: [values[source] for values in metrics.values() if source in values]
+        for name, source in SERIES.items()
     }
     kept = {name: values for name, values in series.items() if values}
     return Course(name, seed, steps, accuracy, seconds, max(metrics), total_s, others, kept)
@@ -112,14 +113,18 @@ def report(courses: Sequence[Course], order: Sequence[str], folder: Path) -> str
         order: of the names, as the tables list them.
         folder: to write to.
     """
-    runs = {name: sorted((c for c in courses if c.name == name), key=lambda c: c.seed) for name in order}
+    runs = {
+        name: sorted((c for c in courses if c.name == name), key=lambda c: c.seed) for name in order
+    }
     runs = {name: found for name, found in runs.items() if found}
     kl_runs = [course for name in KL_RUNS for course in runs.get(name, [])]
     parts = [learning_table(runs), validation_lines(runs)]
     parts += [kl_table(kl_runs)] if kl_runs else []
     stale = {name: courses for name, courses in runs.items() if name.startswith(STALE)}
     parts += [staleness_table(stale)] if stale else []
-    parts += [supervised_table([course for course in courses if course.name in ("sft", "reward_model")])]
+    parts += [
+        supervised_table([course for course in courses if course.name in ("sft", "reward_model")])
+    ]
     text = "\n\n".join(parts) + "\n"
     (folder / "playground.md").write_text(text, encoding="utf-8")
     draw(runs, folder / "playground.png")
@@ -138,7 +143,10 @@ def learning_table(runs: dict[str, list[Course]]) -> str:
             name,
             " ".join(dict.fromkeys(str(course.num_steps) for course in courses)),
             _joined(f"{course.accuracy[0]:.2f}" for course in courses),
-            _joined("never" if place is None else f"{course.seconds[place]:.0f}" for course, place in places),
+            _joined(
+                "never" if place is None else f"{course.seconds[place]:.0f}"
+                for course, place in places
+            ),
             _joined("-" if place is None else str(course.steps[place]) for course, place in places),
             _joined(f"{course.accuracy[-1]:.2f}" for course in courses),
             _joined(f"{course.total_s:.0f}" for course in courses),
@@ -179,8 +187,12 @@ def kl_table(courses: Sequence[Course]) -> str:
     for course in courses:
         for name in ("kl", "coefficient"):
             values = course.series[name]
-            means = [sum(values[end - KL_EVERY : end]) / KL_EVERY for end in ends if end <= len(values)]
-            lines.append(f"| {course.name}, {course.seed} | {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+            means = [
+                sum(values[end - KL_EVERY : end]) / KL_EVERY for end in ends if end <= len(values)
+            ]
+            lines.append(
+                f"| {course.name}, {course.seed} | {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |"
+            )
     return "\n".join(lines)
 
 
@@ -190,7 +202,9 @@ def staleness_table(runs: dict[str, list[Course]]) -> str:
     courses = [course for own in runs.values() for course in own]
     steps = min((course.steps for course in courses), key=len)
     reached = [
-        step for place, step in enumerate(steps) if max(one.accuracy[place] for one in courses) >= COMPARED_BELOW
+        step
+        for place, step in enumerate(steps)
+        if max(one.accuracy[place] for one in courses) >= COMPARED_BELOW
     ]
     place = steps.index(reached[0]) - 1 if reached else len(steps) - 1
     lines = [
@@ -248,7 +262,9 @@ def draw(runs: dict[str, list[Course]], output: Path) -> None:
 def _draw_accuracy(axes: Any, name: str, courses: Sequence[Course]) -> None:
     axes.axhline(GOAL, color=QUIET, linewidth=0.8, dashes=(4, 3))
     for course in courses:
-        axes.plot(course.steps, course.accuracy, color=COLORS[course.seed % len(COLORS)], linewidth=1.3)
+        axes.plot(
+            course.steps, course.accuracy, color=COLORS[course.seed % len(COLORS)], linewidth=1.3
+        )
     axes.set_title(name, loc="left", fontsize=9, color=INK, pad=4)
     axes.set_ylim(0, 1.05)
     axes.set_yticks([0, 0.5, GOAL], ["0", ".5", ".95"])
@@ -260,7 +276,13 @@ def _draw_kl(axes: Any, courses: Sequence[Course]) -> None:
     for course in courses:
         style: dict[str, Any] = {} if course.name == "kl_target" else {"dashes": (2, 1.5)}
         values = course.series["kl"]
-        axes.plot(range(1, len(values) + 1), values, color=COLORS[course.seed % len(COLORS)], linewidth=1.1, **style)
+        axes.plot(
+            range(1, len(values) + 1),
+            values,
+            color=COLORS[course.seed % len(COLORS)],
+            linewidth=1.1,
+            **style,
+        )
     axes.set_title("kl_target, kl_fixed (dashes)", loc="left", fontsize=9, color=INK, pad=4)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step; nats a token", fontsize=7.5, loc="right", labelpad=1)

@@ -53,7 +53,10 @@ def plain_float32(weight: torch.Tensor) -> Multiply:
 
 def forms(weights: list[torch.Tensor]) -> dict[str, Callable[[torch.Tensor], Multiply]]:
     """Those that this machine has."""
-    known: dict[str, Callable[[torch.Tensor], Multiply]] = {"linear, bfloat16": plain, "linear, float32": plain_float32}
+    known: dict[str, Callable[[torch.Tensor], Multiply]] = {
+        "linear, bfloat16": plain,
+        "linear, float32": plain_float32,
+    }
     if OwnWeight.takes(weights):
         known["own loop, bfloat16"] = own
     return known | ({"packed, bfloat16": packed} if can_pack() else {}) | {"packed, float32": wide}
@@ -95,7 +98,9 @@ def main() -> int:
             best = dict.fromkeys(made, float("inf"))
             for _ in range(args.rounds):
                 for name, products in made.items():
-                    best[name] = min(best[name], milliseconds(partial(step, products, inputs, sizes)))
+                    best[name] = min(
+                        best[name], milliseconds(partial(step, products, inputs, sizes))
+                    )
             print(f"| {num_rows} | " + " | ".join(f"{best[name]:.1f}" for name in made) + " |")
     print("| to make | " + " | ".join(f"{making[name]:.0f}" for name in made) + " |")
     return 0

@@ -42,7 +42,10 @@ def write_rows(path: Path, num_steps: int) -> None:
 
 
 def overrides(
-    args: Any, train_file: Path, new_tokens: int = workload.NUM_NEW_TOKENS, packed_tokens: int = MAX_PACKED_TOKENS
+    args: Any,
+    train_file: Path,
+    new_tokens: int = workload.NUM_NEW_TOKENS,
+    packed_tokens: int = MAX_PACKED_TOKENS,
 ) -> list[str]:
     """The command line of `quadriga train` that is this benchmark."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -80,11 +83,16 @@ def overrides(
 def main() -> None:
     """Build the trainer, say that it is ready, and take one step per order."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--packed-tokens", type=int, default=MAX_PACKED_TOKENS, help="of a micro-batch")
+    parser.add_argument(
+        "--packed-tokens", type=int, default=MAX_PACKED_TOKENS, help="of a micro-batch"
+    )
     args, driver, watch = parser.parse_args(), Driver(), Stopwatch()
     train_file = Path(args.scratch) / "train.parquet"
     write_rows(train_file, args.steps)
-    run = build_run(load_config(overrides(args, train_file, args.new_tokens, args.packed_tokens)).config, Timeline())
+    run = build_run(
+        load_config(overrides(args, train_file, args.new_tokens, args.packed_tokens)).config,
+        Timeline(),
+    )
     trainer = run.trainer
     driver.send(
         "ready",

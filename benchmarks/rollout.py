@@ -40,15 +40,22 @@ def questions() -> list[str]:
     texts = []
     for number in range(NUM_PROMPTS):
         amounts = [rng.randint(2, 99) for _ in range(2 + number % 5)]
-        listed = ", then ".join(f"{amount} coins on day {day}" for day, amount in enumerate(amounts, start=1))
-        texts.append(f"A merchant earns {listed}. How many coins does the merchant have? Explain each step.")
+        listed = ", then ".join(
+            f"{amount} coins on day {day}" for day, amount in enumerate(amounts, start=1)
+        )
+        texts.append(
+            f"A merchant earns {listed}. How many coins does the merchant have? Explain each step."
+        )
     return texts
 
 
 def answer_lengths(seed: int) -> list[int]:
     """Tokens of each answer: most are short, a few as long as may be."""
     rng = random.Random(seed)
-    return [min(LONGEST, max(4, round(math.exp(rng.gauss(3.8, 0.9))))) for _ in range(NUM_PROMPTS * NUM_SAMPLES)]
+    return [
+        min(LONGEST, max(4, round(math.exp(rng.gauss(3.8, 0.9)))))
+        for _ in range(NUM_PROMPTS * NUM_SAMPLES)
+    ]
 
 
 def native(args: Namespace) -> tuple[Generate, Any]:
@@ -58,7 +65,10 @@ def native(args: Namespace) -> tuple[Generate, Any]:
     model = load.load_causal_lm(args.model, dtype=getattr(torch, args.dtype))
     start = time.perf_counter()
     engine = rollout.NativeEngine(model)
-    print(f"native: start {time.perf_counter() - start:.3f} s after the model was loaded", file=sys.stderr)
+    print(
+        f"native: start {time.perf_counter() - start:.3f} s after the model was loaded",
+        file=sys.stderr,
+    )
 
     def generate(prompts: list[list[int]], lengths: list[int], seed: int) -> int:
         params = [
@@ -73,7 +83,9 @@ def native(args: Namespace) -> tuple[Generate, Any]:
 def hf(args: Namespace) -> tuple[Generate, Any]:
     """Transformers' own generation and sampling."""
     torch, transformers = import_module("torch"), import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype)
+    ).eval()
 
     def generate(prompts: list[list[int]], lengths: list[int], seed: int) -> int:
         torch.manual_seed(seed)
@@ -100,7 +112,9 @@ def hf(args: Namespace) -> tuple[Generate, Any]:
 def vllm(args: Namespace) -> tuple[Generate, Any]:
     """vLLM in this process's engine, with its own defaults, but that prompts are not cut: see `VLLMOptions`."""
     package = import_module("vllm")
-    options = {"max_model_len": 1024, "enable_chunked_prefill": False} | json.loads(args.vllm_options)
+    options = {"max_model_len": 1024, "enable_chunked_prefill": False} | json.loads(
+        args.vllm_options
+    )
     engine = package.LLM(model=args.model, dtype=args.dtype, **options)
 
     def generate(prompts: list[list[int]], lengths: list[int], seed: int) -> int:
@@ -116,7 +130,9 @@ def vllm(args: Namespace) -> tuple[Generate, Any]:
             for row, length in enumerate(lengths)
         ]
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return sum(len(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False))
+        return sum(
+            len(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False)
+        )
 
     return generate, None
 
@@ -129,7 +145,8 @@ def bare_products_s(model: Any, num_rows: int) -> float:
     torch = import_module("torch")
     modules = [module for module in model.modules() if type(module) is torch.nn.Linear]
     inputs = {
-        module.in_features: torch.randn(num_rows, module.in_features).to(module.weight.dtype) for module in modules
+        module.in_features: torch.randn(num_rows, module.in_features).to(module.weight.dtype)
+        for module in modules
     }
     with torch.inference_mode():
         start = time.perf_counter()
@@ -138,7 +155,9 @@ def bare_products_s(model: Any, num_rows: int) -> float:
         return time.perf_counter() - start
 
 
-def decode_step(generate: Generate, model: Any, prompts: list[list[int]], rounds: int) -> dict[str, float]:
+def decode_step(
+    generate: Generate, model: Any, prompts: list[list[int]], rounds: int
+) -> dict[str, float]:
     """Milliseconds of a decode step, of the bare products, and their ratio: the best of some rounds each."""
     steps, products = [], []
     for number in range(rounds):
@@ -161,8 +180,15 @@ def be_a_side(args: Namespace) -> int:
     torch.set_num_threads(args.threads)
     generate, model = SIDES[args.side](args)
     tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(args.model)
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False) for text in questions()]
-    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts for _ in range(NUM_SAMPLES)]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+        for text in questions()
+    ]
+    prompts = [
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in texts
+        for _ in range(NUM_SAMPLES)
+    ]
     print(json.dumps({"ready": args.side}), file=out)
     for line in sys.stdin:
         order = json.loads(line)
@@ -187,7 +213,11 @@ class Side:
         threads = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         cache = {"VLLM_CPU_KVCACHE_SPACE": "4"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads | cache
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | threads | cache,
         )
         self._read()
 
@@ -207,7 +237,9 @@ class Side:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the process {self.process.args} ended with status {self.process.wait()}")
+            raise SystemExit(
+                f"the process {self.process.args} ended with status {self.process.wait()}"
+            )
         return json.loads(line)
 
 
@@ -216,15 +248,26 @@ def main() -> int:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--engines", default="native,vllm,hf", help="which, separated by commas")
-    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="Python of an environment with vLLM")
+    parser.add_argument(
+        "--vllm-python", default=".venv-vllm/bin/python", help="Python of an environment with vLLM"
+    )
     parser.add_argument("--vllm-options", default="{}", help="JSON: more arguments of vllm.LLM")
     parser.add_argument(
-        "--rounds", type=int, default=4, help="how often each engine generates; the first does not count"
+        "--rounds",
+        type=int,
+        default=4,
+        help="how often each engine generates; the first does not count",
     )
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--dtype", default="bfloat16", help="of the computation")
-    parser.add_argument("--decode-rounds", type=int, default=3, help="for the decode step of native; 0: left out")
-    parser.add_argument("--side", choices=sorted(SIDES), help="be the process of this engine; for the program itself")
+    parser.add_argument(
+        "--decode-rounds", type=int, default=3, help="for the decode step of native; 0: left out"
+    )
+    parser.add_argument(
+        "--side",
+        choices=sorted(SIDES),
+        help="be the process of this engine; for the program itself",
+    )
     args = parser.parse_args()
     if args.side:
         return be_a_side(args)

@@ -33,7 +33,9 @@ from tests.e2e.colors import of_studio, write_studio  # noqa: E402
 
 CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/")
 RECIPES = tuple(sorted(file.stem for file in (REPOSITORY / "configs" / "recipes").glob("*.yaml")))
-FLOAT32 = tuple(f"{role}.fsdp_config.model_dtype=float32" for role in ("actor_rollout_ref.actor", "critic"))
+FLOAT32 = tuple(
+    f"{role}.fsdp_config.model_dtype=float32" for role in ("actor_rollout_ref.actor", "critic")
+)
 BESIDE = {
     "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"),
     "cache": ("actor_rollout_ref.rollout.skip.enable=true",),
@@ -51,25 +53,45 @@ def command(name: str, files: Path, checkout: Path, steps: int) -> list[str]:
         return ["sft", "--config", f"{files}/{name}.yaml", *few]
     few += ("trainer.test_freq=2",)
     if name == "images":
-        own = (*of_studio(files / "studio"), "actor_rollout_ref.rollout.n=4", "data.max_prompt_length=64")
+        own = (
+            *of_studio(files / "studio"),
+            "actor_rollout_ref.rollout.n=4",
+            "data.max_prompt_length=64",
+        )
         return ["train", *own, *FLOAT32, "trainer.logger=[jsonl]", "trainer.device=cpu", *few]
     layers = [f"{files}/sums.yaml"]
     for each in ("ppo", name) if name == "by_reward_model" else (name,):
-        places = (checkout / "configs" / "recipes" / f"{each}.yaml", files / "over" / f"{each}.yaml")
+        places = (
+            checkout / "configs" / "recipes" / f"{each}.yaml",
+            files / "over" / f"{each}.yaml",
+        )
         layers += [str(place) for place in places if place.is_file()]
-    return ["train", *(word for layer in layers for word in ("--config", layer)), *BESIDE.get(name, ()), *few]
+    return [
+        "train",
+        *(word for layer in layers for word in ("--config", layer)),
+        *BESIDE.get(name, ()),
+        *few,
+    ]
 
 
 def run(words: list[str], checkout: Path, log: Path) -> None:
     """A command of a checkout, its output in a file; ends the program where it fails."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         line = [sys.executable, "-m", "quadriga.cli.main", *words]
-        status = subprocess.run(line, cwd=log.parent, env=environment, stdout=output, stderr=output).returncode
+        status = subprocess.run(
+            line, cwd=log.parent, env=environment, stdout=output, stderr=output
+        ).returncode
     if status:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-        raise SystemExit(f"{tail}\n\nsame_numbers: {' '.join(line)} in {checkout} ended with status {status}: {log}")
+        raise SystemExit(
+            f"{tail}\n\nsame_numbers: {' '.join(line)} in {checkout} ended with status {status}: {log}"
+        )
 
 
 def prepare(files: Path) -> None:
@@ -77,9 +99,16 @@ def prepare(files: Path) -> None:
     if (files / "done").exists():
         return
     shutil.rmtree(files, ignore_errors=True)
-    run(["prepare", "playground", "--output", str(files)], REPOSITORY, files.parent / "logs" / "prepare.log")
+    run(
+        ["prepare", "playground", "--output", str(files)],
+        REPOSITORY,
+        files.parent / "logs" / "prepare.log",
+    )
     for name in ("sft", "reward_model"):
-        few = (f"trainer.total_training_steps={60 if name == 'sft' else 20}", "trainer.save_freq=-1")
+        few = (
+            f"trainer.total_training_steps={60 if name == 'sft' else 20}",
+            "trainer.save_freq=-1",
+        )
         own = ["sft", "--config", f"{files}/{name}.yaml", *few]
         run(own, REPOSITORY, files.parent / "logs" / f"prepare-{name}.log")
     (files / "studio").mkdir()
@@ -94,11 +123,21 @@ def numbers(name: str, which: str, checkout: Path, args: Namespace) -> list[str]
         shutil.rmtree(directory, ignore_errors=True)
         words = command(name, files, checkout, args.steps)
         words += [f"trainer.default_local_dir={directory}", "trainer.resume_mode=disable"]
-        words += [f"actor_rollout_ref.rollout.skip.dump_dir={directory / 'cache'}"] if name == "cache" else []
+        words += (
+            [f"actor_rollout_ref.rollout.skip.dump_dir={directory / 'cache'}"]
+            if name == "cache"
+            else []
+        )
         run(words, checkout, args.output / "logs" / f"{name}-{which}.log")
         (directory / "complete").touch()
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [json.dumps({key: value for key, value in line.items() if not key.startswith(CLOCK)}) for line in lines]
+    lines = [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        json.dumps({key: value for key, value in line.items() if not key.startswith(CLOCK)})
+        for line in lines
+    ]
 
 
 def difference(before: list[str], after: list[str]) -> str:
@@ -118,8 +157,12 @@ def main() -> int:
     """Run, compare, and print a table."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, required=True, help="another checkout")
-    parser.add_argument("--output", type=Path, default=Path("outputs/same_numbers"), help="folder of the runs")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/same_numbers"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES)
+    )
     parser.add_argument("--steps", type=int, default=4, help="of each run")
     args = parser.parse_args()
     args.output, args.before = args.output.absolute(), args.before.absolute()

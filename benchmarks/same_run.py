@@ -38,7 +38,15 @@ Steps = list[dict[str, float]]
 def run(name: str, directory: Path, args: Namespace) -> tuple[Steps, float]:
     """Metrics of each step of a run, and the seconds that it took in all."""
     command = [
-        *(sys.executable, "-m", "quadriga.cli.main", "train", "--config", "configs/quickstart.yaml", *RUNS[name]),
+        *(
+            sys.executable,
+            "-m",
+            "quadriga.cli.main",
+            "train",
+            "--config",
+            "configs/quickstart.yaml",
+            *RUNS[name],
+        ),
         f"trainer.total_training_steps={args.steps}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
@@ -65,7 +73,9 @@ def largest_difference(alone: Steps, other: Steps, left_out: tuple[str, ...]) ->
         scale = max(abs(step.get(name, 0.0)) for step in alone) or 1.0
         for number, (ours, theirs) in enumerate(zip(alone, other, strict=True), start=1):
             if ours.get(name) != theirs.get(name):
-                difference = abs(ours.get(name, float("inf")) - theirs.get(name, float("inf"))) / scale
+                difference = (
+                    abs(ours.get(name, float("inf")) - theirs.get(name, float("inf"))) / scale
+                )
                 worst = max(worst, (difference, f"{name} of step {number}"))
     return worst
 
@@ -79,7 +89,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="configuration keys for all runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="same-run-") as folder:
-        results = {name: run(name, Path(folder) / str(number), args) for number, name in enumerate(RUNS)}
+        results = {
+            name: run(name, Path(folder) / str(number), args) for number, name in enumerate(RUNS)
+        }
     alone, seconds_alone = results["alone"]
     print(
         f"\n{args.steps} steps, {args.dtype}\n\n| run | s | largest relative difference | of | |\n|---|---|---|---|---|"

@@ -51,7 +51,10 @@ class Stopwatch:
 
     def read(self) -> dict[str, float]:
         """`total_s` and `cpu_s`."""
-        return {"total_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu}
+        return {
+            "total_s": time.perf_counter() - self._wall,
+            "cpu_s": time.process_time() - self._cpu,
+        }
 
 
 def arguments(description: str) -> ArgumentParser:
@@ -60,7 +63,11 @@ def arguments(description: str) -> ArgumentParser:
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", choices=DTYPES, required=True, help="of the computation")
     parser.add_argument("--reward", choices=sorted(SCORES), required=True)
-    parser.add_argument("--steps", type=int, required=True, help="how many steps will be asked for at most")
+    parser.add_argument(
+        "--steps", type=int, required=True, help="how many steps will be asked for at most"
+    )
     parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS, help="of each completion")
-    parser.add_argument("--scratch", required=True, help="an empty folder for whatever must be written")
+    parser.add_argument(
+        "--scratch", required=True, help="an empty folder for whatever must be written"
+    )
     return parser

@@ -43,7 +43,10 @@ class EverySecond(StateCopies):
         ends[step] = time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK")
         if step > 1:
             what = "with a copy" if step % 2 else "without a copy"
-            print(f"step {step}, {what}: {taken(step, 0):.2f} s, {taken(step, 1):.2f} CPU seconds", flush=True)
+            print(
+                f"step {step}, {what}: {taken(step, 0):.2f} s, {taken(step, 1):.2f} CPU seconds",
+                flush=True,
+            )
         if step % 2 == 0:
             super().copy(step, driver)
 
@@ -57,7 +60,9 @@ def cpu_seconds_of_copies(model: Path, num_copies: int = 9) -> float:
     """Median CPU seconds of a copy of all ranks' parts together, in this process; the first two take the memory."""
     kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     shapes = open_weights(model).shapes
-    copier = StateCopier({f"{kind}.{name}": torch.ones(shapes[name]) for kind in kinds for name in shapes}, ALONE)
+    copier = StateCopier(
+        {f"{kind}.{name}": torch.ones(shapes[name]) for kind in kinds for name in shapes}, ALONE
+    )
     paths, refusal = (keeper := Keeper()).make({("actor", 0): 2 * copier.plan.slot_bytes[0]})
     assert not refusal, refusal
     copier.open(paths["actor", 0])
@@ -73,7 +78,12 @@ def cpu_seconds_of_copies(model: Path, num_copies: int = 9) -> float:
 def main() -> None:
     """Run, and print the pairs and the ratio."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--steps", type=int, default=14)
     args = parser.parse_args()
@@ -91,7 +101,9 @@ def main() -> None:
     pairs = [(step, step + 1) for step in range(5, len(ends), 2)]
     for clock, unit in enumerate(("seconds", "CPU seconds")):
         ratios = [taken(copied, clock) / taken(plain, clock) for copied, plain in pairs]
-        middle = (median(taken(step, clock) for step in steps) for steps in zip(*pairs, strict=True))
+        middle = (
+            median(taken(step, clock) for step in steps) for steps in zip(*pairs, strict=True)
+        )
         print(
             f"{unit}: {' '.join(f'{one:.2f}' for one in middle)}, median of {len(ratios)} ratios {median(ratios):.4f}"
         )

@@ -99,7 +99,9 @@ def _busy_seconds() -> float:
 def install() -> None:
     """Make TRL's environment: the torch that constraints.txt names first, so that a local CPU build is taken."""
     folder = TRL_PYTHON.parents[1]
-    torch = re.search(r"^torch==\S+", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    torch = re.search(
+        r"^torch==\S+", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert torch is not None
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     for packages in ([torch.group()], TRL_PACKAGES):
@@ -112,7 +114,13 @@ def start(name: str, command: list[str], dtype: str, args: Namespace, scratch: P
     log = scratch / f"{name}-{dtype}.log"
     folder = scratch / f"{name}-{dtype}"
     folder.mkdir()
-    options = {"model": args.model, "dtype": dtype, "reward": args.reward, "steps": args.steps, "scratch": folder}
+    options = {
+        "model": args.model,
+        "dtype": dtype,
+        "reward": args.reward,
+        "steps": args.steps,
+        "scratch": folder,
+    }
     options["new-tokens"] = args.new_tokens
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -134,7 +142,11 @@ def start(name: str, command: list[str], dtype: str, args: Namespace, scratch: P
 
 def measure(dtype: str, args: Namespace, scratch: Path) -> list[Side]:
     """Both sides in one dtype, taking turns."""
-    quadriga = [sys.executable, str(HERE / "quadriga_side.py"), f"--packed-tokens={args.packed_tokens}"]
+    quadriga = [
+        sys.executable,
+        str(HERE / "quadriga_side.py"),
+        f"--packed-tokens={args.packed_tokens}",
+    ]
     trl = [str(args.trl_python), str(HERE / "trl_side.py"), f"--micro-batch={args.trl_micro_batch}"]
     trl += ["--bf16-weights"] if args.trl_bf16_weights else []
     commands = {"quadriga": quadriga, "trl": trl}
@@ -147,7 +159,8 @@ def measure(dtype: str, args: Namespace, scratch: Path) -> list[Side]:
                 step = side.step()
                 check_tokens(side, step, args.new_tokens)
                 print(
-                    f"  step {number} {side.name:8} {in_words(step)}{' (left out)' if not number else ''}", flush=True
+                    f"  step {number} {side.name:8} {in_words(step)}{' (left out)' if not number else ''}",
+                    flush=True,
                 )
     finally:
         for side in sides:
@@ -159,7 +172,9 @@ def check_tokens(side: Side, step: dict[str, Any], new_tokens: int) -> None:
     """Tokens per second compare only over equal numbers of tokens."""
     expected = workload.NUM_SEQUENCES * new_tokens
     if step["response_tokens"] != expected:
-        raise SystemExit(f"benchmark: {side.name} drew {step['response_tokens']} tokens, expected {expected}.")
+        raise SystemExit(
+            f"benchmark: {side.name} drew {step['response_tokens']} tokens, expected {expected}."
+        )
 
 
 def in_words(step: dict[str, Any]) -> str:
@@ -179,7 +194,10 @@ def table(dtype: str, sides: list[Side], new_tokens: int) -> list[str]:
         cells = [
             dtype,
             side.facts["package"],
-            *(f"{numbers[key]:.2f} ({base[key] / numbers[key]:.1f}x)" for key in ("gen_s", "train_s")),
+            *(
+                f"{numbers[key]:.2f} ({base[key] / numbers[key]:.1f}x)"
+                for key in ("gen_s", "train_s")
+            ),
             f"{numbers['total_s']:.2f} [{min(totals):.2f}, {max(totals):.2f}]",
             f"{tokens / numbers['total_s']:.1f}",
             f"**{base['total_s'] / numbers['total_s']:.2f}x**",
@@ -194,10 +212,16 @@ def machine() -> str:
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"model name\s*: (.*)", facts)
     gibibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    flags = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", facts)]
+    flags = [
+        flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", facts)
+    ]
     name = model.group(1) if model else platform.processor()
     asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    cards = subprocess.run(asked, capture_output=True, text=True).stdout.split("\n") if shutil.which(asked[0]) else []
+    cards = (
+        subprocess.run(asked, capture_output=True, text=True).stdout.split("\n")
+        if shutil.which(asked[0])
+        else []
+    )
     cores = f"{name} ({', '.join(flags) or 'no wide vectors'}), {os.cpu_count()} cores, {gibibytes:.0f} GiB"
     return "; ".join([cores, *filter(None, cards)])
 
@@ -211,26 +235,46 @@ def read_arguments() -> Namespace:
     """The command line."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--install", action="store_true", help="make TRL's environment and end")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--reward", choices=sorted(workload.SCORES), default="equal")
-    parser.add_argument("--steps", type=int, default=5, help="of each side, the first of which is left out")
-    parser.add_argument("--new-tokens", type=int, default=workload.NUM_NEW_TOKENS, help="of each completion")
-    parser.add_argument("--packed-tokens", type=int, default=384, help="of a micro-batch of Quadriga's")
-    parser.add_argument("--sides", nargs="+", choices=("quadriga", "trl"), default=["quadriga", "trl"])
-    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
     parser.add_argument(
-        "--trl-micro-batch", type=int, default=64, help="sequences; the larger the faster, up to memory"
+        "--steps", type=int, default=5, help="of each side, the first of which is left out"
     )
     parser.add_argument(
-        "--trl-bf16-weights", action="store_true", help="TRL with all weights in bfloat16, not autocast"
+        "--new-tokens", type=int, default=workload.NUM_NEW_TOKENS, help="of each completion"
+    )
+    parser.add_argument(
+        "--packed-tokens", type=int, default=384, help="of a micro-batch of Quadriga's"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=("quadriga", "trl"), default=["quadriga", "trl"]
+    )
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
+    parser.add_argument(
+        "--trl-micro-batch",
+        type=int,
+        default=64,
+        help="sequences; the larger the faster, up to memory",
+    )
+    parser.add_argument(
+        "--trl-bf16-weights",
+        action="store_true",
+        help="TRL with all weights in bfloat16, not autocast",
     )
     parser.add_argument("--json", type=Path, help="also write every step's numbers here")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step of each side is left out")
     if not args.install and not args.model.is_dir():
-        parser.error(f"no model at {args.model}: run scripts/quickstart once, or name one with --model")
+        parser.error(
+            f"no model at {args.model}: run scripts/quickstart once, or name one with --model"
+        )
     if not args.install and "trl" in args.sides and not args.trl_python.exists():
         parser.error(f"no TRL at {args.trl_python}: run this with --install once")
     return args
@@ -248,11 +292,18 @@ def main() -> None:
         for dtype in args.dtype:
             sides = measure(dtype, args, Path(scratch))
             rows += table(dtype, sides, args.new_tokens)
-            record[dtype] = [{"side": side.name, "facts": side.facts, "steps": side.steps} for side in sides]
+            record[dtype] = [
+                {"side": side.name, "facts": side.facts, "steps": side.steps} for side in sides
+            ]
     shape = f"{workload.NUM_PROMPTS} prompts x {workload.NUM_SAMPLES} samples x {args.new_tokens} new tokens"
-    print(f"\n{shape}, reward `{args.reward}`, median of {args.steps - 1} steps; {machine()}; ", end="")
+    print(
+        f"\n{shape}, reward `{args.reward}`, median of {args.steps - 1} steps; {machine()}; ",
+        end="",
+    )
     print(f"load average after: {load_average()}\n")
-    print("| dtype | | generation s | training s | step s [min, max] | tokens/s | tokens/s, ratio | others, cores |")
+    print(
+        "| dtype | | generation s | training s | step s [min, max] | tokens/s | tokens/s, ratio | others, cores |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     if args.json:

@@ -77,7 +77,9 @@ def draw_batch(args: Namespace) -> DataProto:
     num_prompts = args.prompts
     rows = num_prompts * GROUP_SIZE
     low, high = PROMPT_TOKENS
-    prompts = torch.randint(low, high + 1, (num_prompts,), generator=draw).repeat_interleave(GROUP_SIZE)
+    prompts = torch.randint(low, high + 1, (num_prompts,), generator=draw).repeat_interleave(
+        GROUP_SIZE
+    )
     spread = torch.randn(rows, generator=draw) * SIGMA - SIGMA**2 / 2
     responses = (MEAN_RESPONSE_TOKENS * spread.exp()).round().clamp(1, MAX_RESPONSE_TOKENS)
     columns = torch.arange(high + MAX_RESPONSE_TOKENS)
@@ -195,7 +197,9 @@ def our_pass(args: Namespace, *, share_prompts: bool) -> Callable[[DataProto], R
         engine.is_warm = True
         engine.meter.start()
         metrics = learn(batch)
-        flops, norm = (float(metrics[name].value) for name in ("perf/flops/actor", "actor/grad_norm"))
+        flops, norm = (
+            float(metrics[name].value) for name in ("perf/flops/actor", "actor/grad_norm")
+        )
         return replace(engine.reading, flops=flops, grad_norm=norm)
 
     return run
@@ -203,7 +207,9 @@ def our_pass(args: Namespace, *, share_prompts: bool) -> Callable[[DataProto], R
 
 def padded_pass(args: Namespace, *, is_all_logits: bool) -> Callable[[DataProto], Reading]:
     """A policy-gradient loss as it is written with transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa"
+    )
     model.eval()
     meter = Meter()
 
@@ -214,7 +220,9 @@ def padded_pass(args: Namespace, *, is_all_logits: bool) -> Callable[[DataProto]
             width = columns["responses"].shape[1]
             # The logits before each response token; the last ones predict nothing.
             keep = {} if is_all_logits else {"logits_to_keep": width + 1}
-            inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            inputs = {
+                name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")
+            }
             logits = model(**inputs, use_cache=False, **keep).logits[:, -width - 1 : -1]
             chosen = columns["responses"][..., None]
             log_prob = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, chosen)[..., 0]
@@ -228,7 +236,9 @@ def padded_pass(args: Namespace, *, is_all_logits: bool) -> Callable[[DataProto]
         meter.start()
         learn(batch)
         reading = meter.read()
-        norm = torch.nn.utils.get_total_norm([parameter.grad.float() for parameter in model.parameters()])
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad.float() for parameter in model.parameters()]
+        )
         return replace(reading, grad_norm=float(norm))
 
     return run
@@ -240,7 +250,10 @@ def trimmed(part: DataProto) -> dict[str, torch.Tensor]:
     first, last = int(used[0]), int(used[-1]) + 1
     width = part.batch["responses"].shape[1]
     prompt_width = part.batch["input_ids"].shape[1] - width
-    columns = {name: part.batch[name][:, first:last] for name in ("input_ids", "attention_mask", "position_ids")}
+    columns = {
+        name: part.batch[name][:, first:last]
+        for name in ("input_ids", "attention_mask", "position_ids")
+    }
     responses = ("responses", "response_mask", "advantages")
     return columns | {name: part.batch[name][:, : last - prompt_width] for name in responses}
 
@@ -268,7 +281,9 @@ def start_child(path: str, args: Namespace) -> dict[str, Any]:
     words = [f"--child={path}", f"--model={args.model}", f"--prompts={args.prompts}"]
     words += [f"--micro-batch={args.micro_batch}", f"--dtype={args.dtype}"]
     command = [sys.executable, __file__, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     if done.returncode:
         raise SystemExit(f"benchmark: {path} ended with status {done.returncode}.")
     return json.loads(done.stdout.splitlines()[-1])
@@ -291,7 +306,9 @@ def require_equal_gradients(results: dict[str, list[dict[str, Any]]]) -> None:
     """All paths compute one gradient, up to rounding."""
     norms = {path: rounds[0]["grad_norm"] for path, rounds in results.items()}
     if max(norms.values()) > (1 + AGREEMENT) * min(norms.values()):
-        raise SystemExit(f"benchmark: the gradients differ, so the paths do not compare: norms {norms}.")
+        raise SystemExit(
+            f"benchmark: the gradients differ, so the paths do not compare: norms {norms}."
+        )
     print(f"\ngradient norms: {', '.join(f'{path} {norm:.4f}' for path, norm in norms.items())}")
 
 
@@ -306,10 +323,16 @@ def report(results: dict[str, list[dict[str, Any]]], args: Namespace) -> None:
         f"median of {args.rounds} rounds\n{machine()}; {torch.get_num_threads()} threads; torch {torch.__version__}; "
         f"load average after: {load_average()}\n"
     )
-    rates = {path: tokens / median(one["seconds"] for one in rounds) for path, rounds in results.items()}
-    memory = {path: median(one["memory_bytes"] for one in rounds) for path, rounds in results.items()}
+    rates = {
+        path: tokens / median(one["seconds"] for one in rounds) for path, rounds in results.items()
+    }
+    memory = {
+        path: median(one["memory_bytes"] for one in rounds) for path, rounds in results.items()
+    }
     against = "padded" if "padded" in results else args.paths[-1]
-    print(f"| path | s [min, max] | CPU s | tokens/s | over {against} | memory, GiB | over {against} | MFU | others |")
+    print(
+        f"| path | s [min, max] | CPU s | tokens/s | over {against} | memory, GiB | over {against} | MFU | others |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for path, rounds in results.items():
         seconds = [one["seconds"] for one in rounds]
@@ -327,22 +350,35 @@ def report(results: dict[str, list[dict[str, Any]]], args: Namespace) -> None:
         print(f"| {path} | {' | '.join(cells)} |")
     peak = max(one["peak_flops"] for rounds in results.values() for one in rounds)
     print(f"\nThe machine's {args.dtype} matrix product reached {peak / 1e12:.2f} Tflop/s at best.")
-    print("Wanted over padded: of shared 2 times the tokens/s and 0.5 of the memory, of alone 1.3 times; MFU 0.5.")
+    print(
+        "Wanted over padded: of shared 2 times the tokens/s and 0.5 of the memory, of alone 1.3 times; MFU 0.5."
+    )
 
 
 def read_arguments() -> Namespace:
     """The command line."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--prompts", type=int, default=8, help=f"with {GROUP_SIZE} responses each")
-    parser.add_argument("--micro-batch", type=int, default=GROUP_SIZE, help="sequences passed at a time")
+    parser.add_argument(
+        "--micro-batch", type=int, default=GROUP_SIZE, help="sequences passed at a time"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of all paths")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights that compute")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights that compute"
+    )
     parser.add_argument("--child", choices=PATHS, help="run this path here and answer with JSON")
     args = parser.parse_args()
     if not args.model.is_dir():
-        parser.error(f"no model at {args.model}: run scripts/quickstart once, or name one with --model")
+        parser.error(
+            f"no model at {args.model}: run scripts/quickstart once, or name one with --model"
+        )
     return args
 
 

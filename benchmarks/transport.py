@@ -33,7 +33,13 @@ import torch
 
 from described_proto import described_chunks
 from quadriga.protocol import DataProto
-from quadriga.single_controller.ray.transport import OUTBOX, pack_result, release_pages, unpack, unpack_result
+from quadriga.single_controller.ray.transport import (
+    OUTBOX,
+    pack_result,
+    release_pages,
+    unpack,
+    unpack_result,
+)
 
 TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_TOKENS = 512
@@ -61,7 +67,10 @@ def make_batch(rows: int, tokens: int) -> DataProto:
             "data_source": ["openai/gsm8k"] * rows,
             "raw_prompt_ids": [list(range(row, row + PROMPT_TOKENS)) for row in range(rows)],
             "reward_model": [{"style": "rule", "ground_truth": str(row)} for row in range(rows)],
-            "extra_info": [{"index": row, "split": "train", "question": "How many? " * 20} for row in range(rows)],
+            "extra_info": [
+                {"index": row, "split": "train", "question": "How many? " * 20}
+                for row in range(rows)
+            ],
         },
         {"global_steps": 1},
     )
@@ -70,7 +79,10 @@ def make_batch(rows: int, tokens: int) -> DataProto:
 def by_ours(workers: list[Any], data: DataProto) -> DataProto:
     """There and back through the transport."""
     messages = OUTBOX.pack([((part,), {}) for part in data.chunk(len(workers))])
-    refs = [worker.ours.remote(message.body, *message.refs) for worker, message in zip(workers, messages, strict=True)]
+    refs = [
+        worker.ours.remote(message.body, *message.refs)
+        for worker, message in zip(workers, messages, strict=True)
+    ]
     return DataProto.concat([unpack_result(value, borrow=True) for value in ray.get(refs)])
 
 
@@ -119,8 +131,12 @@ class Way:
         start = time.perf_counter()
         result = self.run(data)
         self.seconds.append(time.perf_counter() - start)
-        self.memory.append((resident_bytes("VmHWM") - before) / sum(data.batch[key].nbytes for key in TENSORS))
-        if result is not None and not all(torch.equal(result.batch[key], data.batch[key]) for key in TENSORS):
+        self.memory.append(
+            (resident_bytes("VmHWM") - before) / sum(data.batch[key].nbytes for key in TENSORS)
+        )
+        if result is not None and not all(
+            torch.equal(result.batch[key], data.batch[key]) for key in TENSORS
+        ):
             raise SystemExit(f"benchmark: {self.name} returned another batch than it got.")
 
     def typical_ms(self) -> float:
@@ -162,7 +178,11 @@ def measure(args: Namespace) -> list[Way]:
         Way("ours", lambda data: by_ours(workers, data)),
         Way("described", lambda data: by_description(workers, data)),
         copy_way(args),
-        Way("again", lambda data: by_ours(workers, data), prepare=lambda data: by_ours(workers, data)),
+        Way(
+            "again",
+            lambda data: by_ours(workers, data),
+            prepare=lambda data: by_ours(workers, data),
+        ),
     ]
     for number in range(args.rounds):
         for way in ways:
@@ -191,16 +211,22 @@ def main() -> None:
         f"\n{args.rows} rows x {args.tokens} tokens x 3 int64 columns ({megabytes:.0f} MB) and 5 object arrays, ",
         end="",
     )
-    print(f"{args.workers} workers, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
+    print(
+        f"{args.workers} workers, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n"
+    )
     print("| way | ms, median [min, max] | times copying | peak memory, batches |")
     print("|---|---|---|---|")
     for way in ways.values():
         low, high = 1e3 * min(way.seconds[1:]), 1e3 * max(way.seconds[1:])
         cells = f"{way.typical_ms():.1f} [{low:.1f}, {high:.1f}] | {way.typical_ms() / copy:.2f} "
         print(f"| {way.name} | {cells}| {way.typical_memory():.2f} |")
-    print(f"\nours is {ways['described'].typical_ms() / ours:.2f} times faster than described (at least 2.5 wanted),")
+    print(
+        f"\nours is {ways['described'].typical_ms() / ours:.2f} times faster than described (at least 2.5 wanted),"
+    )
     print(f"takes {ours / copy:.2f} times as long as copying (at most 6 wanted),")
-    print(f"and its driver holds {ways['ours'].typical_memory():.2f} batches at its peak (below 2.2 wanted).")
+    print(
+        f"and its driver holds {ways['ours'].typical_memory():.2f} batches at its peak (below 2.2 wanted)."
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,10 @@ def build(args: Any, driver: Driver) -> TimedTrainer:
     score, rewards = workload.SCORES[args.reward], []
 
     def reward(completions: list[Any], answer: list[str], **rest: Any) -> list[float]:
-        scores = [score(turns[0]["content"], right) for turns, right in zip(completions, answer, strict=True)]
+        scores = [
+            score(turns[0]["content"], right)
+            for turns, right in zip(completions, answer, strict=True)
+        ]
         rewards.extend(scores)
         return scores
 
@@ -133,8 +136,12 @@ def build(args: Any, driver: Driver) -> TimedTrainer:
 def main() -> None:
     """Build the trainer, say that it is ready, and let it train on orders."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--micro-batch", type=int, default=64, help="sequences of one forward and backward pass")
-    parser.add_argument("--bf16-weights", action="store_true", help="weights in bfloat16, optimizer included")
+    parser.add_argument(
+        "--micro-batch", type=int, default=64, help="sequences of one forward and backward pass"
+    )
+    parser.add_argument(
+        "--bf16-weights", action="store_true", help="weights in bfloat16, optimizer included"
+    )
     args, driver, watch = parser.parse_args(), Driver(), Stopwatch()
     trainer = build(args, driver)
     driver.send(

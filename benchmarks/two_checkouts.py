@@ -37,7 +37,9 @@ class Side:
     def __init__(self, checkout: Path, words: list[str]) -> None:
         command = [sys.executable, f"{checkout}/benchmarks/{words[0]}", *words[1:]]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, text=True, env=environment(checkout), cwd=checkout, **pipes)
+        self.process = subprocess.Popen(
+            command, text=True, env=environment(checkout), cwd=checkout, **pipes
+        )
         self.answer()
 
     def answer(self) -> dict[str, float]:
@@ -45,7 +47,9 @@ class Side:
         for line in self.process.stdout or ():
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"two_checkouts: {self.process.args} ended with status {self.process.wait()}")
+        raise SystemExit(
+            f"two_checkouts: {self.process.args} ended with status {self.process.wait()}"
+        )
 
     def ask(self, **order: object) -> dict[str, float]:
         """An order and its answer."""
@@ -55,7 +59,11 @@ class Side:
 
 def environment(checkout: Path) -> dict[str, str]:
     """The variables of a process that imports the checkout's package."""
-    return os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "PYTHONPATH": str(checkout),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def step(checkout: Path, args: Namespace) -> Measure:
@@ -68,7 +76,10 @@ def step(checkout: Path, args: Namespace) -> Measure:
 
 def rollout(checkout: Path, args: Namespace) -> Measure:
     """Seconds of generating responses to 128 prompts; the same lengths and seeds in both checkouts."""
-    side = Side(checkout, ["rollout.py", "--side", "native", "--model", str(args.model), "--dtype", args.dtype])
+    side = Side(
+        checkout,
+        ["rollout.py", "--side", "native", "--model", str(args.model), "--dtype", args.dtype],
+    )
     seeds = iter(range(args.pairs + 1))
     return lambda: side.ask(do="generate", seed=next(seeds))["seconds"]
 
@@ -76,7 +87,9 @@ def rollout(checkout: Path, args: Namespace) -> Measure:
 def train(checkout: Path, args: Namespace) -> Measure:
     """Seconds of the passes of one update, in a process of its own each time."""
     words = ["--child=shared", f"--model={args.model}", "--prompts=2", f"--dtype={args.dtype}"]
-    return lambda: json.loads(once(checkout, ["train_engine.py", *words]).splitlines()[-1])["seconds"]
+    return lambda: json.loads(once(checkout, ["train_engine.py", *words]).splitlines()[-1])[
+        "seconds"
+    ]
 
 
 def code(checkout: Path, args: Namespace) -> Measure:
@@ -92,7 +105,9 @@ def quick(checkout: Path, args: Namespace) -> Measure:
 def graded(checkout: Path, words: str) -> float:
     """The seconds that code_grader.py prints; this checkout's file, with the other one's package."""
     command = [sys.executable, f"{REPOSITORY}/benchmarks/code_grader.py", words]
-    printed = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment(checkout)).stdout
+    printed = subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, env=environment(checkout)
+    ).stdout
     return float(re.findall(r"\(([\d.]+) s\)", printed)[-1])
 
 
@@ -100,7 +115,12 @@ def once(checkout: Path, words: list[str]) -> str:
     """What a benchmark prints."""
     command = [sys.executable, f"{checkout}/benchmarks/{words[0]}", *words[1:]]
     return subprocess.run(
-        command, check=True, text=True, stdout=subprocess.PIPE, env=environment(checkout), cwd=checkout
+        command,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=environment(checkout),
+        cwd=checkout,
     ).stdout
 
 
@@ -113,11 +133,18 @@ def main() -> None:
     parser.add_argument("work", nargs="+", choices=WORK)
     parser.add_argument("--before", type=Path, required=True, help="another checkout")
     parser.add_argument("--pairs", type=int, default=8, help="that count")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of the computation")
     args = parser.parse_args()
     args.model = args.model.absolute()
-    print("| work | pairs | before, s | after, s | after / before [lowest, highest] |\n|---|---|---|---|---|")
+    print(
+        "| work | pairs | before, s | after, s | after / before [lowest, highest] |\n|---|---|---|---|---|"
+    )
     for name in args.work:
         measures = [WORK[name](checkout, args) for checkout in (args.before.absolute(), REPOSITORY)]
         pairs = []

@@ -55,7 +55,9 @@ class Problem:
         """Logits with a standard deviation of about 3: as confident as a small model."""
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(args.tokens, args.hidden, generator=generator)
-        weight = torch.randn(args.vocabulary, args.hidden, generator=generator) * (3 / args.hidden**0.5)
+        weight = torch.randn(args.vocabulary, args.hidden, generator=generator) * (
+            3 / args.hidden**0.5
+        )
         targets = torch.randint(0, args.vocabulary, (args.tokens,), generator=generator)
         outer = torch.randn(2, args.tokens, generator=generator)
         hidden, weight = (part.to(args.device, dtype).requires_grad_() for part in (hidden, weight))
@@ -65,7 +67,12 @@ class Problem:
 def chunked(problem: Problem, args: Namespace) -> Scores:
     """By the head under test."""
     scores = token_scores(
-        problem.hidden, problem.weight, None, problem.targets, with_entropy=True, chunk_tokens=args.chunk
+        problem.hidden,
+        problem.weight,
+        None,
+        problem.targets,
+        with_entropy=True,
+        chunk_tokens=args.chunk,
     )
     assert scores.entropy is not None
     return scores.log_probs, scores.entropy
@@ -125,7 +132,9 @@ class Way:
         (log_probs @ problem.outer[0] + entropy @ problem.outer[1]).backward()
         _wait(args.device)
         end = time.perf_counter()
-        peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else resident_bytes("VmHWM")
+        peak = (
+            torch.cuda.max_memory_allocated() if args.device == "cuda" else resident_bytes("VmHWM")
+        )
         self.peak_bytes.append(peak - before)
         self.cpu_s.append(time.process_time() - cpu)
         self.forward_s.append(middle - start)
@@ -146,7 +155,9 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def check_agreement(found: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype) -> str:
+def check_agreement(
+    found: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype
+) -> str:
     """The largest differences, relative to the largest number; ends the run where they are not the same function."""
     bound = 1e-3 if dtype == torch.float32 else 3e-2
     names = ("log-probs", "entropies", "gradient of hidden", "gradient of weight")
@@ -155,7 +166,9 @@ def check_agreement(found: list[torch.Tensor], expected: list[torch.Tensor], dty
         error = ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()
         words.append(f"{name} {error:.1e}")
         if not error < bound:
-            raise SystemExit(f"benchmark: {name} differ by {error:.1e} of the largest, expected less than {bound:.0e}.")
+            raise SystemExit(
+                f"benchmark: {name} differ by {error:.1e} of the largest, expected less than {bound:.0e}."
+            )
     return ", ".join(words)
 
 
@@ -167,7 +180,10 @@ def measure(name: str, args: Namespace) -> list[Way]:
     for number in range(args.rounds):
         results = [way.take_turn(problem, args) for way in ways] if not number else None
         if results is not None:
-            print(f"{name}: differences of chunked to naive: {check_agreement(*results, dtype)}", flush=True)
+            print(
+                f"{name}: differences of chunked to naive: {check_agreement(*results, dtype)}",
+                flush=True,
+            )
             continue
         for way in ways:
             way.take_turn(problem, args)
@@ -185,7 +201,9 @@ def rows(name: str, ways: list[Way]) -> list[str]:
     for way in ways:
         seconds, base = way.seconds(), ways[-1].seconds()
         ratio = median(ours / theirs for ours, theirs in zip(seconds, base, strict=True))
-        cpu = median(ours / theirs for ours, theirs in zip(way.cpu_s[1:], ways[-1].cpu_s[1:], strict=True))
+        cpu = median(
+            ours / theirs for ours, theirs in zip(way.cpu_s[1:], ways[-1].cpu_s[1:], strict=True)
+        )
         typical = f"{median(way.forward_s[1:]):.2f} + {median(way.backward_s[1:]):.2f}"
         cells = [
             name,
@@ -206,9 +224,13 @@ def read_arguments() -> Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens whose logits exist at a time")
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK_TOKENS, help="tokens whose logits exist at a time"
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="the first is left out")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -223,13 +245,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tables = {name: measure(name, args) for name in args.dtype}
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"{args.threads} threads"
-    print(f"\n{args.tokens} tokens x vocabulary {args.vocabulary} x hidden size {args.hidden}, {where}, ", end="")
+    print(
+        f"\n{args.tokens} tokens x vocabulary {args.vocabulary} x hidden size {args.hidden}, {where}, ",
+        end="",
+    )
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
-    print("| dtype | way | s, forward + backward [min, max of the sum] | time | cpu | peak MiB | memory |")
+    print(
+        "| dtype | way | s, forward + backward [min, max of the sum] | time | cpu | peak MiB | memory |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, ways in tables.items():
         print("\n".join(rows(name, ways)))
-    print("\nWanted of chunked: at most 1/8 of the naive way's memory, and a time of at most 1.00 of it.")
+    print(
+        "\nWanted of chunked: at most 1/8 of the naive way's memory, and a time of at most 1.00 of it."
+    )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """Memory of tensors that was alive at the same time, beyond that at the start; by torch's own allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
@@ -55,7 +57,10 @@ def sync(rank: int, args: Namespace, store: str) -> None:
     """One rank: publish twice, and say what that took. Ends with status 1 where it is too much."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    world, group = ProcessGroup(rank, args.ranks, CPU), RolloutGroup(rank, args.ranks, args.ranks, CPU)
+    world, group = (
+        ProcessGroup(rank, args.ranks, CPU),
+        RolloutGroup(rank, args.ranks, args.ranks, CPU),
+    )
     trainer = FSDPEngine(
         PolicyScorer(skeleton_causal_lm(args.model)),
         read=open_weights(args.model).read,
@@ -70,20 +75,35 @@ def sync(rank: int, args: Namespace, store: str) -> None:
     whole = 4 * sum(one.numel() for one in skeleton_causal_lm(args.model).parameters())
     bucket = whole // 16
     if args.engine == "native":
-        native = NativeEngine(skeleton_causal_lm(args.model), group=group, dtype=torch.float32, eos_token_ids=(0,))
+        native = NativeEngine(
+            skeleton_causal_lm(args.model), group=group, dtype=torch.float32, eos_token_ids=(0,)
+        )
         resharded = ReshardedWeights(rank, args.ranks, CPU, bucket)
-        first, again = (peak_bytes(partial(resharded.publish, held, native, version)) for version in (1, 2))
+        first, again = (
+            peak_bytes(partial(resharded.publish, held, native, version)) for version in (1, 2)
+        )
         shards = sum(one.nbytes for one in native.model.parameters())
         peak, module, told = max(first - shards, again), 0, resharded.describe()
     else:
-        words = [f"actor_rollout_ref.model.path={args.model}", "actor_rollout_ref.rollout.name=vllm"]
-        words += [f"actor_rollout_ref.rollout.tensor_model_parallel_size={args.ranks}", "data.max_prompt_length=64"]
+        words = [
+            f"actor_rollout_ref.model.path={args.model}",
+            "actor_rollout_ref.rollout.name=vllm",
+        ]
+        words += [
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={args.ranks}",
+            "data.max_prompt_length=64",
+        ]
         words += ["actor_rollout_ref.rollout.cache_gigabytes=0.1", "data.max_response_length=64"]
         config, tokenizer = load_config(words).config, AutoTokenizer.from_pretrained(args.model)
-        vllm = VLLMEngine.from_config(EngineSetup(config, tokenizer, {}, CPU, torch.float32, group=group))
+        vllm = VLLMEngine.from_config(
+            EngineSetup(config, tokenizer, {}, CPU, torch.float32, group=group)
+        )
         assert isinstance(vllm, VLLMEngine)
         copied, vllm.is_load_stable = CopiedWeights(), True
-        peak = max(peak_bytes(partial(copied.publish, trainer.weights(), vllm, version)) for version in (1, 2))
+        peak = max(
+            peak_bytes(partial(copied.publish, trainer.weights(), vllm, version))
+            for version in (1, 2)
+        )
         shards = whole // args.ranks
         module, told = vllm.rebuilt[0], f"its largest module is {vllm.rebuilt[1]}"
     both = sum(tensor.nbytes for _, tensor in held.values()) + shards
@@ -100,7 +120,12 @@ def sync(rank: int, args: Namespace, store: str) -> None:
 def main() -> None:
     """Start the ranks, and wait for them."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face folder (default: the quickstart's)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="a Hugging Face folder (default: the quickstart's)",
+    )
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--ranks", type=int, default=3, help="as many divide the model's heads")
     args = parser.parse_args()

@@ -35,7 +35,10 @@ def questions(num_steps: int, seed: int = 7) -> list[Question]:
     rng = random.Random(seed)
     drawn = [rng.sample(range(10, 100), 3) for _ in range(num_steps * NUM_PROMPTS)]
     return [
-        Question(f"Which is the largest: {a}, {b} or {c}? Answer with just the number.", str(max(a, b, c)))
+        Question(
+            f"Which is the largest: {a}, {b} or {c}? Answer with just the number.",
+            str(max(a, b, c)),
+        )
         for a, b, c in drawn
     ]
 
@@ -55,11 +58,15 @@ def equal_score(text: str, answer: str) -> float:
 SCORES = {"task": task_score, "equal": equal_score}
 
 
-def compute_task_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def compute_task_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
     """`task_score` in the form of a custom reward function."""
     return task_score(solution_str, ground_truth)
 
 
-def compute_equal_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def compute_equal_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
     """`equal_score` in the form of a custom reward function."""
     return equal_score(solution_str, ground_truth)

@@ -28,7 +28,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quadriga.config import Config, load_config
 from quadriga.config.root import respell
-from quadriga.data.files import drop_null_fields, make_directory, read_table, resolve_files, written_aside
+from quadriga.data.files import (
+    drop_null_fields,
+    make_directory,
+    read_table,
+    resolve_files,
+    written_aside,
+)
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
 from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
@@ -97,16 +103,25 @@ class Trainer:
         if unknown := settings.keys() - Settings.__annotations__.keys():
             expected = f"one of {', '.join(Settings.__annotations__)}"
             raise ConfigError("quadriga", got=f"the argument {min(unknown)!r}", expected=expected)
-        estimator, algorithm, name = (settings.get(one) for one in ("estimator", "algorithm", "name"))
+        estimator, algorithm, name = (
+            settings.get(one) for one in ("estimator", "algorithm", "name")
+        )
         if estimator is not None and algorithm is not None:
             fix = "Leave one of them out."
-            raise ConfigError("estimator", got="a function, and algorithm", expected="one of them", fix=fix)
-        given = {"trainer.total_training_steps": settings.get("steps"), "trainer.experiment_name": name}
+            raise ConfigError(
+                "estimator", got="a function, and algorithm", expected="one of them", fix=fix
+            )
+        given = {
+            "trainer.total_training_steps": settings.get("steps"),
+            "trainer.experiment_name": name,
+        }
         given |= {"algorithm.adv_estimator": algorithm}
         draft = _Draft(model, given, settings.get("config", ()), settings.get("options"), task)
         draft.choose_directory(is_new=name is None)
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
-        draft.set_function("actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss")
+        draft.set_function(
+            "actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss"
+        )
         draft.set_reward(reward)
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
@@ -179,7 +194,10 @@ class Run:
     """What a run has left in its directory."""
 
     def __init__(
-        self, directory: str | Path, callbacks: Sequence[Callable[[Step], Any]] = (), config: Config | None = None
+        self,
+        directory: str | Path,
+        callbacks: Sequence[Callable[[Step], Any]] = (),
+        config: Config | None = None,
     ) -> None:
         self.directory, self.callbacks = Path(directory), list(callbacks)
         self.config = config or load_config(files=[self.directory / CONFIGURATION]).config
@@ -191,15 +209,27 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         """A row for each step, a column for each metric; row 0 is the validation before the first step."""
         if not (self.directory / METRICS_FILE).is_file():
-            raise DataError(str(self.directory / METRICS_FILE), got="no such file", expected="a run that took a step")
-        return pd.DataFrame.from_dict(read_metrics(self.directory / METRICS_FILE), orient="index").rename_axis("step")
+            raise DataError(
+                str(self.directory / METRICS_FILE),
+                got="no such file",
+                expected="a run that took a step",
+            )
+        return pd.DataFrame.from_dict(
+            read_metrics(self.directory / METRICS_FILE), orient="index"
+        ).rename_axis("step")
 
     def samples(self, step: int) -> pd.DataFrame:
         """The responses of a training step with their prompts and scores."""
-        folder = Path(self.config.trainer.rollout_data_dir or self.directory / "rollouts").expanduser()
+        folder = Path(
+            self.config.trainer.rollout_data_dir or self.directory / "rollouts"
+        ).expanduser()
         if not (folder / f"{step}.jsonl").is_file():
             there = sorted(int(file.stem) for file in folder.glob("*.jsonl"))
-            expected = f"one of {', '.join(map(str, there))}" if there else "trainer.rollout_data_dir to be set"
+            expected = (
+                f"one of {', '.join(map(str, there))}"
+                if there
+                else "trainer.rollout_data_dir to be set"
+            )
             raise DataError("run.samples", got=f"step {step}", expected=expected)
         table = read_table(folder / f"{step}.jsonl")
         return pd.DataFrame([table[row] for row in range(len(table))])
@@ -210,14 +240,23 @@ class Run:
         known = list(map(str, metrics))
         if not names:
             first = next(name for line in HEADLINES for name in line.sources if name in known)
-            names = (first, *(name for name in known if name.startswith((VALIDATION_PREFIX, "val/"))))
+            names = (
+                first,
+                *(name for name in known if name.startswith((VALIDATION_PREFIX, "val/"))),
+            )
         if unknown := [name for name in names if name not in known]:
-            raise ConfigError("run.plot", got=unknown[0], expected=f"one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                "run.plot", got=unknown[0], expected=f"one of {', '.join(sorted(known))}"
+            )
         return Picture({name: list(metrics[name].dropna().items()) for name in names})
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        kind = AutoModelForSequenceClassification if self.config.task == "reward_model" else AutoModelForCausalLM
+        kind = (
+            AutoModelForSequenceClassification
+            if self.config.task == "reward_model"
+            else AutoModelForCausalLM
+        )
         return kind.from_pretrained(self.model_folder)
 
     @property
@@ -227,15 +266,23 @@ class Run:
         if not folder.is_dir():
             command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
             fix = f"Go on with it, or make a model: {command}"
-            raise CheckpointError(str(folder), got="nothing", expected="a run that came to its last step", fix=fix)
+            raise CheckpointError(
+                str(folder), got="nothing", expected="a run that came to its last step", fix=fix
+            )
         return folder
 
     def resume(self, steps: int) -> "Run":
         """Go on from the newest checkpoint, up to so many steps in all."""
         if Checkpoints(self.directory).newest() is None:
             fix = "Train with a trainer.save_freq above 0."
-            raise CheckpointError(str(self.directory), got="no checkpoint", expected="one to go on from", fix=fix)
-        changes = {"trainer.total_training_steps": steps, "trainer.total_epochs": None, "trainer.resume_mode": "auto"}
+            raise CheckpointError(
+                str(self.directory), got="no checkpoint", expected="one to go on from", fix=fix
+            )
+        changes = {
+            "trainer.total_training_steps": steps,
+            "trainer.total_epochs": None,
+            "trainer.resume_mode": "auto",
+        }
         values = self.config.model_dump(mode="json", exclude_unset=True) | changes
         loaded = load_config(for_training=True, values=values, task=self.config.task)
         return Trainer.of(loaded.config, self.callbacks).run()
@@ -273,7 +320,9 @@ def generate(
     resolved = _Draft(model, {}, config, options, "rl").load()
     every = [prompts] if isinstance(prompts, str) else prompts
     first = [{"role": "system", "content": system}] if system is not None else []
-    chats = [[*first, {"role": "user", "content": one}] if isinstance(one, str) else one for one in every]
+    chats = [
+        [*first, {"role": "user", "content": one}] if isinstance(one, str) else one for one in every
+    ]
     return frozen.answer(resolved, chats, images)
 
 
@@ -293,7 +342,11 @@ def evaluate(
         draft.set_rows("data.val_files", data)
         trainer = draft.config.trainer
         grades = frozen.evaluate(draft.load())
-    count = trainer.log_val_generations if "log_val_generations" in trainer.model_fields_set else len(grades.rows)
+    count = (
+        trainer.log_val_generations
+        if "log_val_generations" in trainer.model_fields_set
+        else len(grades.rows)
+    )
     return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, count)))
 
 
@@ -323,7 +376,9 @@ class _Draft:
         self.reward: ItemReward | None = None
 
     def load(self, *, for_training: bool = False) -> Config:
-        loaded = load_config(files=self.files, values=self.values, task=self.task, for_training=for_training)
+        loaded = load_config(
+            files=self.files, values=self.values, task=self.task, for_training=for_training
+        )
         for notice in loaded.notices:
             print(f"notice: {notice}", file=sys.stderr)
         return loaded.config
@@ -333,7 +388,10 @@ class _Draft:
         trainer, untouched = self.config.trainer, load_config(task=self.task).config.trainer
         keys = ("experiment_name", "default_local_dir")
         if is_new and all(getattr(trainer, key) == getattr(untouched, key) for key in keys):
-            places = (self.directory.with_name(f"{self.directory.name}-{number}") for number in range(1, AT_THE_END))
+            places = (
+                self.directory.with_name(f"{self.directory.name}-{number}")
+                for number in range(1, AT_THE_END)
+            )
             self.directory = next(place for place in places if not place.exists())
             self.values["trainer.experiment_name"] = self.directory.name
             print(f"run: {self.directory}")
@@ -344,7 +402,9 @@ class _Draft:
             file, obstacle = write_function(given, self.directory / "functions", label)
             if obstacle and self.config.trainer.backend != "local":
                 fix = "Do not let it hold such an object, or train in one process."
-                raise ConfigError(label, got=obstacle, expected="a function that can be pickled", fix=fix)
+                raise ConfigError(
+                    label, got=obstacle, expected="a function that can be pickled", fix=fix
+                )
             given = f"{file}:{NAME}"
         if given is not None:
             self.values[key] = given
@@ -360,16 +420,23 @@ class _Draft:
             self.reward = reward_of(given)
             is_batch = any(part.is_batch for part in self.reward.parts)
             file, obstacle = write_function(self.reward, self.directory / "functions", "reward")
-            self.values |= {"custom_reward_function.path": file, "custom_reward_function.name": NAME}
+            self.values |= {
+                "custom_reward_function.path": file,
+                "custom_reward_function.name": NAME,
+            }
             names = ", ".join(part.name for part in self.reward.parts)
             if obstacle:
                 self.values["reward_model.reward_manager"] = "in_process"
                 self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
-                print(f"reward: {names} in this process, without a time limit; other processes: {obstacle}")
+                print(
+                    f"reward: {names} in this process, without a time limit; other processes: {obstacle}"
+                )
                 return
             if is_batch:
                 self.values.setdefault("reward_model.reward_manager", "batch")
-            print(f"reward: {names} in grading processes, each with a copy; what it changes outside itself stays there")
+            print(
+                f"reward: {names} in grading processes, each with a copy; what it changes outside itself stays there"
+            )
 
     def set_rows(self, key: str, given: Rows) -> int:
         """Name the rows by their file, and return how many there are."""
@@ -389,10 +456,15 @@ class _Draft:
             raise DataError(label, got="no rows", expected="at least one")
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise DataError(f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns")
+                raise DataError(
+                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
+                )
         # NaN in these columns is a missing text. It stays missing: as the text "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
-        rows = [{**row, **dict.fromkeys(name for name in text_columns if _is_missing(row.get(name)))} for row in rows]
+        rows = [
+            {**row, **dict.fromkeys(name for name in text_columns if _is_missing(row.get(name)))}
+            for row in rows
+        ]
         if self.task == "rl":
             rows = [self._complete(row) for row in rows]
         elif "response" in rows[0] and "messages" not in rows[0]:
@@ -427,14 +499,25 @@ class _Draft:
         """A row with the columns that the trainer reads, and for functions that name columns with all of them."""
         truth = {"style": "rule", "ground_truth": row.get("ground_truth")}
         complete = {self.config.data.reward_fn_key: "rows", "reward_model": truth, **row}
-        if isinstance(truth := complete["reward_model"], Mapping) and _is_missing(truth.get("ground_truth")):
-            complete["reward_model"] = {key: value for key, value in truth.items() if key != "ground_truth"}
-        own = {name: value for name, value in row.items() if name not in ("extra_info", "reward_model")}
+        if isinstance(truth := complete["reward_model"], Mapping) and _is_missing(
+            truth.get("ground_truth")
+        ):
+            complete["reward_model"] = {
+                key: value for key, value in truth.items() if key != "ground_truth"
+            }
+        own = {
+            name: value for name, value in row.items() if name not in ("extra_info", "reward_model")
+        }
         for part in self.reward.parts if self.reward else ():
             part.check(own)
-            if "ground_truth" in part.required and not {"ground_truth", "reward_model"} & row.keys():
+            if (
+                "ground_truth" in part.required
+                and not {"ground_truth", "reward_model"} & row.keys()
+            ):
                 got = f"the columns {', '.join(row)}"
-                raise DataError(f"reward {part.name}", got=got, expected="the column 'ground_truth'")
+                raise DataError(
+                    f"reward {part.name}", got=got, expected="the column 'ground_truth'"
+                )
             if part.reads_row:
                 complete["extra_info"] = {**(row.get("extra_info") or {}), ROW: own}
         return complete
@@ -469,7 +552,9 @@ class _Draft:
             room, of = RESPONSES_OF_A_CORE * cores, f"{cores} cores"
         size = min(num_rows, max(1, room // num_responses))
         size = max(size - size % num_processes, 1)
-        print(f"data.train_batch_size: {size} prompts a step ({num_rows} rows, {of}, {num_responses} responses each)")
+        print(
+            f"data.train_batch_size: {size} prompts a step ({num_rows} rows, {of}, {num_responses} responses each)"
+        )
         return size
 
 
@@ -482,7 +567,10 @@ def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
     """The rows as a file named after its content: JSON lines, or parquet where JSON cannot hold a value."""
     make_directory(folder, where="trainer.default_local_dir")
     try:
-        lines = [json.dumps(jsonable(row, methodcaller("tolist")), ensure_ascii=False, allow_nan=False) for row in rows]
+        lines = [
+            json.dumps(jsonable(row, methodcaller("tolist")), ensure_ascii=False, allow_nan=False)
+            for row in rows
+        ]
         text = "".join(f"{line}\n" for line in lines)
         suffix, content = "jsonl", text.encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
@@ -491,7 +579,9 @@ def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
             pq.write_table(pa.Table.from_pylist(rows), stream)
         except pa.ArrowException as error:
             fix = "Give each column one type, of numbers, texts, bytes, lists and dictionaries."
-            raise DataError(label, got=str(error), expected="rows that a parquet file can hold", fix=fix) from error
+            raise DataError(
+                label, got=str(error), expected="rows that a parquet file can hold", fix=fix
+            ) from error
         suffix, content = "parquet", stream.getvalue().to_pybytes()
     path = folder / f"{label}_{hashlib.sha256(content).hexdigest()[:12]}.{suffix}"
     with written_aside(path, where="trainer.default_local_dir") as draft:

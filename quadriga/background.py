@@ -27,7 +27,9 @@ def off_the_loop(work: Callable[[], T]) -> T:
     return in_background(work, "off the loop").result() if asyncio._get_running_loop() else work()
 
 
-def run_coroutine(work: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run) -> T:
+def run_coroutine(
+    work: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+) -> T:
     """The result of a coroutine by `run`, off a loop that is running; what interrupts the wait there cancels it."""
     if not asyncio._get_running_loop():
         return run(work)
@@ -89,7 +91,9 @@ class Restarts(Generic[T]):
     def _begin(self) -> None:
         for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
             del self._due[number]
-            self._running[number] = in_background(partial(self._start, number), f"{self._name} {number}")
+            self._running[number] = in_background(
+                partial(self._start, number), f"{self._name} {number}"
+            )
 
 
 class EventLoopThread:

@@ -154,12 +154,23 @@ def _remove_folder(folder: str) -> None:
             return
 
 
-def beside(function: str, *arguments: object, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def beside(
+    function: str, *arguments: object, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """A process that calls a function of this file. In a session of its own: it outlives a Ctrl-C, and what is sent to
     the group of this process."""
     program = f"import sys; sys.path[:] = sys.argv[1:]; from quadriga.descendants import {function} as call; "
-    words = [sys.executable, "-S", "-c", f"{program}call(*{arguments!r})", *map(str, sys.path), _PACKAGE_FOLDER]
-    return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True)
+    words = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"{program}call(*{arguments!r})",
+        *map(str, sys.path),
+        _PACKAGE_FOLDER,
+    ]
+    return subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True
+    )
 
 
 class Guardian:
@@ -233,12 +244,16 @@ class _Guarded:
         self._known = _living(self._known)
         with suppress(FileNotFoundError):  # no such file system, or a file is gone
             now = time.time()
-            new = {Path(one) for one in os.scandir("/dev/shm") if now - one.stat().st_ctime < _NEW_S}
+            new = {
+                Path(one) for one in os.scandir("/dev/shm") if now - one.stat().st_ctime < _NEW_S
+            }
             for pid in self._there() if new else ():
                 for file in shared_memory({pid}) & new:
                     self._memory.setdefault(file, {})[pid] = start_of(pid)
         for file in [file for file, owners in self._memory.items() if not _living(owners)]:
-            self._memory[file] = {pid: start_of(pid) for pid in _all_pids() if file in shared_memory({pid})}
+            self._memory[file] = {
+                pid: start_of(pid) for pid in _all_pids() if file in shared_memory({pid})
+            }
             if not self._memory[file]:
                 del self._memory[file]
                 file.unlink(missing_ok=True)
@@ -249,10 +264,14 @@ class _Guarded:
         patience = time.monotonic() + (_SWEEP_LIMIT_S / 3 if with_trackers else 0)
         while time.monotonic() < until:
             there = self._there()
-            trackers = {pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)}
+            trackers = {
+                pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)
+            }
             if not (there if with_trackers else there - trackers):
                 break
-            victims = there - trackers if time.monotonic() < patience or not with_trackers else there
+            victims = (
+                there - trackers if time.monotonic() < patience or not with_trackers else there
+            )
             self._memory |= {file: {} for file in shared_memory(victims)}
             _signal_all(victims, signal.SIGSTOP)
             _signal_all(victims, signal.SIGKILL)
@@ -397,7 +416,9 @@ def _group(supervisor: int) -> Path | None:
     """The place of a control group beside that of this process; None without cgroup v2."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if line.startswith("0::") else ():
+            for mount in (
+                ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if line.startswith("0::") else ()
+            ):
                 own = Path(f"{mount}{line[3:]}".rstrip("/"))
                 if (own / "cgroup.procs").exists():
                     return own / f"quadriga-{supervisor}"

@@ -32,7 +32,9 @@ from quadriga.redact import redacted_text
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """A sentence with the nearest known names, for `fix` below; "" if none is near."""
-    near = [one for one in known if one.casefold() == name.casefold()] or get_close_matches(name, known, cutoff=0.5)
+    near = [one for one in known if one.casefold() == name.casefold()] or get_close_matches(
+        name, known, cutoff=0.5
+    )
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -54,7 +56,9 @@ class QuadrigaError(Exception):
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
         # What was attached later travels as it is.
-        attached = {name: vars(self)[name] for name in ("worker", "__notes__") if name in vars(self)}
+        attached = {
+            name: vars(self)[name] for name in ("worker", "__notes__") if name in vars(self)
+        }
         return partial(type(self), **fields), (self.where,), attached or None
 
 
@@ -126,7 +130,9 @@ def first_line(error: BaseException) -> str:
 
 def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
     """The traceback of a user's error, from `begin` on if given; over 8,000 characters without the middle."""
-    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__)).rstrip()
+    text = "".join(
+        traceback.format_exception(type(error), error, begin or error.__traceback__)
+    ).rstrip()
     if (left_out := len(text) - 8000) > 0:
         text = f"{text[:4000]} ... ({left_out:,} characters are left out) ... {text[-4000:]}"
     return redacted_text(text)

@@ -66,8 +66,13 @@ class HTTPClient:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise self.error(self.setting, got=repr(self.url), expected="an address such as http://host:8000")
-        self.url, self.where = self.url.rstrip("/"), f"{self.where}, {self.url}" if self.where else self.url
+            raise self.error(
+                self.setting, got=repr(self.url), expected="an address such as http://host:8000"
+            )
+        self.url, self.where = (
+            self.url.rstrip("/"),
+            f"{self.where}, {self.url}" if self.where else self.url,
+        )
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
         # The machine's certificates, a private authority's among them, not those of a package.
@@ -77,7 +82,9 @@ class HTTPClient:
         if trusts_env and (route := proxy_route(self.url)):
             self.where += f", through {route}"
             if trouble := proxy_trouble():
-                raise self.error(self.where, got=trouble, expected="a proxy that can be used", fix=PROXY_FIX)
+                raise self.error(
+                    self.where, got=trouble, expected="a proxy that can be used", fix=PROXY_FIX
+                )
 
     def call(
         self,
@@ -161,7 +168,9 @@ class HTTPClient:
                 raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
             if pause_s is None:
                 # Many callers that failed together must not come back together.
-                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1)) * random.uniform(0.75, 1.25)
+                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1)) * random.uniform(
+                    0.75, 1.25
+                )
             if time.monotonic() + pause_s >= deadline:
                 break
             sleep(pause_s)
@@ -171,12 +180,20 @@ class HTTPClient:
         """The body of a reply."""
         encoding = reply.headers.get("Content-Encoding", "")
         if encoding.lower() not in _ENCODINGS:
-            raise self.error(self.where, got=f"a reply in the encoding {encoding[:80]!r}", expected="gzip, or none")
+            raise self.error(
+                self.where,
+                got=f"a reply in the encoding {encoding[:80]!r}",
+                expected="gzip, or none",
+            )
         text = bytearray()
         async for chunk in reply.aiter_bytes():
             text += chunk
             if len(text) > MAX_BYTES:
-                raise self.error(self.where, got=f"a reply of more than {MAX_BYTES >> 20} MB", expected="a smaller one")
+                raise self.error(
+                    self.where,
+                    got=f"a reply of more than {MAX_BYTES >> 20} MB",
+                    expected="a smaller one",
+                )
         return text.decode("utf-8", "replace")
 
     def _content(self, reply: "httpx2.Response", text: str, path: str, needs_object: bool) -> Any:
@@ -187,7 +204,10 @@ class HTTPClient:
             retry_after_s = min(_LONGEST_PAUSE_S, float(wait)) if wait.isdecimal() else None
             raise ServerLostError(f"status {status}: {text[:_LONGEST_QUOTE]}", retry_after_s)
         if status != 200:
-            where, got = f"{self.where}/{path}" if path else self.where, f"status {status}: {text[:_LONGEST_QUOTE]}"
+            where, got = (
+                f"{self.where}/{path}" if path else self.where,
+                f"status {status}: {text[:_LONGEST_QUOTE]}",
+            )
             raise self.error(where, got=got, expected="status 200", fix=self.fix)
         try:
             content = json.loads(text)
@@ -212,7 +232,9 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
         raise ServerLostError(f"{trouble}{through}")
     try:
         with (
-            httpx2.Client(timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url)) as client,
+            httpx2.Client(
+                timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url)
+            ) as client,
             client.stream("GET", url) as reply,
         ):
             if reply.status_code != 200:
@@ -263,7 +285,9 @@ def direct_client(timeout_s: float, read_timeout_s: float) -> "httpx2.AsyncClien
     """A client that uses no proxy."""
     import httpx2
 
-    return httpx2.AsyncClient(trust_env=False, timeout=httpx2.Timeout(timeout_s, read=read_timeout_s))
+    return httpx2.AsyncClient(
+        trust_env=False, timeout=httpx2.Timeout(timeout_s, read=read_timeout_s)
+    )
 
 
 def _no_reply(error: Exception) -> str:

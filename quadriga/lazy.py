@@ -17,7 +17,11 @@ from typing import Any
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
     """`__all__` and `__getattr__` of a package: the names that it imports under `if TYPE_CHECKING`."""
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    blocks = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     home_of = {one.name: str(node.module) for node in imports for one in node.names}
 

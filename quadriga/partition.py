@@ -46,7 +46,12 @@ def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def buckets(
-    items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int, put: Callable[[T, int], U], *, alignment: int = 1
+    items: Iterable[T],
+    num_bytes: Callable[[T], int],
+    max_bytes: int,
+    put: Callable[[T, int], U],
+    *,
+    alignment: int = 1,
 ) -> Iterator[list[U]]:
     """Pack a stream of items, in order, into buckets of at most `max_bytes`; a larger item has a bucket of its own.
     `put`: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A

@@ -40,7 +40,15 @@ class SupervisedProgram:
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
         # Unbuffered, so that what it prints is shown when it hangs.
-        command = [sys.executable, "-u", "-c", _PROGRAM, module, *map(str, fds), *map(str, sys.path)]
+        command = [
+            sys.executable,
+            "-u",
+            "-c",
+            _PROGRAM,
+            module,
+            *map(str, fds),
+            *map(str, sys.path),
+        ]
         streams = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
         try:
             self.process = subprocess.Popen(command, **streams, pass_fds=fds, process_group=0)

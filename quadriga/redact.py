@@ -17,8 +17,21 @@ _ALONE = {"pwd", "secret", "credential", "authorization", "cookie"}
 # These name a secret as the last word: `db_pass` does, `pass_rate` and `auth_mode` do not.
 _LAST = {"auth", "bearer", "pass", "pat", "jwt"}
 # Words that are written together with another: `dbpass`, `mysecret`.
-_ENDS = re.compile(r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$")
-_BEFORE_KEY = {"api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "service"}
+_ENDS = re.compile(
+    r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$"
+)
+_BEFORE_KEY = {
+    "api",
+    "access",
+    "secret",
+    "private",
+    "auth",
+    "encryption",
+    "signing",
+    "master",
+    "account",
+    "service",
+}
 # Judges, servers and vendors, whose key is one to them.
 _OWNERS_OF_KEYS = re.compile(
     r"judge|server|sandbox|search|client|admin|webhook|ssh|llm|storage|openai|anthropic|azure|google|gemini|aws|gcp|hf"
@@ -31,7 +44,22 @@ _BEFORE_TOKEN = {
     "start", "end", "begin", "per", "think", "boi", "eoi", "extra", "first", "last", "next",
 }  # fmt: skip
 # What such a name says about the key without being it.
-_ABOUT = {"env", "file", "path", "name", "url", "uri", "id", "ids", "type", "len", "length", "count", "level", "budget"}
+_ABOUT = {
+    "env",
+    "file",
+    "path",
+    "name",
+    "url",
+    "uri",
+    "id",
+    "ids",
+    "type",
+    "len",
+    "length",
+    "count",
+    "level",
+    "budget",
+}
 # What the keys of vendors look like from their first character on.
 _BY_VENDOR = {
     "OpenAI, Anthropic": r"sk-(?=[\w-]*\d)[\w-]{16,}",
@@ -56,7 +84,9 @@ _IN_ADDRESSES = {
 }
 _PRIVATE_KEY = r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,30}-----)?"
 _LOOKS = re.compile(
-    "|".join([rf"(?<![\w-])(?:{'|'.join(_BY_VENDOR.values())})", *_IN_ADDRESSES.values(), _PRIVATE_KEY])
+    "|".join(
+        [rf"(?<![\w-])(?:{'|'.join(_BY_VENDOR.values())})", *_IN_ADDRESSES.values(), _PRIVATE_KEY]
+    )
 )
 _SCHEME = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 # Possessive: a name is tried once, however long it is.
@@ -76,7 +106,11 @@ def is_secret(name: str) -> bool:
     before, last = words[-2] if len(words) > 1 else "", words[-1]
     if last == "token":
         return before not in _BEFORE_TOKEN
-    if _ANYWHERE.search(name) or last in _LAST or any(one.removesuffix("s") in _ALONE for one in words):
+    if (
+        _ANYWHERE.search(name)
+        or last in _LAST
+        or any(one.removesuffix("s") in _ALONE for one in words)
+    ):
         return True
     if _ENDS.search(last):
         return True

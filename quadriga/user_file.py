@@ -20,7 +20,9 @@ PACKAGE, FILE = "pkg://", "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 _OURS = (__file__, contextlib.__file__, importlib.__file__)
 
-_digests: dict[str, str] = {}  # name of a module that was made of a file -> hash of the text it was made of
+_digests: dict[
+    str, str
+] = {}  # name of a module that was made of a file -> hash of the text it was made of
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
@@ -47,7 +49,9 @@ def import_file(path: str | Path, where: str) -> ModuleType:
         return sys.modules[name]
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(where, got=str(file), expected="a Python file, with a name that ends in .py")
+        raise ConfigError(
+            where, got=str(file), expected="a Python file, with a name that ends in .py"
+        )
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     _append_to_path(file.parent, Path.cwd())
@@ -87,7 +91,9 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     Raises ConfigError: there is no such function or class; the error lists those that the file defines."""
 
     def fits(value: Any) -> bool:
-        return callable(value) if base is None else isinstance(value, type) and issubclass(value, base)
+        return (
+            callable(value) if base is None else isinstance(value, type) and issubclass(value, base)
+        )
 
     found = getattr(module, name, None)
     if fits(found):
@@ -96,11 +102,17 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     got = f"no {kind} {name!r}" if found is None else f"{name}, which is a {type(found).__name__}"
     if isinstance(found, type):
         got = f"{name}, a subclass of {', '.join(parent.__name__ for parent in found.__bases__)}"
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    ]
     names = [key for key in own if fits(vars(module)[key]) and not key.startswith("_")]
     wanted = "function" if base is None else f"subclass of {base.__module__}.{base.__name__}"
     expected = f"a {wanted} in {module.__file__} ({', '.join(names) or 'it has none'})"
-    fix = did_you_mean(name, names) or (f"Write `class {name}({base.__name__})` there." if base else "")
+    fix = did_you_mean(name, names) or (
+        f"Write `class {name}({base.__name__})` there." if base else ""
+    )
     raise ConfigError(where, got=got, expected=expected, fix=fix)
 
 
@@ -124,10 +136,21 @@ def _told(what: str, where: str) -> Iterator[None]:
             yield
     except (Exception, SystemExit) as error:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*_OURS, "<frozen importlib")):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
+            (*_OURS, "<frozen importlib")
+        ):
             trace = trace.tb_next
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        is_verls = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "verl"
+        is_verls = (
+            isinstance(error, ModuleNotFoundError)
+            and (error.name or "").partition(".")[0] == "verl"
+        )
         got = f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n"
-        fix = "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names." if is_verls else ""
-        raise ConfigError(where, got=got, expected="a file that can be imported", fix=fix) from error
+        fix = (
+            "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names."
+            if is_verls
+            else ""
+        )
+        raise ConfigError(
+            where, got=got, expected="a file that can be imported", fix=fix
+        ) from error

@@ -38,7 +38,15 @@ def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
     try:
         content = cloudpickle.dumps(function)
     # What objects raise that have no state to give.
-    except (TypeError, ValueError, AttributeError, RuntimeError, OSError, ImportError, pickle.PicklingError) as error:
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+        ImportError,
+        pickle.PicklingError,
+    ) as error:
         obstacle = f"{type(error).__name__}: {error}"
     if len(content) > LARGEST_BYTES:
         obstacle = f"it holds {len(content) >> 20} MiB, over {LARGEST_BYTES >> 20}"
@@ -47,7 +55,11 @@ def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
     folder.mkdir(parents=True, exist_ok=True)
     if not obstacle:
         file.with_suffix(".pickle").write_bytes(content)
-    file.write_text(_TEXT.format(label=label, paths=[str(Path(path).absolute()) for path in sys.path], name=NAME))
+    file.write_text(
+        _TEXT.format(
+            label=label, paths=[str(Path(path).absolute()) for path in sys.path], name=NAME
+        )
+    )
     _here[str(file)] = function
     return file, obstacle
 
@@ -60,4 +72,6 @@ def load(file: str) -> Any:
         return pickle.loads(Path(file).with_suffix(".pickle").read_bytes())
     except FileNotFoundError as error:
         got, expected = "a function that could not be pickled", "the process that wrote the file"
-        raise ConfigError(file, got=got, expected=expected, fix="Start the run again from its program.") from error
+        raise ConfigError(
+            file, got=got, expected=expected, fix="Start the run again from its program."
+        ) from error

@@ -97,7 +97,10 @@ def choose_repeats(status: int, outcome: Outcome) -> tuple[list[str], str]:
     if not failed:
         return [], "the report names no failed test"
     if outcome.never_repeated:
-        return [], f"a crash, a time limit or a file that cannot be read: {', '.join(sorted(outcome.never_repeated))}"
+        return (
+            [],
+            f"a crash, a time limit or a file that cannot be read: {', '.join(sorted(outcome.never_repeated))}",
+        )
     if elsewhere:
         return [], f"{len(elsewhere)} tests outside {REPEATED_FOLDER} failed"
     if len(failed) > MAX_REPEATED:
@@ -131,11 +134,17 @@ def main() -> int:
                 num_flaky += 1
                 print(f"FLAKY {test_id}: failed first, passed alone; {outcome.failures[test_id]}")
             else:
-                print(f"FAILED {test_id}: failed twice, alone with status {again}; {outcome.failures[test_id]}")
+                print(
+                    f"FAILED {test_id}: failed twice, alone with status {again}; {outcome.failures[test_id]}"
+                )
     num_failed = len(outcome.failures) - num_flaky
     if num_failed == 0 and repeats:
         status = 0
-    counts = [f"{outcome.num_passed} passed", f"{outcome.num_skipped} skipped", f"{num_flaky} flaky"]
+    counts = [
+        f"{outcome.num_passed} passed",
+        f"{outcome.num_skipped} skipped",
+        f"{num_flaky} flaky",
+    ]
     if num_failed or status:
         counts.insert(1, f"{num_failed} failed")
     print(", ".join(counts))

@@ -93,10 +93,14 @@ class CountByFile:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Count in the processes that run tests; the controller of pytest-xdist runs none."""
-    is_controller = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    is_controller = getattr(config.option, "numprocesses", None) and not hasattr(
+        config, "workerinput"
+    )
     if GROUP_VARIABLE in os.environ and not is_controller:
         name = getattr(config, "workerinput", {"workerid": "main"})["workerid"]
-        plugin = CountByFile(Path(os.environ[GROUP_VARIABLE]), Path(os.environ[READINGS_VARIABLE]), name)
+        plugin = CountByFile(
+            Path(os.environ[GROUP_VARIABLE]), Path(os.environ[READINGS_VARIABLE]), name
+        )
         config.pluginmanager.register(plugin)
 
 
@@ -129,7 +133,9 @@ def measure(output: Path, arguments: list[str]) -> int:
     environment = os.environ | {
         GROUP_VARIABLE: str(group),
         READINGS_VARIABLE: str(readings.resolve()),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
     }
     command = [sys.executable, "-m", "pytest", "-p", "cpu_by_file", *arguments]
     status = subprocess.run(command, env=environment).returncode
@@ -149,7 +155,9 @@ def compare(before: Path, after: Path) -> None:
     """Print both totals, their ratio, and each file whose seconds differ by more than two."""
     old = read_table(before)
     new = read_table(after)
-    for name in sorted(old.keys() | new.keys(), key=lambda name: new.get(name, 0.0) - old.get(name, 0.0)):
+    for name in sorted(
+        old.keys() | new.keys(), key=lambda name: new.get(name, 0.0) - old.get(name, 0.0)
+    ):
         if abs(new.get(name, 0.0) - old.get(name, 0.0)) > 2:
             print(f"{old.get(name, 0.0):8.1f} {new.get(name, 0.0):8.1f}  {name}")
     total_before = sum(old.values())
@@ -162,8 +170,15 @@ def main() -> int:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", nargs="?", type=Path, help="where to write the table; pytest's arguments follow `--`")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="compare two tables")
+    parser.add_argument(
+        "output",
+        nargs="?",
+        type=Path,
+        help="where to write the table; pytest's arguments follow `--`",
+    )
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="compare two tables"
+    )
     options = parser.parse_args(words[:split])
     if options.compare:
         compare(*options.compare)

@@ -52,7 +52,12 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def plot_curves(
-    metrics_file: Path, output: Path, *, title: str = "", subtitle: str = "", validation_label: str = ""
+    metrics_file: Path,
+    output: Path,
+    *,
+    title: str = "",
+    subtitle: str = "",
+    validation_label: str = "",
 ) -> Path:
     """Draw the run whose `metrics.jsonl` is given; what it did not measure is left out of the picture.
 
@@ -75,7 +80,11 @@ def plot_curves(
     reward, length, speed = (_series(steps, label) for label in ("reward", "len", "tok/s"))
     validation = _validation(steps, validation_label)
     if not reward[0].size and not validation:
-        raise DataError(str(metrics_file), got="no rewards and no validation results", expected="a run's metrics")
+        raise DataError(
+            str(metrics_file),
+            got="no rewards and no validation results",
+            expected="a run's metrics",
+        )
     small = [
         (label, series, color)
         for label, series, color in (
@@ -86,7 +95,9 @@ def plot_curves(
     ]
     matplotlib = _matplotlib()
     with matplotlib.rc_context(STYLE):
-        figure = import_module("matplotlib.figure").Figure(figsize=(9, 5.6 if small else 4.4), dpi=200)
+        figure = import_module("matplotlib.figure").Figure(
+            figsize=(9, 5.6 if small else 4.4), dpi=200
+        )
         grid = figure.add_gridspec(
             2 if small else 1,
             len(small) or 1,
@@ -111,7 +122,11 @@ def smooth(steps: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
         sums = np.sum(weight * values), np.sum(weight * values * offset)
         # A single point (or all at one step) has no slope; its mean is the fit.
         has_slope = spread > 1e-9 * moments[0] ** 2
-        smoothed[index] = (moments[2] * sums[0] - moments[1] * sums[1]) / spread if has_slope else sums[0] / moments[0]
+        smoothed[index] = (
+            (moments[2] * sums[0] - moments[1] * sums[1]) / spread
+            if has_slope
+            else sums[0] / moments[0]
+        )
     return smoothed
 
 
@@ -133,26 +148,47 @@ def _validation(steps: Mapping[int, Mapping[str, float]], label: str) -> dict[st
         seen: set[str] = set()
         for result in validation_results(metrics):
             # One line per source: its first mean. Best, worst and majority are in the files.
-            if result.statistic.startswith("mean@") and result.source not in seen and np.isfinite(result.value):
+            if (
+                result.statistic.startswith("mean@")
+                and result.source not in seen
+                and np.isfinite(result.value)
+            ):
                 seen.add(result.source)
-                points.setdefault(f"{result.source} ({result.statistic})", []).append((step, result.value))
+                points.setdefault(f"{result.source} ({result.statistic})", []).append(
+                    (step, result.value)
+                )
     if label and len(points) == 1:
         points = {label: next(iter(points.values()))}
     return {name: _arrays(values) for name, values in points.items()}
 
 
 def _arrays(points: Sequence[tuple[int, float]]) -> Series:
-    return np.array([step for step, _ in points], dtype=float), np.array([value for _, value in points], dtype=float)
+    return np.array([step for step, _ in points], dtype=float), np.array(
+        [value for _, value in points], dtype=float
+    )
 
 
 def _draw_learning(axes: Any, reward: Series, validation: Mapping[str, Series]) -> None:
     steps, values = reward
     if steps.size:
         axes.plot(
-            steps, values, "o", color=REWARD, markersize=4.5 if steps.size < 120 else 2.5, alpha=0.35, markeredgewidth=0
+            steps,
+            values,
+            "o",
+            color=REWARD,
+            markersize=4.5 if steps.size < 120 else 2.5,
+            alpha=0.35,
+            markeredgewidth=0,
         )
         curve = smooth(steps, values, width=max(1.2, steps.size / SMOOTHING))
-        axes.plot(steps, curve, color=REWARD, linewidth=2.4, solid_capstyle="round", label="training reward")
+        axes.plot(
+            steps,
+            curve,
+            color=REWARD,
+            linewidth=2.4,
+            solid_capstyle="round",
+            label="training reward",
+        )
     for index, (name, (at, results)) in enumerate(list(validation.items())[:SHOWN_SOURCES]):
         color, marker = SOURCE_COLORS[index], SOURCE_MARKERS[index]
         axes.plot(at, results, color=color, linewidth=1.2, alpha=0.55, dashes=(4, 3), zorder=3)
@@ -206,7 +242,9 @@ def _draw_small(axes: Any, label: str, series: Series, color: str) -> None:
     axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35)
     axes.plot(steps, curve, color=color, linewidth=1.8, solid_capstyle="round")
     axes.set_title(label, loc="left", fontsize=9.5, color=INK, pad=6)
-    axes.set_title(_number(curve[-1]), loc="right", fontsize=10, color=color, fontweight="bold", pad=6)
+    axes.set_title(
+        _number(curve[-1]), loc="right", fontsize=10, color=color, fontweight="bold", pad=6
+    )
     axes.set_ylim(0, values.max() * 1.25 or 1)
     axes.margins(x=0.03)
     axes.locator_params(axis="y", nbins=3)
@@ -223,7 +261,9 @@ def _write_titles(figure: Any, title: str, subtitle: str) -> None:
     if title:
         figure.text(LEFT, 0.955, title, fontsize=15, fontweight="bold", va="center")
     if subtitle:
-        figure.text(LEFT, 0.908 if title else 0.955, subtitle, fontsize=9.5, color=QUIET, va="center")
+        figure.text(
+            LEFT, 0.908 if title else 0.955, subtitle, fontsize=9.5, color=QUIET, va="center"
+        )
 
 
 def _save(figure: Any, output: Path) -> Path:

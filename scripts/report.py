@@ -23,7 +23,9 @@ NUM_ANSWERS = 3
 def accuracies(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
     """Mean validation score of one answer per prompt, over all data sources, for each step that validated."""
     means = {
-        step: [result.value for result in validation_results(metrics) if result.statistic == "mean@1"]
+        step: [
+            result.value for result in validation_results(metrics) if result.statistic == "mean@1"
+        ]
         for step, metrics in steps.items()
     }
     return {step: sum(values) / len(values) for step, values in means.items() if values}
@@ -35,7 +37,9 @@ def responses(path: Path) -> list[str]:
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = sorted({row["step"] for row in rows})
-    first, last = ({row["input"]: row for row in rows if row["step"] == step} for step in (steps[0], steps[-1]))
+    first, last = (
+        {row["input"]: row for row in rows if row["step"] == step} for step in (steps[0], steps[-1])
+    )
     lines = []
     for prompt in [prompt for prompt in first if prompt in last][:NUM_ANSWERS]:
         lines.append(f"  {question(prompt)}  (right: {first[prompt]['ground_truth']})")
@@ -57,11 +61,16 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="of the run")
     parser.add_argument("--title", default="", help="of the picture")
     parser.add_argument("--subtitle", default="", help="of the picture: machine, batch, time")
-    parser.add_argument("--validation-label", default="", help="what the validation is called in the picture")
+    parser.add_argument(
+        "--validation-label", default="", help="what the validation is called in the picture"
+    )
     args = parser.parse_args()
     metrics_file = args.directory / METRICS_FILE
     if not metrics_file.exists():
-        print(f"report: no {metrics_file}; did the run have `jsonl` in trainer.logger?", file=sys.stderr)
+        print(
+            f"report: no {metrics_file}; did the run have `jsonl` in trainer.logger?",
+            file=sys.stderr,
+        )
         return 1
     validated = list(accuracies(read_metrics(metrics_file)).items())
     if validated:
@@ -70,7 +79,11 @@ def main() -> int:
     for line in responses(args.directory / SAMPLES_FILE):
         print(line)
     picture = args.directory / "curve.png"
-    titles = {"title": args.title, "subtitle": args.subtitle, "validation_label": args.validation_label}
+    titles = {
+        "title": args.title,
+        "subtitle": args.subtitle,
+        "validation_label": args.validation_label,
+    }
     print(f"  curve: {plot_curves(metrics_file, picture, **titles)}\n  logs:  {args.directory}")
     return 0
 

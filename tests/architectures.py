@@ -15,8 +15,19 @@ _PLAIN = {
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-_MAMBA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_MAMBA = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3": ("Llama", {"rope_parameters": {
@@ -97,16 +108,22 @@ def config_of(name: str) -> Any:
     """The configuration of a small model."""
     prefix, own = (MATRIX | OTHERS)[name]
     kind = getattr(transformers, f"{prefix}Config")
-    return kind(**{key: value for key, value in {**_PLAIN, **own}.items() if value is not _LEFT_OUT})
+    return kind(
+        **{key: value for key, value in {**_PLAIN, **own}.items() if value is not _LEFT_OUT}
+    )
 
 
 def make_model(config: Any, attention: str) -> PreTrainedModel:
     """The same random float32 model at each call, with weights of a size at which each part of it matters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
         generator = torch.Generator().manual_seed(1)
         for one in model.parameters():
             noise = torch.randn(one.shape, generator=generator)
-            one.data = noise * one.shape[-1] ** -0.5 if one.dim() > 1 else one.detach() + 0.2 * noise
+            one.data = (
+                noise * one.shape[-1] ** -0.5 if one.dim() > 1 else one.detach() + 0.2 * noise
+            )
     return model.eval()

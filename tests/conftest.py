@@ -45,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # A machine that others keep busy is slow, and what is tested is right on it.
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile(
+            "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         settings.load_profile("busy")
 
 
@@ -73,7 +75,9 @@ class FailuresAtOnce:
         terminal = self._plugins.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             crash = getattr(report.longrepr, "reprcrash", None)
-            terminal.write_line(f"\nFAILED {report.nodeid}: {crash.message if crash else report.longrepr}")
+            terminal.write_line(
+                f"\nFAILED {report.nodeid}: {crash.message if crash else report.longrepr}"
+            )
             terminal.flush()
 
 
@@ -92,7 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if config.pluginmanager.hasplugin("xdist"):
         items.sort(
-            key=lambda item: next((n for n, path in enumerate(LONGEST_FIRST) if item.nodeid.startswith(path)), 9)
+            key=lambda item: next(
+                (n for n, path in enumerate(LONGEST_FIRST) if item.nodeid.startswith(path)), 9
+            )
         )
 
 

@@ -104,7 +104,10 @@ def cell(name: str, layout: str, config: Any, reasons: list[str]) -> str:
 def text() -> str:
     """The page."""
     reasons: list[str] = []
-    lines = ["| architecture | rows | `native` | FSDP2 | sequence | tensor | pipeline |", "|---" * 7 + "|"]
+    lines = [
+        "| architecture | rows | `native` | FSDP2 | sequence | tensor | pipeline |",
+        "|---" * 7 + "|",
+    ]
     for name in MATRIX:
         is_packed = not way_of(config_of(name)).reason
         cells = [name, "packed" if is_packed else "alone", "yes" if is_packed else "no: `hf`"]
@@ -115,7 +118,9 @@ def text() -> str:
     for name in (*FAMILIES, MIXTURE):
         cells = [name, "yes", "" if name == MIXTURE else "yes"]
         for layout in ("fsdp 2", "sp 2", "tp 2", "pp 2"):
-            cells.append(cell(name, layout, tiny_model(name, num_key_value_heads=2).config, reasons) or "yes")
+            cells.append(
+                cell(name, layout, tiny_model(name, num_key_value_heads=2).config, reasons) or "yes"
+            )
         vision.append(f"| {' | '.join(cells)} |")
     found: dict[str, list[str]] = {"packed": [], "alone": [], "refused": []}
     for name in OTHERS:
@@ -126,7 +131,8 @@ def text() -> str:
         found[kind].append(name)
     numbered = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
     listed = (
-        textwrap.fill(f"- {kind}: {', '.join(names)}", 116, subsequent_indent="  ") for kind, names in found.items()
+        textwrap.fill(f"- {kind}: {', '.join(names)}", 116, subsequent_indent="  ")
+        for kind, names in found.items()
     )
     after = {"reasons": numbered, "vision": "\n".join(vision), "others": "\n".join(listed)}
     return _BEFORE + "\n".join(lines) + "\n" + _AFTER.format(**after)

@@ -35,16 +35,29 @@ _GROUPS: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**_COMMON, num_local_experts=4),
     "qwen2_moe": Qwen2MoeConfig(
-        **_COMMON, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=20, mlp_only_layers=[0]
+        **_COMMON,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[0],
     ),
-    "qwen3_moe": Qwen3MoeConfig(**_COMMON, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_COMMON, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
+    ),
     "glm4_moe": Glm4MoeConfig(**_COMMON, **_GROUPS, partial_rotary_factor=0.5),
     "deepseek_v3": DeepseekV3Config(
-        **{**_COMMON, **_GROUPS, **_LATENT, "head_dim": 8, "num_key_value_heads": 4}, routed_scaling_factor=1.5
+        **{**_COMMON, **_GROUPS, **_LATENT, "head_dim": 8, "num_key_value_heads": 4},
+        routed_scaling_factor=1.5,
     ),
     "gpt_oss": GptOssConfig(**_COMMON, num_local_experts=4, sliding_window=8),
 }

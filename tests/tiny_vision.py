@@ -8,7 +8,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import attention_of
-from tests.vision_folder import END, EOS, FAMILIES, FILM, IMAGE, MIXTURE, START, VIDEO, WORDS, tiny_model
+from tests.vision_folder import (
+    END,
+    EOS,
+    FAMILIES,
+    FILM,
+    IMAGE,
+    MIXTURE,
+    START,
+    VIDEO,
+    WORDS,
+    tiny_model,
+)
 
 __all__ = ["EOS", "FAMILIES", "IMAGE", "MIXTURE"]
 VOCABULARY = len(WORDS)
@@ -19,7 +30,9 @@ def vision_config(family: str = "qwen2_5_vl") -> PreTrainedConfig:
     return tiny_model(family).config
 
 
-def vision_model(attention: str = ATTENTION_NAME, family: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
+def vision_model(
+    attention: str = ATTENTION_NAME, family: str = "qwen2_5_vl", **text: Any
+) -> PreTrainedModel:
     """The same random model at each call."""
     model = tiny_model(family, **text)
     parts = attention_of(model.config, attention)
@@ -58,7 +71,9 @@ def random_video(
 ) -> dict[str, torch.Tensor]:
     """A video of noise, `time` pairs of frames, likewise."""
     video = {
-        "pixel_values_videos": torch.randn(time * height * width, 3 * 2 * 4 * 4, generator=generator),
+        "pixel_values_videos": torch.randn(
+            time * height * width, 3 * 2 * 4 * 4, generator=generator
+        ),
         "video_grid_thw": torch.tensor([[time, height, width]]),
     }
     # A place along time for each pair of frames: four stand in a second.
@@ -83,7 +98,9 @@ def joined(*images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([image[name] for image in images]) for name in images[0]}
 
 
-def positions_of(model: PreTrainedModel, tokens: list[int], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def positions_of(
+    model: PreTrainedModel, tokens: list[int], inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """[3, P] as transformers computes them."""
     ids = torch.tensor([tokens])
     grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}

@@ -23,7 +23,15 @@ from transformers import (
 
 COLORS = ["red", "green", "blue", "white"]
 DIRECTIONS = ["left", "right", "up", "down"]
-SPECIAL = ["<pad>", "<eos>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 WORDS = [
     *SPECIAL,
     "<user>",
@@ -89,8 +97,13 @@ def tiny_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """A token for each word; the prompt "which color ?" has five, those of the roles included."""
     special, words = SPECIAL[3:], WORDS
     if family == "glm4v":
-        special, words = [*_GLM, *_GLM_FILM], [*SPECIAL[:3], *_GLM, *WORDS[len(SPECIAL) :], *_GLM_FILM]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+        special, words = (
+            [*_GLM, *_GLM_FILM],
+            [*SPECIAL[:3], *_GLM, *WORDS[len(SPECIAL) :], *_GLM_FILM],
+        )
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
@@ -105,9 +118,15 @@ def tiny_image_processor(max_pixels: int = 32 * 32, family: str = "qwen2_5_vl") 
     if family == "glm4v":
         # It counts the pixels of both frames of a patch.
         size = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * max_pixels}
-        return Glm4vImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
+        return Glm4vImageProcessorPil(
+            patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size
+        )
     return Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, min_pixels=8 * 8, max_pixels=max_pixels
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=2,
+        min_pixels=8 * 8,
+        max_pixels=max_pixels,
     )
 
 
@@ -131,7 +150,13 @@ def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTra
         sizes["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
         bounds = {"image_start_token_id": START, "image_end_token_id": END}
         bounds |= {"video_start_token_id": FILM[0], "video_end_token_id": FILM[1]}
-    encoder = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    encoder = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+    }
     config = _CONFIGS[family](
         text_config=sizes | text,
         vision_config=encoder | _ENCODERS[family],
@@ -152,14 +177,26 @@ def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTra
 def their_processor(family: str, ours: Any, *, with_videos: bool = False) -> Any:
     """The whole processor of transformers, from the settings of a `VisionProcessor`; its half for videos, which needs
     torchvision, where it is asked for."""
-    names = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}
+    names = {
+        "qwen2_vl": "Qwen2VL",
+        "qwen2_5_vl": "Qwen2_5_VL",
+        "qwen3_vl": "Qwen3VL",
+        "glm4v": "Glm4v",
+    }
     kind, videos = getattr(transformers, f"{names[family]}Processor"), None
     tokenizer = tiny_tokenizer(family)
     if family == "qwen3_vl":
-        tokenizer.vision_start_token, tokenizer.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+        tokenizer.vision_start_token, tokenizer.vision_end_token = (
+            "<|vision_start|>",
+            "<|vision_end|>",
+        )
     if with_videos:
         rules, name = ours.frame_rules(""), names[family].replace("2_5_VL", "2VL")
-        own = {} if rules.longest_s else {"min_frames": rules.min_frames, "max_frames": rules.max_frames}
+        own = (
+            {}
+            if rules.longest_s
+            else {"min_frames": rules.min_frames, "max_frames": rules.max_frames}
+        )
         videos = getattr(transformers, f"{name}VideoProcessor")(
             size={"shortest_edge": rules.min_pixels, "longest_edge": rules.max_pixels},
             patch_size=rules.patch_size,
@@ -173,7 +210,11 @@ def their_processor(family: str, ours: Any, *, with_videos: bool = False) -> Any
             **own,
         )
     else:
-        kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, arg: type(arg)})
+        kind = type(
+            kind.__name__,
+            (kind,),
+            {"check_argument_for_proper_class": lambda self, name, arg: type(arg)},
+        )
     return kind(image_processor=ours.image_processor, tokenizer=tokenizer, video_processor=videos)
 
 
@@ -192,11 +233,15 @@ def picture(color: str, width: int = 16, height: int = 16) -> Image.Image:
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """Each pixel of a color of its own."""
-    values = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(
+        0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return Image.fromarray(values.numpy())
 
 
-def moving_dot(direction: str, num_frames: int = 4, side: int = 16, start: int = 0) -> list[Image.Image]:
+def moving_dot(
+    direction: str, num_frames: int = 4, side: int = 16, start: int = 0
+) -> list[Image.Image]:
     """Frames with a white square that moves left, right, up or down from one edge to the other.
 
     `start` moves it along the other axis.

@@ -83,7 +83,10 @@ def slow(seed: str) -> None:
 
 def content(run: Path, after: int) -> dict[str, Any]:
     """What a run came to in the steps after this one, by name."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     found: dict[str, Any] = {
         f"{name} of step {line['step']}": value
         for line in lines
@@ -91,7 +94,11 @@ def content(run: Path, after: int) -> dict[str, Any]:
         if line["step"] > after and not name.startswith(OF_TIME)
     }
     files = [*(run / "rollouts").glob("*.jsonl"), *(run / "validation").glob("*.jsonl")]
-    return found | {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files if int(path.stem) > after}
+    return found | {
+        f"{path.parent.name}/{path.name}": path.read_bytes()
+        for path in files
+        if int(path.stem) > after
+    }
 
 
 def difference(one: Path, other: Path, after: int = 0) -> str:
@@ -100,7 +107,12 @@ def difference(one: Path, other: Path, after: int = 0) -> str:
     if not any(name.startswith(f"actor/grad_norm of step {NUM_STEPS}") for name in first):
         return f"{one} has not come to its last step"
     return next(
-        (f"{name} differs" for name in sorted(first.keys() | second) if first.get(name) != second.get(name)), ""
+        (
+            f"{name} differs"
+            for name in sorted(first.keys() | second)
+            if first.get(name) != second.get(name)
+        ),
+        "",
     )
 
 
@@ -124,7 +136,9 @@ def replayed(folder: Path, files: Path, keys: tuple[str, ...], seed: str) -> str
         [line for line in path.read_text().splitlines() if '"step"' in line]
         for path in (record, again / "run" / record.name)
     ]
-    return difference(run, again / "run", after) or ("" if steps[0] == steps[1] else "the records differ")
+    return difference(run, again / "run", after) or (
+        "" if steps[0] == steps[1] else "the records differ"
+    )
 
 
 def killed(folder: Path, files: Path, keys: tuple[str, ...], draw: random.Random) -> int:
@@ -132,7 +146,9 @@ def killed(folder: Path, files: Path, keys: tuple[str, ...], draw: random.Random
     attempt = Attempt(words(files, *keys), folder, first=partial(slow, f"{draw.random()}"))
     phase = draw.choice(("generation", "grading", "update", "writing", "publishing"))
     # Late enough for a checkpoint in most cases.
-    num_before = draw.randrange(*((0, NUM_STEPS // SAVE_FREQ) if phase == "writing" else (SAVE_FREQ, NUM_STEPS)))
+    num_before = draw.randrange(
+        *((0, NUM_STEPS // SAVE_FREQ) if phase == "writing" else (SAVE_FREQ, NUM_STEPS))
+    )
     return int(attempt.kill_in(phase, draw.uniform(0, 0.05), num_before))
 
 
@@ -143,7 +159,11 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     num_kills = 0 if kind == "replay" else killed(folder, files, keys, draw)
     is_over = kind != "replay" and not num_kills
     only = ("trainer.save_freq=-1",) if kind == "replay" else ()
-    status = 0 if is_over else Attempt(words(files, *keys, *only), folder, first=partial(slow, f"{number}")).wait()
+    status = (
+        0
+        if is_over
+        else Attempt(words(files, *keys, *only), folder, first=partial(slow, f"{number}")).wait()
+    )
     if status:
         failure = f"status {status} at the end"
     elif kind.endswith("deterministic"):
@@ -153,7 +173,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     events = {kind: 1 if kind == "replay" else num_kills}
     after = 0 if status else newest_record(folder / "run")[1]
     return Outcome(
-        events, f"{kind}, after step {after}: {failure}, in {folder}" if failure else "", {"resumed_after": after}
+        events,
+        f"{kind}, after step {after}: {failure}, in {folder}" if failure else "",
+        {"resumed_after": after},
     )
 
 

@@ -36,7 +36,10 @@ CAPABILITY_VERSION, READS_ALL = 0x20080522, 1 << 1 | 1 << 2
 def words(variant: str, files: Path) -> list[str]:
     """The arguments of a run that keeps its last checkpoints."""
     key = "trainer.max_ckpt_to_keep"
-    return [*(word for word in kills.words(variant, files) if not word.startswith(key)), f"{key}={KEPT}"]
+    return [
+        *(word for word in kills.words(variant, files) if not word.startswith(key)),
+        f"{key}={KEPT}",
+    ]
 
 
 def prepare(files: Path) -> None:
@@ -49,7 +52,9 @@ def prepare(files: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if status := forked(folder, words(variant, files)):
-            raise SystemExit(f"the run of {variant} left alone ended with {status}: {folder / 'log'}")
+            raise SystemExit(
+                f"the run of {variant} left alone ended with {status}: {folder / 'log'}"
+            )
         (folder / "done").touch()
 
 
@@ -74,7 +79,11 @@ def forked(
             log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             heed_permissions()
             ctypes.CDLL(None).prctl(tiny.PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp")}
+            os.environ |= {
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TMPDIR": str(folder / "tmp"),
+            }
             tempfile.tempdir = None
             for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
                 os.dup2(descriptor, number)
@@ -110,7 +119,11 @@ def heed_permissions() -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def spoil(kind: str, file: Path, other: Path, draw: random.Random) -> None:
@@ -146,9 +159,16 @@ def spoil_checkpoints(
     damaged = steps[-draw.choice((1, 1, 1, 2, len(steps))) :]
     for step in damaged:
         # Swapped with another file of the checkpoint, or with the same one of another checkpoint.
-        place, content = top / f"global_step_{step}", (top / f"global_step_{step}" / name).read_bytes()
-        others = [path for path in place.rglob("*") if path.is_file() and path.read_bytes() != content]
-        copy = shutil.copy2(alone / f"global_step_{steps[0] if step != steps[0] else steps[1]}" / name, top.parent)
+        place, content = (
+            top / f"global_step_{step}",
+            (top / f"global_step_{step}" / name).read_bytes(),
+        )
+        others = [
+            path for path in place.rglob("*") if path.is_file() and path.read_bytes() != content
+        ]
+        copy = shutil.copy2(
+            alone / f"global_step_{steps[0] if step != steps[0] else steps[1]}" / name, top.parent
+        )
         is_own = draw.random() < 0.5 or Path(copy).read_bytes() == content
         spoil(kind, place / name, draw.choice(others) if is_own else Path(copy), draw)
     return f"{name} of {len(damaged)} of {len(steps)}", damaged
@@ -168,26 +188,45 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     (top / LATEST).write_text(f"{steps[-1]}\n")
     newest = top / f"global_step_{steps[-1]}"
     # Each file in turn, and the one that names the newest.
-    names = [*(str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()), LATEST]
+    names = [
+        *(str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()),
+        LATEST,
+    ]
     name = names[(turn + KINDS.index(kind) * 5) % len(names)]
     told, damaged = spoil_checkpoints(kind, name, steps, draw, top, alone)
     before = contents(top)
     begun = time.monotonic()
     status = forked(folder, words(variant, files))
     seconds, log = time.monotonic() - begun, (folder / "log").read_text(errors="replace")
-    failure = "a traceback" if "Traceback" in log else judged(before, top, alone, log, status, damaged, steps)
-    return Outcome(kind, f"{variant}, {kind}, {told}: {failure}, in {folder}" if failure else "", {"seconds": seconds})
+    failure = (
+        "a traceback"
+        if "Traceback" in log
+        else judged(before, top, alone, log, status, damaged, steps)
+    )
+    return Outcome(
+        kind,
+        f"{variant}, {kind}, {told}: {failure}, in {folder}" if failure else "",
+        {"seconds": seconds},
+    )
 
 
 def judged(
-    before: dict[str, bytes], top: Path, alone: Path, log: str, status: int, damaged: list[int], steps: list[int]
+    before: dict[str, bytes],
+    top: Path,
+    alone: Path,
+    log: str,
+    status: int,
+    damaged: list[int],
+    steps: list[int],
 ) -> str:
     """What is not as promised, "" where all is."""
     if damaged == steps:
         after = contents(top)
         if status != 1 or "is whole" not in log:
             return f"all are damaged: status {status}, and the log does not say how to go on"
-        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        changed = {
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        }
         return f"all are damaged, and {changed} were changed" if changed - {"config.yaml"} else ""
     if status:
         return f"status {status}"
@@ -196,7 +235,9 @@ def judged(
     for step in damaged if is_passed_over else []:
         kept = top / f"damaged_global_step_{step}"
         name = f"global_step_{step}/"
-        if contents(kept) != {path.removeprefix(name): each for path, each in before.items() if path.startswith(name)}:
+        if contents(kept) != {
+            path.removeprefix(name): each for path, each in before.items() if path.startswith(name)
+        }:
             return f"{kept.name} is not as the damage has left it"
         shutil.rmtree(kept)
     left = [step for step in steps if not is_passed_over or step not in damaged]

@@ -29,12 +29,16 @@ PAGE, BALLAST = 4096, "ballast"
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-def mount(source: str, place: Path, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(
+    source: str, place: Path, kind: str | None, flags: int, options: str | None = None
+) -> None:
     """The system call."""
     words = [None if word is None else word.encode() for word in (source, str(place), kind)]
     if LIBRARY.mount(*words, flags, options and options.encode()):
         number = ctypes.get_errno()
-        raise OSError(number, f"{os.strerror(number)} (file systems in memory need root)", str(place))
+        raise OSError(
+            number, f"{os.strerror(number)} (file systems in memory need root)", str(place)
+        )
 
 
 def own_namespace() -> None:
@@ -47,7 +51,10 @@ def own_namespace() -> None:
 
 def size_of(folder: Path) -> int:
     """Bytes that a file system in memory needs for a folder."""
-    return sum(-(-path.lstat().st_size // PAGE) * PAGE if path.is_file() else PAGE for path in folder.rglob("*"))
+    return sum(
+        -(-path.lstat().st_size // PAGE) * PAGE if path.is_file() else PAGE
+        for path in folder.rglob("*")
+    )
 
 
 class Loss:
@@ -79,7 +86,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     """One run on a disk that gets full, and once more with room."""
     draw = random.Random(number)
     turn, place = divmod(number, len(kills.VARIANTS))
-    variant, group = list(kills.VARIANTS)[place], ("small", "filled", "small", "filled", "forbidden")[turn % 5]
+    variant, group = (
+        list(kills.VARIANTS)[place],
+        ("small", "filled", "small", "filled", "forbidden")[turn % 5],
+    )
     alone, top = files / "kept" / variant / "run", folder / "run"
     top.mkdir()
     own_namespace()
@@ -87,7 +97,12 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     size = draw.randrange(PAGE * 8, needed) // PAGE * PAGE if group == "small" else needed * 3
     mount("tmpfs", top, "tmpfs", 0, f"size={size}")
     try:
-        loss = Loss(top, draw.randint(0, kills.NUM_STEPS - 1), draw.uniform(0, 0.4), is_full=group == "filled")
+        loss = Loss(
+            top,
+            draw.randint(0, kills.NUM_STEPS - 1),
+            draw.uniform(0, 0.4),
+            is_full=group == "filled",
+        )
         status = forked(folder, words(variant, files), meanwhile=None if group == "small" else loss)
         log = (folder / "log").read_text(errors="replace")
         named = "Permission denied" if group == "forbidden" else "No space left on device"
@@ -119,7 +134,11 @@ def judged(top: Path, alone: Path, log: str, status: int, named: str) -> str:
             return str(error)
     # Every line of metrics that was written stays, and has its checkpoint but for the last two: one that is being
     # written, and one that has just begun.
-    lines = (top / "metrics.jsonl").read_bytes().splitlines(keepends=True) if (top / "metrics.jsonl").exists() else []
+    lines = (
+        (top / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        if (top / "metrics.jsonl").exists()
+        else []
+    )
     if any(not line.endswith(b"\n") for line in lines):
         return "half a line in metrics.jsonl"
     every = 2 if "global_step_7" not in {path.name for path in alone.iterdir()} else 1
@@ -129,7 +148,9 @@ def judged(top: Path, alone: Path, log: str, status: int, named: str) -> str:
     whole = contents(alone)
     others = contents(top).items()
     if wrong := [
-        name for name, each in others if name.startswith(("rollouts/", "validation/")) and whole[name] != each
+        name
+        for name, each in others
+        if name.startswith(("rollouts/", "validation/")) and whole[name] != each
     ]:
         return f"{wrong} are not whole"
     return ""

@@ -36,7 +36,14 @@ from quadriga.protocol import DataProto  # noqa: E402
 from quadriga.trainer.rollout_pool import RolloutPool  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
-NUM_ENGINES, NUM_STEPS, NUM_SAMPLES, LIMIT_S, RESTART_LIMIT_S, END_LIMIT_S = 3, 10, 4, 1200.0, 120.0, 30.0
+NUM_ENGINES, NUM_STEPS, NUM_SAMPLES, LIMIT_S, RESTART_LIMIT_S, END_LIMIT_S = (
+    3,
+    10,
+    4,
+    1200.0,
+    120.0,
+    30.0,
+)
 KEYS = (
     "trainer.backend=ray",
     "trainer.placement={actor: training, ref: training, rollout: generation}",
@@ -101,7 +108,9 @@ class Killer:
     def _disturbed(self, what: str, pool: RolloutPool, work: Any) -> Any:
         timers = []
         if what == self.aims_at and self.step > 1 and len(pool._rollout.ranks) > 1:
-            for rank in self.random.sample(pool._rollout.ranks, self.random.randint(1, len(pool._rollout.ranks) - 1)):
+            for rank in self.random.sample(
+                pool._rollout.ranks, self.random.randint(1, len(pool._rollout.ranks) - 1)
+            ):
                 wait_s = self.random.uniform(0.0, 0.9) * self.seconds[what]
                 timers.append(threading.Timer(wait_s, self._kill, (pool, rank, wait_s)))
         start, self.is_busy = time.monotonic(), True
@@ -138,7 +147,12 @@ def drive(number: int, files: Path) -> int:
 
 def run(folder: Path, files: Path, number: int, script: str = __file__) -> str:
     """A run in a folder, in a session of its own, by `script`. Returns what was wrong with it."""
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             tiny.with_the_tests(sys.executable, script, str(number), str(files)),
@@ -154,7 +168,11 @@ def run(folder: Path, files: Path, number: int, script: str = __file__) -> str:
     except subprocess.TimeoutExpired:
         status = None
     until = time.monotonic() + END_LIMIT_S
-    while status is not None and (left := tiny.members_of_session(process.pid)) and time.monotonic() < until:
+    while (
+        status is not None
+        and (left := tiny.members_of_session(process.pid))
+        and time.monotonic() < until
+    ):
         time.sleep(0.2)
     left = tiny.members_of_session(process.pid)
     for pid in left:
@@ -169,15 +187,23 @@ def differences(folder: Path, alone: Path, ignored: tuple[str, ...] = COUNTS) ->
     """How the responses or metrics of a run differ from those of another; "" where they do not."""
     for step in range(1, NUM_STEPS + 1):
         ours, theirs = (read(one / "run" / "rollouts" / f"{step}.jsonl") for one in (folder, alone))
-        if wrong := {uid: count for uid, count in Counter(row["uid"] for row in ours).items() if count != NUM_SAMPLES}:
+        if wrong := {
+            uid: count
+            for uid, count in Counter(row["uid"] for row in ours).items()
+            if count != NUM_SAMPLES
+        }:
             return f"step {step}: samples of prompts {wrong}, not {NUM_SAMPLES}"
         if ours != theirs:
             return f"step {step}: {sum(a != b for a, b in zip(ours, theirs, strict=True))} other responses"
-    for ours, theirs in zip(read(folder / "run/metrics.jsonl"), read(alone / "run/metrics.jsonl"), strict=True):
+    for ours, theirs in zip(
+        read(folder / "run/metrics.jsonl"), read(alone / "run/metrics.jsonl"), strict=True
+    ):
         for name in ours.keys() | theirs.keys():
             if name.startswith(("timing_s/", "timing_per_token_ms/", "perf/", *ignored)):
                 continue
-            if not math.isclose(ours.get(name, math.nan), theirs.get(name, math.nan), rel_tol=1e-4, abs_tol=2e-6):
+            if not math.isclose(
+                ours.get(name, math.nan), theirs.get(name, math.nan), rel_tol=1e-4, abs_tol=2e-6
+            ):
                 return f"step {theirs['step']}: {name} {ours.get(name)}, not {theirs.get(name)}"
     return ""
 
@@ -191,7 +217,9 @@ def case(number: int, folder: Path, files: Path) -> Outcome:
     """A run with engines that are killed, and what came of it."""
     start = time.monotonic()
     failure = run(folder, files, number) or differences(folder, files / "alone")
-    kills = json.loads((folder / "kills.json").read_text()) if (folder / "kills.json").is_file() else []
+    kills = (
+        json.loads((folder / "kills.json").read_text()) if (folder / "kills.json").is_file() else []
+    )
     group = "weight sync" if number % 5 == 0 else "generation"
     told = {name: 0.0 for name in COUNTS}
     if not failure:
@@ -199,9 +227,14 @@ def case(number: int, folder: Path, files: Path) -> Outcome:
             told = {name: count + line.get(name, 0.0) for name, count in told.items()}
         in_time = [kill for kill in kills if kill["step"] < NUM_STEPS]
         if group == "generation" and told["rollout/engine_restarts"] < len(in_time):
-            failure = f"{told['rollout/engine_restarts']:g} engines restarted after {len(in_time)} kills"
+            failure = (
+                f"{told['rollout/engine_restarts']:g} engines restarted after {len(in_time)} kills"
+            )
     failure = failure and f"{failure}; kills {kills}; {folder / 'log'}"
-    figures = {"seconds": time.monotonic() - start, "requests_moved": told["rollout/requests_moved"]}
+    figures = {
+        "seconds": time.monotonic() - start,
+        "requests_moved": told["rollout/requests_moved"],
+    }
     return Outcome({group: len(kills)}, failure, figures)
 
 

@@ -295,7 +295,9 @@ def __getattr__(name):
 sys.modules['__main__'].f = lambda *a: print
 """
 PROGRAMS = {
-    block.partition("\n")[0].strip(): block.partition("\n")[2] for block in _TEXT.split("\n## ") if block.strip()
+    block.partition("\n")[0].strip(): block.partition("\n")[2]
+    for block in _TEXT.split("\n## ")
+    if block.strip()
 }
 
 _VICTIM = """
@@ -356,7 +358,13 @@ def grade(
 ) -> dict[str, Any]:
     """The score of a program from a grader that runs as that user, and what it left: `leftover`, `wall_s`, `victim`."""
     repository = str(Path(__file__).resolve().parents[2])
-    job = {"program": program, "tests": tests, "options": options, "has_scopes": has_scopes, "path": [repository]}
+    job = {
+        "program": program,
+        "tests": tests,
+        "options": options,
+        "has_scopes": has_scopes,
+        "path": [repository],
+    }
     job["victim"] = _VICTIM if has_victim else ""
     with tempfile.TemporaryDirectory(prefix="hostile-", dir="/tmp") as base:
         own = Path(base, "tmp")
@@ -371,7 +379,12 @@ def grade(
             env={"PATH": os.environ["PATH"], "TMPDIR": str(own), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         if done.returncode:
-            return {"score": -1.0, "reason": f"the grader failed: {done.stderr[-2000:]}", "leftover": "", "victim": ""}
+            return {
+                "score": -1.0,
+                "reason": f"the grader failed: {done.stderr[-2000:]}",
+                "leftover": "",
+                "victim": "",
+            }
         told = json.loads(done.stdout.splitlines()[-1])
         return {**told, "leftover": _leftover(own)}
 
@@ -397,14 +410,20 @@ def _leftover(own: Path) -> str:
     """Files in the temporary folder, processes that work in it, and what is shared by name on the machine."""
     give_up = time.monotonic() + 2
     while True:
-        left = [str(path) for path in own.rglob("*")] + [str(path) for path in Path("/dev/shm").glob("hostile*")]
+        left = [str(path) for path in own.rglob("*")] + [
+            str(path) for path in Path("/dev/shm").glob("hostile*")
+        ]
         left += [
             line
             for kind in ("shm", "sem", "msg")
             for line in Path("/proc/sysvipc", kind).read_text().splitlines()
             if str(0x51554144) in line
         ]
-        left += [f"process {path.parent.name}" for path in Path("/proc").glob("[0-9]*/cwd") if _works_in(path, own)]
+        left += [
+            f"process {path.parent.name}"
+            for path in Path("/proc").glob("[0-9]*/cwd")
+            if _works_in(path, own)
+        ]
         if not left or time.monotonic() > give_up:
             return ", ".join(left)
         time.sleep(0.05)
@@ -424,7 +443,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     user, has_scopes = _VARIANTS[(number - 1) // len(PROGRAMS) % len(_VARIANTS)]
     name, program = list(PROGRAMS.items())[index]
     function = "f" if name.startswith("result") else ""
-    tests: dict[str, Any] = {"inputs": [[1, 2]] if function else ["1 2\n"], "outputs": [secrets.token_hex(8)]}
+    tests: dict[str, Any] = {
+        "inputs": [[1, 2]] if function else ["1 2\n"],
+        "outputs": [secrets.token_hex(8)],
+    }
     if function:
         tests["fn_name"] = function
     told = grade(user, f"{_BEGIN}\n{program}", tests, has_scopes=has_scopes, **_LIMITS)

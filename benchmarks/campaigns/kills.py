@@ -58,7 +58,14 @@ OF_TIMER = {
     "publish_weights": "publishing",
 }
 # A kill comes within so many seconds after its phase has begun; about as long as the phase is here.
-SPREAD_S = {"generation": 0.03, "grading": 0.01, "update": 0.03, "writing": 0.1, "publishing": 0.0005, "loading": 0.03}
+SPREAD_S = {
+    "generation": 0.03,
+    "grading": 0.01,
+    "update": 0.03,
+    "writing": 0.1,
+    "publishing": 0.0005,
+    "loading": 0.03,
+}
 # Short phases are aimed at more often, for some of these kills come too late and count for what follows.
 WEIGHTS = {"generation": 1, "grading": 2, "update": 1, "writing": 2, "publishing": 3, "loading": 2}
 NUM_STEPS, MAX_KILLS, LIMIT_S, END_LIMIT_S = 8, 6, 300.0, 30.0
@@ -100,7 +107,11 @@ ASIDE = re.compile(r"metrics\.\d+\.jsonl")
 
 def words(variant: str, files: Path) -> list[str]:
     """The arguments of `quadriga` for a run in the folder `run` of the working directory."""
-    own = (*of_studio(files / "studio"), "actor_rollout_ref.rollout.n=2") if variant == "images" else ()
+    own = (
+        (*of_studio(files / "studio"), "actor_rollout_ref.rollout.n=2")
+        if variant == "images"
+        else ()
+    )
     return ["train", *tiny.command_line(files / "home", Path(), *own, *COMMON, *VARIANTS[variant])]
 
 
@@ -137,7 +148,9 @@ def _run_alone(files: Path) -> None:
         (files / variant).mkdir()
         attempt = Attempt(words(variant, files), files / variant, is_real_start=True)
         if status := attempt.wait():
-            raise SystemExit(f"the run of {variant} left alone ended with {status}: {files / variant / 'log'}")
+            raise SystemExit(
+                f"the run of {variant} left alone ended with {status}: {files / variant / 'log'}"
+            )
 
 
 # ---- in the process that is killed --------------------------------------------------------------
@@ -218,7 +231,12 @@ class Attempt:
             if is_real_start:
                 line = [sys.executable, __file__, *arguments]
                 self.pid = subprocess.Popen(
-                    line, cwd=folder, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+                    line,
+                    cwd=folder,
+                    env=os.environ | own,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 ).pid
                 return
             self.pid = os.fork()
@@ -291,7 +309,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
             break
         (phase,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
         # A run without a checkpoint has nothing to load, and one that has loads it once.
-        if phase == "loading" and not (folder / "run" / "latest_checkpointed_iteration.txt").is_file():
+        if (
+            phase == "loading"
+            and not (folder / "run" / "latest_checkpointed_iteration.txt").is_file()
+        ):
             phase = "writing"
         num_before = draw.randint(0, 2) if phase != "loading" else 0
         if not attempt.kill_in(phase, draw.uniform(0, SPREAD_S[phase]), num_before):
@@ -304,7 +325,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     if not failure and (different := difference(files / variant / "run", folder / "run")):
         failure = f"{told}: {different}, in {folder}"
     deadline = time.monotonic() + END_LIMIT_S
-    while not failure and (left := [pid for session in sessions for pid in tiny.members_of_session(session)]):
+    while not failure and (
+        left := [pid for session in sessions for pid in tiny.members_of_session(session)]
+    ):
         if time.monotonic() > deadline:
             failure = f"{told}: processes {left} are left"
         time.sleep(0.05)
@@ -317,7 +340,11 @@ def difference(alone: Path, other: Path) -> str:
     """The first file in which two runs differ, "" where there is none."""
     of_alone, of_other = (
         # A run that began anew has moved the log of the one before it aside.
-        {path.relative_to(top) for path in top.rglob("*") if path.is_file() and not ASIDE.fullmatch(path.name)}
+        {
+            path.relative_to(top)
+            for path in top.rglob("*")
+            if path.is_file() and not ASIDE.fullmatch(path.name)
+        }
         for top in (alone, other)
     )
     if of_alone != of_other:
@@ -333,7 +360,9 @@ def _content(path: Path) -> Any:
     if path.name != "metrics.jsonl":
         return path.read_bytes()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines
+    ]
 
 
 CAMPAIGN = Campaign(

@@ -34,7 +34,12 @@ OWN = {"worker": 5, "driver": 2, "raylet": 2, "head": 1, "everything": 1}
 JOINED = {"worker": 4, "driver": 2, "raylet": 2}
 """What is hit, and how often: of a run with a cluster of its own, and of one that has joined a cluster."""
 TITLES = {"worker": "ray::WorkerProcess", "raylet": "raylet/raylet", "head": "gcs/gcs_server"}
-QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+QUIET = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 KEEPER = """
 import sys
 import ray
@@ -63,7 +68,12 @@ def titles(session: int) -> dict[int, str]:
     found = {}
     for pid in tiny.members_of_session(session):
         try:
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+            found[pid] = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .partition(b"\0")[0]
+                .decode(errors="replace")
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
@@ -76,20 +86,36 @@ class BrokenError(Exception):
 class RayRun:
     """A run in `folder / "run"` that is hit, and started again where its driver has ended."""
 
-    def __init__(self, folder: Path, files: Path, num_ranks: int, *overrides: str, is_joined: bool = False) -> None:
+    def __init__(
+        self, folder: Path, files: Path, num_ranks: int, *overrides: str, is_joined: bool = False
+    ) -> None:
         self.folder, self.sessions = folder, list[int]()
         # Ray's folder: short, for its sockets.
         self.ray_folder = Path(tempfile.mkdtemp(prefix="rk", dir="/tmp"))
         self.shared = set(os.listdir("/dev/shm"))
-        self.environment = os.environ | QUIET | {"RAY_TMPDIR": str(self.ray_folder), "PYTHONPATH": str(REPOSITORY)}
+        self.environment = (
+            os.environ | QUIET | {"RAY_TMPDIR": str(self.ray_folder), "PYTHONPATH": str(REPOSITORY)}
+        )
         (folder / "tmp").mkdir(parents=True)
         # By the environment: the configuration of a run on a cluster of its own is that of one that joins.
-        self.environment |= {"TMPDIR": str(folder / "tmp"), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000"}
+        self.environment |= {
+            "TMPDIR": str(folder / "tmp"),
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000",
+        }
         self.keeper = self._start([sys.executable, "-c", KEEPER]) if is_joined else None
         if self.keeper and self.keeper.stdout:
             self.environment["RAY_ADDRESS"] = self.keeper.stdout.readline().strip()
-        words = (*kills.COMMON, *kills.VARIANTS["grpo"], f"trainer.total_training_steps={NUM_STEPS}", *overrides)
-        more = ("trainer.backend=ray", f"trainer.n_gpus_per_node={num_ranks}", "trainer.max_ckpt_to_keep=2")
+        words = (
+            *kills.COMMON,
+            *kills.VARIANTS["grpo"],
+            f"trainer.total_training_steps={NUM_STEPS}",
+            *overrides,
+        )
+        more = (
+            "trainer.backend=ray",
+            f"trainer.n_gpus_per_node={num_ranks}",
+            "trainer.max_ckpt_to_keep=2",
+        )
         self.command = ["train", *tiny.command_line(files / "home", Path(), *words, *more)]
 
     def _start(self, line: list[str]) -> subprocess.Popen[str]:
@@ -147,11 +173,17 @@ class RayRun:
             self.ask_keeper("raylet")
         elif victim in TITLES:
             session = self.keeper.pid if self.keeper else self.driver.pid
-            found = [pid for pid, title in sorted(titles(session).items()) if TITLES[victim] in title]
+            found = [
+                pid for pid, title in sorted(titles(session).items()) if TITLES[victim] in title
+            ]
             for pid in found[:1]:
                 os.kill(pid, signal.SIGKILL)
         else:
-            pids = tiny.members_of_session(self.driver.pid) if victim == "everything" else [self.driver.pid]
+            pids = (
+                tiny.members_of_session(self.driver.pid)
+                if victim == "everything"
+                else [self.driver.pid]
+            )
             for pid in pids:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -175,7 +207,9 @@ class RayRun:
         new = {Path("/dev/shm") / name for name in set(os.listdir("/dev/shm")) - self.shared}
         left += map(str, new - shared_memory(self.strangers()) if new else ())
         if self.keeper:
-            left += [title for title in titles(self.keeper.pid).values() if TITLES["worker"] in title]
+            left += [
+                title for title in titles(self.keeper.pid).values() if TITLES["worker"] in title
+            ]
             return [*left, "placement groups"] if self.ask_keeper("left") else left
         return [*left, *map(str, self.ray_folder.glob("ray/session_2*"))]
 
@@ -240,14 +274,18 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
             case.hit(victim)
             events[victim] += 1
             if victim in TITLES:
-                case.wait(lambda reached=reached: case.num_steps() > reached, "step after a recovery")
+                case.wait(
+                    lambda reached=reached: case.num_steps() > reached, "step after a recovery"
+                )
                 downtimes.append(time.monotonic() - start)
         case.wait(lambda: False, "end")
         case.check_gone()
         if different := kills.difference(files / f"alone_{num_ranks}" / "run", folder / "run"):
             raise BrokenError(different)
     except BrokenError as error:
-        failure = f"{num_ranks} ranks, joined: {is_joined}, {dict(events)}: {error}; see {folder / 'log'}"
+        failure = (
+            f"{num_ranks} ranks, joined: {is_joined}, {dict(events)}: {error}; see {folder / 'log'}"
+        )
     finally:
         case.end()
     figures = {"recovered_after_s": sum(downtimes) / len(downtimes)} if downtimes else {}

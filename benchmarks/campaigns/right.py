@@ -349,7 +349,10 @@ _PRINTED: dict[str, tuple[str, Callable[[int], str]]] = {
         "for k in range(int(input()) * 200):\n    print(k, k * k, flush=k % 100 == 0)",
         lambda n: "\n".join(f"{k} {k * k}" for k in range(n * 200)),
     ),
-    "floating numbers": ("n = int(input())\nprint(1 / n, n ** 0.5)", lambda n: f"{1 / n:.9f} {n**0.5:.9f}"),
+    "floating numbers": (
+        "n = int(input())\nprint(1 / n, n ** 0.5)",
+        lambda n: f"{1 / n:.9f} {n**0.5:.9f}",
+    ),
     "huge integers": ("n = int(input())\nprint(7 ** (n * 5))", lambda n: str(7 ** (n * 5))),
     "unicode": ("n = int(input())\nprint('äß€😀' * n)", lambda n: "äß€😀" * n),
 }
@@ -372,18 +375,32 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     kind, name, program = _KINDS[(number - 1) % len(_KINDS)]
     user = ("root", "user")[(number - 1) // len(_KINDS) % 2]
     chosen = random.Random(number)
-    lists = [[chosen.randint(-(10**6), 10**6) for _ in range(chosen.randint(2, 500))] for _ in range(2)]
+    lists = [
+        [chosen.randint(-(10**6), 10**6) for _ in range(chosen.randint(2, 500))] for _ in range(2)
+    ]
     if kind == "sum":
         inputs: list[Any] = [f"{len(values)}\n{' '.join(map(str, values))}\n" for values in lists]
-        tests: dict[str, Any] = {"inputs": inputs, "outputs": [f"{sum(values)}\n" for values in lists]}
+        tests: dict[str, Any] = {
+            "inputs": inputs,
+            "outputs": [f"{sum(values)}\n" for values in lists],
+        }
     elif kind == "call":
-        tests = {"inputs": [[values] for values in lists], "outputs": list(map(sum, lists)), "fn_name": "total"}
+        tests = {
+            "inputs": [[values] for values in lists],
+            "outputs": list(map(sum, lists)),
+            "fn_name": "total",
+        }
     else:
         counts = [len(values) for values in lists]
-        tests = {"inputs": [f"{n}\n" for n in counts], "outputs": [_PRINTED[name][1](n) for n in counts]}
+        tests = {
+            "inputs": [f"{n}\n" for n in counts],
+            "outputs": [_PRINTED[name][1](n) for n in counts],
+        }
     told = grade(user, program, tests, has_victim=False, wall_s=20.0, total_s=40.0)
     failure = (
-        "" if told["score"] == 1 else f"{name}: score {told['score']}, {told['reason']}, of {json.dumps(tests)[:200]}"
+        ""
+        if told["score"] == 1
+        else f"{name}: score {told['score']}, {told['reason']}, of {json.dumps(tests)[:200]}"
     )
     return Outcome(user, failure, {"wall_s": told.get("wall_s", 0.0)})
 

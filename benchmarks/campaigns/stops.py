@@ -35,7 +35,11 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
             wanted = case.num_steps() + draw.randint(3, 6)
             case.wait(lambda wanted=wanted: case.num_steps() >= wanted, f"step {wanted}")
             time.sleep(draw.uniform(0, 0.5))
-            workers = [pid for pid, title in sorted(titles(case.driver.pid).items()) if "ray::WorkerProcess" in title]
+            workers = [
+                pid
+                for pid, title in sorted(titles(case.driver.pid).items())
+                if "ray::WorkerProcess" in title
+            ]
             if case.driver.poll() is not None or not workers:
                 break
             pid = draw.choice(workers)
@@ -52,7 +56,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
         case.wait(lambda: False, "end")
         case.check_gone()
         if max(named_s) > NAMED_LIMIT_S or max(recovered_s) > STALL_S + RECOVERY_LIMIT_S:
-            raise BrokenError(f"named after {max(named_s):.0f} s, recovered after {max(recovered_s):.0f} s")
+            raise BrokenError(
+                f"named after {max(named_s):.0f} s, recovered after {max(recovered_s):.0f} s"
+            )
         if different := kills.difference(files / f"alone_{num_ranks}" / "run", folder / "run"):
             raise BrokenError(different)
     except BrokenError as error:

@@ -44,7 +44,11 @@ class Killer:
     """Kills ranks, chosen with their moments by the number of the case; 0: none."""
 
     def __init__(self, number: int) -> None:
-        self.random, self.kills, self.is_on = random.Random(number), list[dict[str, Any]](), number > 0
+        self.random, self.kills, self.is_on = (
+            random.Random(number),
+            list[dict[str, Any]](),
+            number > 0,
+        )
         self.take, self.last, self.seconds = AsyncBatches.take, math.inf, 1.0
         self.lock, self.killed = threading.Lock(), set[int]()  # pids
 
@@ -72,7 +76,10 @@ class Killer:
         pool = batches._pool
         assert pool is not None
         with self.lock:
-            pids = {one: pool._rollout.processes.addresses[one].pid for one in tuple(pool._rollout.ranks)}
+            pids = {
+                one: pool._rollout.processes.addresses[one].pid
+                for one in tuple(pool._rollout.ranks)
+            }
             # Whoever was killed may not be missed yet. One is left: without any the run starts again.
             alive = [one for one, pid in pids.items() if pid not in self.killed]
             if batches._is_ended or rank not in alive or len(alive) == 1:
@@ -100,7 +107,9 @@ def broken(folder: Path) -> str:
             return f"step {step}: {line['async/staleness_max']} versions old"
         rows = read(folder / "run" / "rollouts" / f"{step}.jsonl")
         found = sorted(row["uid"] for row in rows)
-        if found != sorted(f"{step}-{row}" for row in range(len(rows) // NUM_SAMPLES) for _ in range(NUM_SAMPLES)):
+        if found != sorted(
+            f"{step}-{row}" for row in range(len(rows) // NUM_SAMPLES) for _ in range(NUM_SAMPLES)
+        ):
             return f"step {step}: rows of {found}"
     return ""
 
@@ -111,13 +120,19 @@ def case(number: int, folder: Path, files: Path) -> Outcome:
     failure = engine_kills.run(folder, files, number, __file__)
     if not failure:
         failure = (
-            broken(folder) if is_bounded else differences(folder, files / "alone", ("async/", *COUNTS, "training/"))
+            broken(folder)
+            if is_bounded
+            else differences(folder, files / "alone", ("async/", *COUNTS, "training/"))
         )
-    kills = json.loads((folder / "kills.json").read_text()) if (folder / "kills.json").is_file() else []
+    kills = (
+        json.loads((folder / "kills.json").read_text()) if (folder / "kills.json").is_file() else []
+    )
     figures = {"seconds": time.monotonic() - start}
     if not failure:
         lines = read(folder / "run/metrics.jsonl")
-        figures |= {name.rpartition("/")[2]: sum(line.get(name, 0.0) for line in lines) for name in COUNTS}
+        figures |= {
+            name.rpartition("/")[2]: sum(line.get(name, 0.0) for line in lines) for name in COUNTS
+        }
     failure = failure and f"{failure}; kills {kills}; {folder / 'log'}"
     return Outcome({"bounded" if is_bounded else "deterministic": len(kills)}, failure, figures)
 

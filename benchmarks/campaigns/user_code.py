@@ -66,11 +66,23 @@ ONLY_REWARD = {
     "catastrophic_regex": "re.match(r'(a+)+$', 'a' * 60 + 'b')",
     "traceback_of_megabytes": "raise ValueError('w' * 3_000_000)",
 }
-HARMLESS = {"fine", "fork", "setsid", "double_fork", "print", "chdir", "replace_stdout", "close_stdout"}
+HARMLESS = {
+    "fine",
+    "fork",
+    "setsid",
+    "double_fork",
+    "print",
+    "chdir",
+    "replace_stdout",
+    "close_stdout",
+}
 # What a tool returns is written for the model: any of these is a text.
 TEXTS = {"none", "nan", "huge", "text", "odd_object"}
 WHO = ("reward", "reward", "tool", "interaction", "loop")
-HEAD = "import ctypes, os, re, resource, signal, subprocess, sys, threading, time\n" + f"MARK = '{MARK}'\n"
+HEAD = (
+    "import ctypes, os, re, resource, signal, subprocess, sys, threading, time\n"
+    + f"MARK = '{MARK}'\n"
+)
 FILES = {
     "reward": """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -149,7 +161,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     draw = random.Random(number)
     who = draw.choice(WHO)
     deeds = DEEDS | (ONLY_REWARD if who == "reward" else {})
-    deed = draw.choice([name for name in deeds if not (who == "loop" and name in ("deadlock", "interrupt"))])
+    deed = draw.choice(
+        [name for name in deeds if not (who == "loop" and name in ("deadlock", "interrupt"))]
+    )
     is_async = who != "reward" or draw.random() < 0.5
     fails = deed not in HARMLESS and not (who in ("tool", "loop") and deed in TEXTS)
     stops = who == "reward" and fails and draw.random() < 0.1
@@ -160,18 +174,28 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
         "reward_model.timeout_s=2",
         "reward_model.num_workers=2",
         f"reward_model.max_error_rate={0.2 if stops else 1.0}",
-        *(["actor_rollout_ref.rollout.mode=async", "data.return_raw_chat=True"] if is_async else []),
+        *(
+            ["actor_rollout_ref.rollout.mode=async", "data.return_raw_chat=True"]
+            if is_async
+            else []
+        ),
     ]
     if who == "reward":
         words.append(f"custom_reward_function.path={folder / 'mine.py'}")
     else:
         agent = "actor_rollout_ref.rollout.agent"
-        words += [f"{agent}.agent_loop_path={folder / 'mine.py'}", f"{agent}.default_agent_loop=campaign_loop"]
+        words += [
+            f"{agent}.agent_loop_path={folder / 'mine.py'}",
+            f"{agent}.default_agent_loop=campaign_loop",
+        ]
         words += [f"{agent}.timeout_s=2", "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=2"]
     told = f"{who} {deed}{', async' * is_async}{', over the threshold' * stops}"
     began = time.monotonic()
     status, left = _run(folder, ["train", *tiny.command_line(files / "home", folder, *words)])
-    figures = {"seconds": time.monotonic() - began, "log_bytes": float((folder / "log").stat().st_size)}
+    figures = {
+        "seconds": time.monotonic() - began,
+        "log_bytes": float((folder / "log").stat().st_size),
+    }
     failure = _failure(folder, who, status, fails=fails, stops=stops)
     if left:
         failure = failure or f"left behind: {left}"
@@ -186,7 +210,9 @@ def _failure(folder: Path, who: str, status: int | None, *, fails: bool, stops: 
     if stops:
         is_said = "max_error_rate" in log and "could not be graded" in log
         return (
-            "" if status == 1 and is_said else f"status {status}, and the threshold is{'' if is_said else ' not'} named"
+            ""
+            if status == 1 and is_said
+            else f"status {status}, and the threshold is{'' if is_said else ' not'} named"
         )
     if status != 0:
         return f"status {status}"
@@ -195,11 +221,21 @@ def _failure(folder: Path, who: str, status: int | None, *, fails: bool, stops: 
 
 def _failure_in_records(folder: Path, who: str, log: str, *, fails: bool) -> str:
     """Of a run that ended: its metrics, its samples and its log must tell the same."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for path in sorted((folder / "run" / "rollouts").iterdir()) for line in path.open()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    samples = [
+        json.loads(line)
+        for path in sorted((folder / "run" / "rollouts").iterdir())
+        for line in path.open()
+    ]
     if len(lines) != NUM_STEPS or len(samples) != NUM_STEPS * 8:
         return f"{len(lines)} steps, {len(samples)} samples"
-    name, column = ("reward/errors", "reward_error") if who == "reward" else ("rollout/num_failures", "finish_reason")
+    name, column = (
+        ("reward/errors", "reward_error")
+        if who == "reward"
+        else ("rollout/num_failures", "finish_reason")
+    )
     # Half of the rows are meant, in any order: how many a step has must be the same in all places.
     counted = sum(line[name] for line in lines)
     stored = sum(_is_failure(sample.get(column)) for sample in samples)
@@ -270,7 +306,12 @@ def _reap() -> None:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:200]
+        )
     except OSError:
         return f"process {pid}"
 

@@ -5,7 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-TRAIN = "ant bear cat dog eagle fox goat horse jaguar koala lion mouse newt owl pig rabbit tiger wolf"
+TRAIN = (
+    "ant bear cat dog eagle fox goat horse jaguar koala lion mouse newt owl pig rabbit tiger wolf"
+)
 HELD_OUT = "ape bat cow deer elephant frog giraffe hamster lemur monkey otter panda raven turtle"
 WORDINGS = ("Describe the {}", "Praise the {}", "Tell the tale of the {}")
 
@@ -15,7 +17,12 @@ def rows(animals: str) -> list[dict]:
     return [
         {
             "data_source": "alliteration",
-            "prompt": [{"role": "user", "content": f"{wording.format(a)} in words that begin with {a[0].upper()}."}],
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": f"{wording.format(a)} in words that begin with {a[0].upper()}.",
+                }
+            ],
             "reward_model": {"style": "rule", "ground_truth": a[0]},
         }
         for wording in WORDINGS
@@ -27,4 +34,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for name, animals in (("train", TRAIN), ("val", HELD_OUT)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(animals)))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows(animals))
+        )

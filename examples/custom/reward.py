@@ -6,7 +6,9 @@ import re
 FEWEST_WORDS = 6  # or "Bears." alone would be perfect
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> dict:
     """0 to 1; what stands beside the score appears in the validation metrics under its own name."""
     words = re.findall(r"[a-z]+", solution_str.lower())
     hits = {word for word in words if word.startswith(ground_truth)}

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from quadriga.errors import ConfigError, did_you_mean
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,9 @@ class LossCounts:
 
     def __add__(self, other: "LossCounts") -> "LossCounts":
         num_tokens, num_sequences = other.batch_num_tokens, other.global_batch_size
-        return LossCounts(self.batch_num_tokens + num_tokens, self.global_batch_size + num_sequences)
+        return LossCounts(
+            self.batch_num_tokens + num_tokens, self.global_batch_size + num_sequences
+        )
 
 
 def agg_loss(
@@ -68,10 +76,14 @@ def agg_loss(
     if batch_num_tokens is None or global_batch_size is None:
         counts = LossCounts.of(loss_mask)
         batch_num_tokens = counts.batch_num_tokens if batch_num_tokens is None else batch_num_tokens
-        global_batch_size = counts.global_batch_size if global_batch_size is None else global_batch_size
+        global_batch_size = (
+            counts.global_batch_size if global_batch_size is None else global_batch_size
+        )
     counted = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
     scale, dtype = loss_scale_factor, loss_mat.dtype
-    weights = token_weights(loss_mask, loss_agg_mode, **counted, loss_scale_factor=scale, dtype=dtype)
+    weights = token_weights(
+        loss_mask, loss_agg_mode, **counted, loss_scale_factor=scale, dtype=dtype
+    )
     return (loss_mat * weights).masked_fill(~loss_mask.bool(), 0).sum()
 
 
@@ -99,6 +111,13 @@ def token_weights(
     if loss_agg_mode == "seq-mean-token-mean":
         return per_sequence / mask.sum(-1, keepdim=True).clamp(min=1)
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        return per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        return per_sequence / (
+            loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+        )
     fix = did_you_mean(loss_agg_mode, LOSS_AGG_MODES)
-    raise ConfigError("loss_agg_mode", got=repr(loss_agg_mode), expected=f"one of {', '.join(LOSS_AGG_MODES)}", fix=fix)
+    raise ConfigError(
+        "loss_agg_mode",
+        got=repr(loss_agg_mode),
+        expected=f"one of {', '.join(LOSS_AGG_MODES)}",
+        fix=fix,
+    )

@@ -23,7 +23,12 @@ from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforc
 from quadriga.algorithms.advantages.remax import remax
 from quadriga.algorithms.advantages.rloo import rloo
 from quadriga.algorithms.aggregate import agg_loss
-from quadriga.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
+from quadriga.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    get_kl_controller,
+    kl_penalty,
+)
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
 from quadriga.algorithms.masked import masked_mean
@@ -37,7 +42,9 @@ from quadriga.algorithms.registry import (
 from quadriga.errors import ConfigError
 
 
-def in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def in_verls_form(
+    estimator: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator with options that may be given by position, and with `index` for `uid`."""
     form, kind = signature(estimator), Parameter.POSITIONAL_OR_KEYWORD
     named = [("index" if name == "uid" else name, one) for name, one in form.parameters.items()]
@@ -45,7 +52,9 @@ def in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[.
 
     def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         given = compute.__signature__.bind(*args, **kwargs).arguments
-        return estimator(**{"uid" if name == "index" else name: value for name, value in given.items()})
+        return estimator(
+            **{"uid" if name == "index" else name: value for name, value in given.items()}
+        )
 
     compute.__signature__ = form.replace(parameters=parameters)
     compute.__doc__ = estimator.__doc__
@@ -86,7 +95,11 @@ def compute_policy_loss(
     """
     low, high = (cliprange if side is None else side for side in (cliprange_low, cliprange_high))
     if low is None or high is None:
-        raise ConfigError("compute_policy_loss", got="a side without a clip", fix="Give cliprange or both sides of it.")
+        raise ConfigError(
+            "compute_policy_loss",
+            got="a side without a clip",
+            fix="Give cliprange or both sides of it.",
+        )
     clips = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
     losses, diagnostics = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
     means = {name: masked_mean(value, response_mask) for name, value in diagnostics.items()}
@@ -103,5 +116,9 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
     """The clipped value loss of a batch (`losses.value`), [B, T] in, and the share of tokens clipped, both []."""
-    losses, diagnostics = clipped_value_loss(vpreds, returns, values, response_mask, cliprange_value=cliprange_value)
-    return agg_loss(losses, response_mask, loss_agg_mode), masked_mean(diagnostics["vf_clipfrac"], response_mask)
+    losses, diagnostics = clipped_value_loss(
+        vpreds, returns, values, response_mask, cliprange_value=cliprange_value
+    )
+    return agg_loss(losses, response_mask, loss_agg_mode), masked_mean(
+        diagnostics["vf_clipfrac"], response_mask
+    )

@@ -16,11 +16,16 @@ Shapes: B sequences, T response positions, k likeliest tokens.
 from torch import Tensor
 
 
-def forward_kl(log_probs: Tensor, teacher_log_probs: Tensor, *, floor: float | None = None) -> Tensor:
+def forward_kl(
+    log_probs: Tensor, teacher_log_probs: Tensor, *, floor: float | None = None
+) -> Tensor:
     """The divergence on the teacher's likeliest tokens, [B, T] in nats, at least 0: where the student gives these
     tokens more than the teacher does, their sum may be below, and nothing is learned from the place.
     `log_probs`, `teacher_log_probs`: [B, T, k] of student and teacher.
     `floor`: lower log-probabilities of both count as this one; None: they count as they are."""
     if floor is not None:
-        log_probs, teacher_log_probs = log_probs.clamp(min=floor), teacher_log_probs.clamp(min=floor)
+        log_probs, teacher_log_probs = (
+            log_probs.clamp(min=floor),
+            teacher_log_probs.clamp(min=floor),
+        )
     return (teacher_log_probs.exp() * (teacher_log_probs - log_probs)).sum(-1).clamp(min=0)

@@ -35,7 +35,9 @@ class Groups:
         rows = [numbers.setdefault(name, len(numbers)) for name in names]
         if len(rows) != len(scores):
             expected = f"{len(scores)}, one per sequence"
-            raise ProtocolError("uid", got=f"{len(rows)} entries", expected=expected, fix="Give every row a uid.")
+            raise ProtocolError(
+                "uid", got=f"{len(rows)} entries", expected=expected, fix="Give every row a uid."
+            )
         member = torch.tensor(rows, dtype=torch.int64, device=scores.device)
         return cls(member, torch.bincount(member, minlength=len(numbers))[member], len(numbers))
 

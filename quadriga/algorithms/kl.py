@@ -57,7 +57,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     kind = kl_penalty
     if kind not in KL_PENALTIES:
         expected = f"one of {', '.join(_ESTIMATES)}, each also with a +"
-        raise ConfigError("kl_penalty", got=repr(kind), expected=expected, fix=did_you_mean(kind, KL_PENALTIES))
+        raise ConfigError(
+            "kl_penalty", got=repr(kind), expected=expected, fix=did_you_mean(kind, KL_PENALTIES)
+        )
     difference = logprob - ref_logprob
     value = _ESTIMATES[kind.removesuffix("+")](difference)
     if not kind.endswith("+"):
@@ -107,7 +109,9 @@ class AdaptiveKLController(KLController):
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         for name, number in (("target_kl", target_kl), ("horizon", horizon)):
             if not number > 0:
-                raise ConfigError(f"algorithm.kl_ctrl.{name}", got=str(number), expected="a number above 0")
+                raise ConfigError(
+                    f"algorithm.kl_ctrl.{name}", got=str(number), expected="a number above 0"
+                )
         super().__init__(init_kl_coef)
         self.target, self.horizon = target_kl, horizon
 
@@ -129,7 +133,9 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
         return KLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise ConfigError("algorithm.kl_ctrl.type", got=repr(kl_ctrl.type), expected="fixed or adaptive")
+    raise ConfigError(
+        "algorithm.kl_ctrl.type", got=repr(kl_ctrl.type), expected="fixed or adaptive"
+    )
 
 
 def apply_kl_penalty(

@@ -24,7 +24,9 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8
+) -> Tensor:
     """Scale the values under the mask to variance 1 and, by default, to mean 0.
     Returns [B, T]. A single value, or values that are all alike, have no variance and become exactly 0 (or stay the
     mean).
@@ -68,7 +70,9 @@ def diagnostics(log_ratio: Tensor, **others: Tensor) -> dict[str, Tensor]:
     return {name: value.detach().to(log_ratio.dtype) for name, value in named.items()}
 
 
-def log_prob_mismatch(log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+def log_prob_mismatch(
+    log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, float]:
     """Differences between the log-probabilities of trainer and rollout, for the same tokens and the same weights.
 
     Both compute one distribution, with other kernels and in other batches: what is left between them is rounding. A

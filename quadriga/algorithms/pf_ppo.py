@@ -34,14 +34,26 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0
     elif reweight_method == "max_random":
         weights = torch.where(is_best, _OF_THE_BEST, _OF_OTHERS).to(scores.dtype)
     else:
-        where, fix = "algorithm.pf_ppo.reweight_method", did_you_mean(reweight_method, REWEIGHT_METHODS)
-        raise ConfigError(where, got=repr(reweight_method), expected=f"one of {', '.join(REWEIGHT_METHODS)}", fix=fix)
+        where, fix = (
+            "algorithm.pf_ppo.reweight_method",
+            did_you_mean(reweight_method, REWEIGHT_METHODS),
+        )
+        raise ConfigError(
+            where,
+            got=repr(reweight_method),
+            expected=f"one of {', '.join(REWEIGHT_METHODS)}",
+            fix=fix,
+        )
     return weights if weights.any() else torch.ones_like(weights)
 
 
-def pf_ppo_rows(scores: Tensor, reweight_method: str, weight_pow: float = 2.0, *, seed: int) -> Tensor:
+def pf_ppo_rows(
+    scores: Tensor, reweight_method: str, weight_pow: float = 2.0, *, seed: int
+) -> Tensor:
     """The rows to learn from, [B] int64: as many as there are, drawn with replacement.
     `scores`, `reweight_method`, `weight_pow`: as for `pf_ppo_weights`.
     `seed`: of the draw."""
     weights = pf_ppo_weights(scores.double().cpu(), reweight_method, weight_pow)
-    return torch.multinomial(weights, len(scores), replacement=True, generator=torch.Generator().manual_seed(seed))
+    return torch.multinomial(
+        weights, len(scores), replacement=True, generator=torch.Generator().manual_seed(seed)
+    )

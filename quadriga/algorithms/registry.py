@@ -70,13 +70,19 @@ def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
     One called `index` gets `uid`, which tells the group of a response, as in verl: the `index` of a row is unique
     within its file at best.
     """
-    names = (name for name, one in signature(function).parameters.items() if one.kind in _FIELD_KINDS)
+    names = (
+        name for name, one in signature(function).parameters.items() if one.kind in _FIELD_KINDS
+    )
     return tuple("uid" if name == "index" else name for name in names)
 
 
 def options(function: Callable[..., Any]) -> tuple[str, ...]:
     """The options that an algorithm has: its keyword-only parameters, in order."""
-    return tuple(name for name, one in signature(function).parameters.items() if one.kind is Parameter.KEYWORD_ONLY)
+    return tuple(
+        name
+        for name, one in signature(function).parameters.items()
+        if one.kind is Parameter.KEYWORD_ONLY
+    )
 
 
 def bind_options(
@@ -118,12 +124,17 @@ class Algorithm:
     @property
     def column_fields(self) -> frozenset[str]:
         """Fields that `columns` are computed from."""
-        return frozenset(name for column in self.columns.values() for name in required_fields(column))
+        return frozenset(
+            name for column in self.columns.values() for name in required_fields(column)
+        )
 
     def compute_columns(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """The columns [B, T] of a whole batch, from its fields, [B, T] each, by name."""
         columns = self.columns.items()
-        return {name: column(*(fields[field] for field in required_fields(column))) for name, column in columns}
+        return {
+            name: column(*(fields[field] for field in required_fields(column)))
+            for name, column in columns
+        }
 
 
 class Registry(dict[str, Callable[..., Any]]):
@@ -136,7 +147,9 @@ class Registry(dict[str, Callable[..., Any]]):
         self.key, self.options_key = key, options_key
         self.needing_advantage: set[str] = set()
 
-    def register(self, name: str, *, needs_advantage: bool = False) -> Callable[[Function], Function]:
+    def register(
+        self, name: str, *, needs_advantage: bool = False
+    ) -> Callable[[Function], Function]:
         """A decorator that makes a function known as `name`.
         Raises ConfigError: another function has that name, or the signature leaves open what is a field.
         `name`: what the configuration calls it.
@@ -147,10 +160,15 @@ class Registry(dict[str, Callable[..., Any]]):
             where = f"{self.key} {str(name)!r}"
             _check_signature(function, where)
             both = (function, self.get(str(name), function))
-            homes = [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in both]
+            homes = [
+                f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
+                for one in both
+            ]
             if homes[0] != homes[1]:
                 fix = "Register yours under another name."
-                raise ConfigError(where, got=" and ".join(homes), expected="one function per name", fix=fix)
+                raise ConfigError(
+                    where, got=" and ".join(homes), expected="one function per name", fix=fix
+                )
             self[str(name)] = function
             if needs_advantage:
                 self.needing_advantage.add(str(name))
@@ -165,7 +183,12 @@ class Registry(dict[str, Callable[..., Any]]):
         if name in self:
             return self[name]
         if name.endswith(".py"):
-            raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix="Say which function to take.")
+            raise ConfigError(
+                self.key,
+                got=repr(name),
+                expected="file.py:function",
+                fix="Say which function to take.",
+            )
         if not is_reference(name):
             expected = f"one of {', '.join(sorted(self))}, or path/to/file.py:function"
             fix = _MADE_OF.get(str(name)) or did_you_mean(str(name), sorted(self))
@@ -184,19 +207,35 @@ class Registry(dict[str, Callable[..., Any]]):
         `shared`: settings offered to every algorithm (a section of the configuration)."""
         function = self.find(name)
         where = f"{self.options_key} ({name})"
-        columns = {field: BATCH_COLUMNS[field] for field in required_fields(function) if field in BATCH_COLUMNS}
+        columns = {
+            field: BATCH_COLUMNS[field]
+            for field in required_fields(function)
+            if field in BATCH_COLUMNS
+        }
         known = {part: options(part) for part in (function, *columns.values())}
-        _check_options(given, tuple(dict.fromkeys(option for own in known.values() for option in own)), where)
+        _check_options(
+            given, tuple(dict.fromkeys(option for own in known.values() for option in own)), where
+        )
         bound = {
-            part: bind_options(part, {key: given[key] for key in own if key in given}, shared=shared, where=where)
+            part: bind_options(
+                part, {key: given[key] for key in own if key in given}, shared=shared, where=where
+            )
             for part, own in known.items()
         }
         computed = {field: bound[column] for field, column in columns.items()}
-        return Algorithm(name, required_fields(function), bound[function], computed, name in self.needing_advantage)
+        return Algorithm(
+            name,
+            required_fields(function),
+            bound[function],
+            computed,
+            name in self.needing_advantage,
+        )
 
 
 ADVANTAGES = Registry(_ESTIMATOR, "algorithm.adv_options")
-POLICY_LOSSES = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.policy_loss")
+POLICY_LOSSES = Registry(
+    "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.policy_loss"
+)
 BATCH_COLUMNS = Registry("a field of the whole batch")
 
 register_adv_est = ADVANTAGES.register
@@ -225,15 +264,30 @@ def estimate_advantages(
     if missing := [name for name in names if name not in fields]:
         got = f"an estimator that reads {', '.join(missing)}"
         fix = "Name its positional parameters after fields; put options after a `*`."
-        raise ConfigError(_ESTIMATOR, got=got, expected=f"fields of the batch: {', '.join(sorted(fields))}", fix=fix)
+        raise ConfigError(
+            _ESTIMATOR,
+            got=got,
+            expected=f"fields of the batch: {', '.join(sorted(fields))}",
+            fix=fix,
+        )
     result, mask = estimator(*(fields[name] for name in names)), fields["response_mask"].bool()
-    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)):
-        raise ConfigError(_ESTIMATOR, got=f"a {type(result).__name__}", expected="two tensors: advantages, returns")
+    if not (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and all(isinstance(part, Tensor) for part in result)
+    ):
+        raise ConfigError(
+            _ESTIMATOR,
+            got=f"a {type(result).__name__}",
+            expected="two tensors: advantages, returns",
+        )
     for name, values in zip(("advantages", "returns"), result, strict=True):
         if values.shape != mask.shape:
             expected = f"{list(mask.shape)}, one value per token of the response"
             fix = "A value per sequence becomes one per token by `values[:, None] * response_mask`."
-            raise ConfigError(_ESTIMATOR, got=f"{name} of shape {list(values.shape)}", expected=expected, fix=fix)
+            raise ConfigError(
+                _ESTIMATOR, got=f"{name} of shape {list(values.shape)}", expected=expected, fix=fix
+            )
         if num_bad := int((~torch.isfinite(values.masked_fill(~mask, 0))).any(-1).sum()):
             got = f"{name} that are not finite in {num_bad} of {len(mask)} sequences"
             fix = "Look for a division by zero, such as by the deviation of a group whose scores are all alike."
@@ -247,7 +301,11 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
     """
     where = f"{POLICY_LOSSES.key} {name!r}, its result"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        got = (
+            f"a tuple of {len(result)}"
+            if isinstance(result, tuple)
+            else f"a {type(result).__name__}"
+        )
         expected = "(losses, diagnostics): a tensor, and a dict of tensors"
         raise ConfigError(where, got=got, expected=expected, fix=_AS_VERL)
     for part, values in {"losses": result[0], **result[1]}.items():
@@ -255,7 +313,9 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
             shape = f" of shape {list(values.shape)}" if isinstance(values, Tensor) else ""
             expected = f"a tensor of shape {list(mask.shape)}, one value per token of the response"
             fix = f"Leave the mean to the engine, which counts over all micro-batches and ranks. {_AS_VERL}"
-            raise ConfigError(where, got=f"{part}, a {type(values).__name__}{shape}", expected=expected, fix=fix)
+            raise ConfigError(
+                where, got=f"{part}, a {type(values).__name__}{shape}", expected=expected, fix=fix
+            )
     return result
 
 
@@ -264,7 +324,10 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
     for parameter in signature(function).parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
             form = "Name the batch fields it reads as positional parameters and its options after a `*`."
-            got, fix = f"a function with {parameter}", f"{form} One by verl's contract runs with QUADRIGA_VERL=1."
+            got, fix = (
+                f"a function with {parameter}",
+                f"{form} One by verl's contract runs with QUADRIGA_VERL=1.",
+            )
             raise ConfigError(where, got=got, expected="named parameters only", fix=fix)
         if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
             got = f"the positional parameter {parameter.name!r} with a default"
@@ -277,5 +340,9 @@ def _check_options(given: Mapping[str, Any], known: tuple[str, ...], where: str)
     for name in given:
         if name not in known:
             got = f"the option {name!r}"
-            expected = f"one of {', '.join(known)}" if known else "no option: this algorithm has none"
-            raise ConfigError(where, got=got, expected=expected, fix=did_you_mean(name, known) or "Leave it out.")
+            expected = (
+                f"one of {', '.join(known)}" if known else "no option: this algorithm has none"
+            )
+            raise ConfigError(
+                where, got=got, expected=expected, fix=did_you_mean(name, known) or "Leave it out."
+            )

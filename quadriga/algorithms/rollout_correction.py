@@ -61,7 +61,11 @@ class Rejection(NamedTuple):
     @property
     def limits(self) -> tuple[float, float]:
         """The least and the largest value of the statistic that are kept."""
-        return (math.log(self.lower), math.log(self.upper)) if self.kind == "k1" else (-math.inf, self.upper)
+        return (
+            (math.log(self.lower), math.log(self.upper))
+            if self.kind == "k1"
+            else (-math.inf, self.upper)
+        )
 
 
 _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,7 +75,9 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def correct_rollout(columns: Mapping[str, Tensor], correction: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+def correct_rollout(
+    columns: Mapping[str, Tensor], correction: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and mask of a batch.
     Returns columns to set, [B, T] each: `rollout_is_weights` with `rollout_is`, which every loss is multiplied by, and
     `response_mask` where something is rejected; and metrics under `rollout_corr/`, of the batch before rejection. In
@@ -128,11 +134,15 @@ def mean_weight(weights: Tensor, response_mask: Tensor, level: Level) -> Tensor:
     """
     mean = masked_mean(weights, response_mask)
     if level == "sequence":
-        mean = masked_mean(masked_mean(weights, response_mask, dim=-1), response_mask.bool().any(-1))
+        mean = masked_mean(
+            masked_mean(weights, response_mask, dim=-1), response_mask.bool().any(-1)
+        )
     return mean.where(mean > 0, 1.0)
 
 
-def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bounds: Bounds) -> dict[str, float]:
+def weight_metrics(
+    log_ratio: Tensor, response_mask: Tensor, level: Level, bounds: Bounds
+) -> dict[str, float]:
     """How the weights are spread.
     Returns of the weights within the bounds, `rollout_is_mean`, `rollout_is_std` and `rollout_is_eff_sample_size` (mean
     squared over mean of squares: 1 if all are alike); of those before the bounds, `rollout_is_max` and
@@ -147,7 +157,10 @@ def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bound
         return {}
     lower, upper = bounds
     floor = 1 / upper if lower is None else lower
-    raw, weights = importance_weights(log_ratio, mask, level), importance_weights(log_ratio, mask, level, bounds)
+    raw, weights = (
+        importance_weights(log_ratio, mask, level),
+        importance_weights(log_ratio, mask, level, bounds),
+    )
     of_responses = masked_mean(raw, mask, dim=-1)[mask.any(-1)]
     # A weight of a whole response is counted once in extremes and fractions.
     counted = of_responses if level == "sequence" else raw[mask]
@@ -155,7 +168,8 @@ def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bound
     values = {
         "mean": used.mean(),
         "std": used.std(correction=0),
-        "eff_sample_size": used.mean().square() / used.square().mean().clamp(min=torch.finfo(used.dtype).tiny),
+        "eff_sample_size": used.mean().square()
+        / used.square().mean().clamp(min=torch.finfo(used.dtype).tiny),
         "max": counted.max(),
         "min": counted.min(),
         "ratio_fraction_high": (counted > upper).float().mean(),
@@ -164,11 +178,15 @@ def weight_metrics(log_ratio: Tensor, response_mask: Tensor, level: Level, bound
     }
     if lower is not None:
         values["oob_ratio"] = ((raw < lower) | (raw > upper))[mask].float().mean()
-    of_sequences = _statistics("rollout_is_seq", of_responses, (floor, upper), of_responses.std(correction=0))
+    of_sequences = _statistics(
+        "rollout_is_seq", of_responses, (floor, upper), of_responses.std(correction=0)
+    )
     return {f"rollout_is_{name}": float(value) for name, value in values.items()} | of_sequences
 
 
-def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejection]) -> tuple[Tensor, dict[str, float]]:
+def keep_mask(
+    log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejection]
+) -> tuple[Tensor, dict[str, float]]:
     """The mask of what every rule keeps.
 
     Args:
@@ -213,7 +231,9 @@ def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejectio
     return response_mask * kept, metrics
 
 
-def _statistics(prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor) -> dict[str, float]:
+def _statistics(
+    prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor
+) -> dict[str, float]:
     low, high = limits
     statistics = {
         "mean": values.mean(),
@@ -234,7 +254,9 @@ def _masked_fractions(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, floa
     }
 
 
-def divergence_metrics(log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+def divergence_metrics(
+    log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, float]:
     """How far the policy that trains is from the one that sampled, before anything is corrected.
     Returns means over tokens: `kl` (KL(rollout || train), k1) and `k3_kl`; `chi2_token`, mean of exp(2 d), less 1.
     Means over responses, with a perplexity of exp(-mean log p): `training_ppl`, `rollout_ppl`, their logarithms
@@ -253,7 +275,9 @@ def divergence_metrics(log_prob: Tensor, rollout_log_probs: Tensor, response_mas
     difference = (ours - theirs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     training, rollout = (-masked_mean(each, mask, dim=-1)[has_tokens] for each in (ours, theirs))
     gap = training - rollout
-    of_response = masked_sum(difference, mask, dim=-1)[has_tokens].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_response = masked_sum(difference, mask, dim=-1)[has_tokens].clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
     values = {
         "kl": masked_mean(-difference, mask),
         "k3_kl": masked_mean(difference.exp() - 1 - difference, mask),

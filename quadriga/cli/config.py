@@ -43,9 +43,13 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["translate"]:
         return translate(argv[1:])
     parser = argparse.ArgumentParser(
-        prog="quadriga config", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="quadriga config",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("show", "explain", "keys", "translate"), help="what to print")
+    parser.add_argument(
+        "action", choices=("show", "explain", "keys", "translate"), help="what to print"
+    )
     parser.add_argument(
         "--recorded",
         metavar="RUN",
@@ -57,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "keys":
         if not (text := keys_text(options.overrides)):
             got, expected = " ".join(options.overrides), "part of a key's name or meaning"
-            raise ConfigError("quadriga config keys", got=got, expected=expected, fix="No key has it.")
+            raise ConfigError(
+                "quadriga config keys", got=got, expected=expected, fix="No key has it."
+            )
         print(text, end="")
         return 0
     config = load_from(options)
@@ -85,13 +91,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a YAML file; of several, each goes over the one before",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="a key of the tree, such as trainer.seed=2",
+    )
 
 
-def load_from(options: argparse.Namespace, *, for_training: bool = False, task: str = "rl") -> Config:
+def load_from(
+    options: argparse.Namespace, *, for_training: bool = False, task: str = "rl"
+) -> Config:
     """The configuration that parsed arguments name, for a task unless they name one.
     Notices are printed on standard error, so that what is on standard output stays YAML."""
-    overrides = [*options.overrides, *(["trainer.backend=ray"] if getattr(options, "ray", False) else [])]
+    overrides = [
+        *options.overrides,
+        *(["trainer.backend=ray"] if getattr(options, "ray", False) else []),
+    ]
     loaded = load_config(overrides, options.config_files, for_training=for_training, task=task)
     for notice in loaded.notices:
         print(f"notice: {notice}", file=sys.stderr)
@@ -100,11 +116,22 @@ def load_from(options: argparse.Namespace, *, for_training: bool = False, task: 
 
 def translate(argv: Sequence[str]) -> int:
     """Prints the YAML; exit status 2 where something in the line cannot be taken."""
-    parser = argparse.ArgumentParser(prog="quadriga config translate", description=_TRANSLATED, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="quadriga config translate", description=_TRANSLATED, allow_abbrev=False
+    )
     parser.add_argument("--verl", metavar="VERSION", default="", help="whose defaults")
-    parser.add_argument("--line", type=int, help="of a script with several commands: the one that begins in this line")
-    parser.add_argument("--program", default="main_ppo", help="of a YAML file: the program that reads it")
-    parser.add_argument("source", help="a shell script, a YAML file of verl's, or a program with its words behind it")
+    parser.add_argument(
+        "--line",
+        type=int,
+        help="of a script with several commands: the one that begins in this line",
+    )
+    parser.add_argument(
+        "--program", default="main_ppo", help="of a YAML file: the program that reads it"
+    )
+    parser.add_argument(
+        "source",
+        help="a shell script, a YAML file of verl's, or a program with its words behind it",
+    )
     options, words = parser.parse_known_args(list(argv))
     place, (program, words) = _line(options, words)
     found = translated(program, words, options.verl)
@@ -113,7 +140,10 @@ def translate(argv: Sequence[str]) -> int:
         raise combined(found.refused)
     command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")
     print(f"# {place}: {entry.name} of verl. `quadriga {command} --config THIS_FILE`")
-    for sentence in (*found.notices, *(f"{name}: {value}" for name, value in found.options.items())):
+    for sentence in (
+        *found.notices,
+        *(f"{name}: {value}" for name, value in found.options.items()),
+    ):
         print(f"# {sentence}")
     print(*_lines(Tree(found.ours).nested(), found.sources), sep="\n")
     for problem in found.machine:
@@ -134,18 +164,29 @@ def _line(options: argparse.Namespace, words: list[str]) -> tuple[str, tuple[str
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(options.source, got=got, expected="a shell script that can be read") from error
+        raise ConfigError(
+            options.source, got=got, expected="a shell script that can be read"
+        ) from error
     found = {
-        one.line: (one, line) for one in commands(text, os.environ) if (line := launched(one.words)) and _known(line[0])
+        one.line: (one, line)
+        for one in commands(text, os.environ)
+        if (line := launched(one.words)) and _known(line[0])
     }
     chosen = found.get(options.line, next(iter(found.values()))) if found else None
     if chosen is None or (len(found) > 1 and options.line not in found):
-        lines = f"commands of verl's in lines {', '.join(map(str, found))}" if found else "no command of verl's"
+        lines = (
+            f"commands of verl's in lines {', '.join(map(str, found))}"
+            if found
+            else "no command of verl's"
+        )
         fix = "Name one with --line." if found else "Give its words behind the name of the program."
         raise ConfigError(options.source, got=lines, expected="one", fix=fix)
     command, line = chosen
     if command.problems:
-        got, fix = "; ".join(command.problems), "Set variables in front: NAME=value quadriga config translate ..."
+        got, fix = (
+            "; ".join(command.problems),
+            "Set variables in front: NAME=value quadriga config translate ...",
+        )
         where = f"{options.source}, line {command.line}"
         raise ConfigError(where, got=got, expected="words that are all known", fix=fix)
     return f"{options.source}, line {command.line}", (line[0], [*line[1], *words])
@@ -167,6 +208,10 @@ def _lines(tree: Mapping[str, Any], sources: Mapping[str, str], above: str = "")
             yield f"{indent}{name}:"
             yield from _lines(value, sources, f"{key}.")
         else:
-            text = json.dumps(value) if isinstance(value, str | dict) and "\n" in str(value) else to_yaml([value])[1:-2]
+            text = (
+                json.dumps(value)
+                if isinstance(value, str | dict) and "\n" in str(value)
+                else to_yaml([value])[1:-2]
+            )
             source = sources.get(key, "")
             yield f"{indent}{name}: {text}" + (f"  # {source}" if source not in ("", key) else "")

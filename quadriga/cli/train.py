@@ -19,7 +19,9 @@ A run that was interrupted goes on from its newest checkpoint. At the end the ru
 
 def main(argv: Sequence[str]) -> int:
     """Runs `quadriga train`, a policy by rewards, and returns its exit status."""
-    about = "Train a policy by rewards. A run that was interrupted goes on from its newest checkpoint."
+    about = (
+        "Train a policy by rewards. A run that was interrupted goes on from its newest checkpoint."
+    )
     epilog = "`quadriga config explain` says what a run will do."
     parser = argparse.ArgumentParser(prog="quadriga train", description=about, epilog=epilog)
     parser.add_argument("--ray", action="store_true", help=_RAY)
@@ -32,8 +34,12 @@ def sft(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="quadriga sft", description=_SFT)
     parser.add_argument("--ray", action="store_true", help=_RAY)
     add_config_arguments(parser)
-    parser.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and end")
-    parser.add_argument("--show", action="store_true", help="print the resolved configuration, and end")
+    parser.add_argument(
+        "--keys", action="store_true", help="list every key with its default and meaning, and end"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the resolved configuration, and end"
+    )
     options = parser.parse_intermixed_args(list(argv))
     if options.keys:
         print(keys_text(options.overrides, task="sft"), end="")

@@ -27,11 +27,21 @@ _EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
 
 def main(argv: Sequence[str]) -> int:
     """Translates a command line and runs it, or prints the translation."""
-    parser = argparse.ArgumentParser(prog="quadriga verl", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
-    parser.add_argument("--verl", metavar="VERSION", default="", help=f"whose defaults: {', '.join(VERSIONS)}")
-    parser.add_argument("--check", action="store_true", help="print what the line means here, and end")
-    parser.add_argument("--check-file", type=Path, metavar="FILE", help="check each line of a JSONL file")
-    parser.add_argument("program", nargs="?", help="a program of verl's, or the module or script that it is")
+    parser = argparse.ArgumentParser(
+        prog="quadriga verl", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--verl", metavar="VERSION", default="", help=f"whose defaults: {', '.join(VERSIONS)}"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="print what the line means here, and end"
+    )
+    parser.add_argument(
+        "--check-file", type=Path, metavar="FILE", help="check each line of a JSONL file"
+    )
+    parser.add_argument(
+        "program", nargs="?", help="a program of verl's, or the module or script that it is"
+    )
     options, words = parser.parse_known_args(list(argv))
     if options.check_file is not None:
         return _check_file(options.check_file, options.verl)
@@ -44,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
         print(to_yaml(Tree(translation.ours).nested()), end="")
-        for title, found in (("Cannot be taken", translation.refused), ("Not on this machine", translation.machine)):
+        for title, found in (
+            ("Cannot be taken", translation.refused),
+            ("Not on this machine", translation.machine),
+        ):
             if found:
                 print(f"\n{title}:", *found, sep="\n  ", file=sys.stderr)
         return 2 if translation.refused else 0
@@ -79,7 +92,12 @@ def version_of(text: str) -> str:
         return VERSIONS[-1]
     found = [one for one in VERSIONS if match is not None and one.startswith(f"{match[0]}.")]
     if not found:
-        raise ConfigError("--verl", got=f"'{text}'", expected=f"one of {', '.join(VERSIONS)}", fix="Name the nearest.")
+        raise ConfigError(
+            "--verl",
+            got=f"'{text}'",
+            expected=f"one of {', '.join(VERSIONS)}",
+            fix="Name the nearest.",
+        )
     return found[0]
 
 
@@ -90,14 +108,22 @@ def _check_file(file: Path, version: str) -> int:
         texts = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("--check-file", got=f"'{file}': {got}", expected="JSON, one line each") from error
+        raise ConfigError(
+            "--check-file", got=f"'{file}': {got}", expected="JSON, one line each"
+        ) from error
     for number, text in enumerate(texts, start=1):
         try:
             asked = json.loads(text)
-            name, program, words = asked.get("id", number), asked["entry"], list(map(str, asked["args"]))
+            name, program, words = (
+                asked.get("id", number),
+                asked["entry"],
+                list(map(str, asked["args"])),
+            )
             found = translated(program, words, version or asked.get("set", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = ConfigError(f"{file}, line {number}", got=str(error), expected="JSON with entry and args")
+            problem = ConfigError(
+                f"{file}, line {number}", got=str(error), expected="JSON with entry and args"
+            )
             name, found = number, Line(ENTRIES[0], VERSIONS[-1], refused=[problem])
         refused, machine = list(map(str, found.refused)), list(map(str, found.machine))
         result = {"id": name, "accepted": not refused, "refused": refused, "notices": found.notices}

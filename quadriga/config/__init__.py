@@ -4,7 +4,14 @@
 Importing it loads neither torch nor ray.
 """
 
-from quadriga.config.actor import ActorConfig, BatchingConfig, CriticConfig, LogProbConfig, ModelConfig, OptimConfig
+from quadriga.config.actor import (
+    ActorConfig,
+    BatchingConfig,
+    CriticConfig,
+    LogProbConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from quadriga.config.checks import training_findings
 from quadriga.config.data import DataConfig
 from quadriga.config.distillation import DistillationConfig

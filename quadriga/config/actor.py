@@ -10,7 +10,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from quadriga.config.base import Finding, ReadIf, Section, filled, unused, wrong
 from quadriga.config.layout import Layout
-from quadriga.config.types import Count, Dtype, KLKind, LossAggMode, Meaning, MinusOneOrCount, Name, PathText, Share
+from quadriga.config.types import (
+    Count,
+    Dtype,
+    KLKind,
+    LossAggMode,
+    Meaning,
+    MinusOneOrCount,
+    Name,
+    PathText,
+    Share,
+)
 from quadriga.errors import ConfigError
 
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
@@ -65,7 +75,11 @@ class ModelConfig(Section):
 
     def findings(self, at: str) -> Iterator[Finding]:
         if not self.has_adapter:
-            names = [f"{at}.{one}" for one in (*ADAPTER_DETAILS, "lora_merge") if one in self.model_fields_set]
+            names = [
+                f"{at}.{one}"
+                for one in (*ADAPTER_DETAILS, "lora_merge")
+                if one in self.model_fields_set
+            ]
             yield from unused(names, f"{at}.lora_rank is 0")
             return
         for name in ("target_modules", "exclude_modules"):
@@ -146,9 +160,13 @@ class ReferenceFSDPConfig(Section):
 class CheckpointConfig(Section):
     """What a checkpoint holds."""
 
-    save_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_contents: list[CheckpointPart] = Field(
+        default_factory=lambda: ["model", "optimizer", "extra"]
+    )
     """Parts to write; `extra` (random states) counts in the actor's list, `hf_model` is a Hugging Face folder."""
-    load_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[CheckpointPart] = Field(
+        default_factory=lambda: ["model", "optimizer", "extra"]
+    )
     """Parts to read on resume. Left out: the parts that are written, without `hf_model`."""
 
     @model_validator(mode="before")
@@ -156,7 +174,11 @@ class CheckpointConfig(Section):
     def _load_what_is_saved(cls, given: Any) -> Any:
         saved = given.get("save_contents") if isinstance(given, dict) else None
         is_list = isinstance(saved, list)
-        return filled(given, {"load_contents": [part for part in saved if part != "hf_model"]}) if is_list else given
+        return (
+            filled(given, {"load_contents": [part for part in saved if part != "hf_model"]})
+            if is_list
+            else given
+        )
 
 
 class RoleProfilerConfig(Section):
@@ -180,17 +202,31 @@ class ParallelConfig(Section):
     tokens travel to them. It divides the experts. On Megatron-core any neighbours in a pipeline stage."""
     profiler: RoleProfilerConfig = Field(default_factory=RoleProfilerConfig)
 
-    def layout(self, world_size: int, where: str, megatron: "MegatronConfig | None" = None) -> Layout:
+    def layout(
+        self, world_size: int, where: str, megatron: "MegatronConfig | None" = None
+    ) -> Layout:
         """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them.
         `megatron`: its settings, where it is the training engine."""
-        sp, tp, ep = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size, self.expert_parallel_size
+        sp, tp, ep = (
+            self.ulysses_sequence_parallel_size,
+            self.tensor_model_parallel_size,
+            self.expert_parallel_size,
+        )
         fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
         if megatron is None:
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
         fsdp, neighbours = -1 if megatron.use_distributed_optimizer else sp, world_size // pp
         if neighbours % ep:
-            got, expected = f"{ep}, for stages of {neighbours} processes", "a number that divides them"
-            raise ConfigError(f"{where}.expert_parallel_size", got=got, expected=expected, fix="Choose another one.")
+            got, expected = (
+                f"{ep}, for stages of {neighbours} processes",
+                "a number that divides them",
+            )
+            raise ConfigError(
+                f"{where}.expert_parallel_size",
+                got=got,
+                expected=expected,
+                fix="Choose another one.",
+            )
         layout = Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
         return replace(layout, ep=ep, has_own_modules=True)
 
@@ -200,7 +236,9 @@ class BatchingConfig(ParallelConfig):
 
     ppo_mini_batch_size: Count = 256
     """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
-    ppo_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = None
+    ppo_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = (
+        None
+    )
     """Sequences of a micro-batch (a forward and backward pass). null: as `ppo_max_token_len_per_gpu` allows."""
     use_dynamic_bsz: bool = False
     """Whether micro-batches are cut by tokens even when a number of sequences is given."""
@@ -214,7 +252,9 @@ class BatchingConfig(ParallelConfig):
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses of a mini-batch become one number."""
-    loss_scale_factor: Annotated[PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))] = None
+    loss_scale_factor: Annotated[
+        PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))
+    ] = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
@@ -239,7 +279,10 @@ class MegatronConfig(Section):
 
     def findings(self, at: str) -> Iterator[Finding]:
         for name in sorted(self.override_transformer_config.keys() - _OPEN):
-            expected, fix = f"one of {', '.join(sorted(_OPEN))}", "Leave it out: the model or another key decides it."
+            expected, fix = (
+                f"one of {', '.join(sorted(_OPEN))}",
+                "Leave it out: the model or another key decides it.",
+            )
             yield wrong(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
 
 
@@ -309,13 +352,17 @@ class ActorConfig(BatchingConfig):
     def _both_clips_follow(cls, given: Any) -> Any:
         if not isinstance(given, dict) or "clip_ratio" not in given:
             return given
-        return filled(given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]})
+        return filled(
+            given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]}
+        )
 
 
 class LogProbConfig(Section):
     """How the passes that only compute log-probabilities are cut; the numbers do not depend on it."""
 
-    log_prob_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("log_prob_use_dynamic_bsz", (False,))] = None
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        Count | None, ReadIf("log_prob_use_dynamic_bsz", (False,))
+    ] = None
     """Sequences in one pass. null: as many as `log_prob_max_token_len_per_gpu` allows."""
     log_prob_use_dynamic_bsz: bool = False
     """Whether passes are cut by tokens even when a number of sequences is given."""

@@ -62,7 +62,9 @@ def adapter_shape(model: ModelConfig) -> AdapterShape:
     base = str(folder.resolve()) if folder.is_dir() else model.path
     if model.lora_adapter_path is not None:
         return replace(read_adapter(Path(model.lora_adapter_path).expanduser()), base=base)
-    return AdapterShape(model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, False, base)
+    return AdapterShape(
+        model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, False, base
+    )
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -81,8 +83,14 @@ def read_adapter(folder: Path) -> AdapterShape:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
-    unlike = [f"{name}={facts[name]}" for name, values in _PLAIN.items() if facts.get(name, values[0]) not in values]
-    unlike += [f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)]
+    unlike = [
+        f"{name}={facts[name]}"
+        for name, values in _PLAIN.items()
+        if facts.get(name, values[0]) not in values
+    ]
+    unlike += [
+        f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)
+    ]
     unlike += [f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name)]
     if unlike:
         expected = "plain LoRA: one rank and scale for all of its modules, and nothing beside it"
@@ -110,18 +118,25 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={engine}"
     key = f"{_MODEL}.lora_merge"
     if model.lora_merge is not None and engine in _DECIDES:
-        raise wrong(key, got, f"null: {_DECIDES[engine]}", "Leave the key out, or generate with vllm.")
+        raise wrong(
+            key, got, f"null: {_DECIDES[engine]}", "Leave the key out, or generate with vllm."
+        )
     if model.lora_merge:
         return AdapterRoute(False, "lora_merge=true")
     reason, fix = "", "Leave the key out, and the adapter is merged before weight sync"
     if engine != "vllm":
-        reason, fix = f"{engine} takes merged weights only", f"{fix}; vllm applies it beside the weights"
+        reason, fix = (
+            f"{engine} takes merged weights only",
+            f"{fix}; vllm applies it beside the weights",
+        )
     elif config.async_training.enable:
         reason = "beside training new weights come to sequences under way with the adapter merged"
     elif (rank := adapter_shape(model).rank) > MAX_RANK:
         reason = f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
     elif is_wide_on_accelerator:
-        reason = "on an accelerator vLLM applies adapters of 16 bits only, and these weights are float32"
+        reason = (
+            "on an accelerator vLLM applies adapters of 16 bits only, and these weights are float32"
+        )
     if reason and model.lora_merge is not None:
         raise wrong(key, got, f"null or true: {reason}", f"{fix}.")
     return AdapterRoute(not reason, reason or "vLLM applies it beside the weights")
@@ -139,7 +154,12 @@ def check_adapter(config: Config) -> Iterator[Finding]:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
         except ConfigError as error:
-            yield absent(f"{_MODEL}.lora_adapter_path", f"{error.where}: {error.got}", error.expected, error.fix)
+            yield absent(
+                f"{_MODEL}.lora_adapter_path",
+                f"{error.where}: {error.got}",
+                error.expected,
+                error.fix,
+            )
             return
         # The adapter to start from says itself what it is.
         if model.lora_rank not in (0, shape.rank):

@@ -3,7 +3,14 @@
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from quadriga.config.base import Section, filled, refuse
 from quadriga.config.types import Count, KLKind, Name, Share
@@ -31,7 +38,10 @@ _IN_POLICY_GRADIENT = ("geo_rs", "geo_rs_seq_tis", "geo_rs_token_tis", "token_ic
 _PRESETS: dict[str, dict[str, Any]] = {
     **{f"decoupled_{name}": keys for name, keys in _CORRECTIONS.items()},
     "bypass_ppo_clip": {"bypass_mode": True},
-    **{f"bypass_ppo_clip_{name}": {"bypass_mode": True} | _CORRECTIONS[name] for name in ("geo_rs", "k3_rs")},
+    **{
+        f"bypass_ppo_clip_{name}": {"bypass_mode": True} | _CORRECTIONS[name]
+        for name in ("geo_rs", "k3_rs")
+    },
     "bypass_pg_is": _POLICY_GRADIENT | _SEQUENCE,
     **{f"bypass_pg_{name}": _POLICY_GRADIENT | _CORRECTIONS[name] for name in _IN_POLICY_GRADIENT},
     "disabled": {},
@@ -67,7 +77,11 @@ def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | No
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:
         raise refuse(expected) from None
-    if len(numbers) > 2 or not all(0 < number < float("inf") for number in numbers) or numbers != sorted(numbers):
+    if (
+        len(numbers) > 2
+        or not all(0 < number < float("inf") for number in numbers)
+        or numbers != sorted(numbers)
+    ):
         raise refuse(expected)
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
@@ -105,8 +119,13 @@ class RolloutCorrectionConfig(Section):
         name = str(value).replace("k1_rs", "geo_rs")
         name = _EARLIER.get(name) or (f"decoupled_{name}" if name in _CORRECTIONS else name)
         if name != value and name in _PRESETS:
-            veto = " The veto on single tokens that was part of it is not." if "geo_rs" in name else ""
-            raise refuse(f"the name that it has now, {name}", f"Set algorithm.rollout_correction.preset={name}.{veto}")
+            veto = (
+                " The veto on single tokens that was part of it is not." if "geo_rs" in name else ""
+            )
+            raise refuse(
+                f"the name that it has now, {name}",
+                f"Set algorithm.rollout_correction.preset={name}.{veto}",
+            )
         return value
 
     @field_validator("rollout_is_threshold")
@@ -119,7 +138,10 @@ class RolloutCorrectionConfig(Section):
     @classmethod
     def _known_rules(cls, value: str | None) -> str | None:
         if value is not None and (not _names(value) or set(_names(value)) - set(_RULES)):
-            raise refuse(f"one or more of {', '.join(_RULES)}, with commas between", "Or null, to reject nothing.")
+            raise refuse(
+                f"one or more of {', '.join(_RULES)}, with commas between",
+                "Or null, to reject nothing.",
+            )
         return value
 
     @model_validator(mode="after")
@@ -135,12 +157,17 @@ class RolloutCorrectionConfig(Section):
     @property
     def rejections(self) -> tuple[tuple[str, str, float, float], ...]:
         """Each rule: level, kind, lower and upper bound (ratios for k1; otherwise the lower one is 0)."""
-        names, given = tuple(dict.fromkeys(_names(self.rollout_rs))), _names(self.rollout_rs_threshold)
+        names, given = (
+            tuple(dict.fromkeys(_names(self.rollout_rs))),
+            _names(self.rollout_rs_threshold),
+        )
         if names and len(given) not in (1, len(names)):
             fix = "Set algorithm.rollout_correction.rollout_rs_threshold."
             raise refuse(f"one threshold, or {len(names)}: one for each of {', '.join(names)}", fix)
         rules = []
-        for name, threshold in zip(names, given * len(names) if len(given) == 1 else given, strict=False):
+        for name, threshold in zip(
+            names, given * len(names) if len(given) == 1 else given, strict=False
+        ):
             level, _, kind = name.rpartition("_")
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
@@ -160,7 +187,11 @@ class RolloutCorrectionConfig(Section):
         """Whether the correction needs old log-probabilities of the whole batch before the update."""
         if self.bypass_mode:
             # Weights of a bypass loss that are divided by their mean over the whole batch.
-            return self.loss_type == "reinforce" and self.rollout_is is not None and self.rollout_is_batch_normalize
+            return (
+                self.loss_type == "reinforce"
+                and self.rollout_is is not None
+                and self.rollout_is_batch_normalize
+            )
         return self.rollout_is is not None or self.rollout_rs is not None
 
 

@@ -52,7 +52,9 @@ class AsyncTrainingConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "AsyncTrainingConfig":
         if self.on_stale == "drop" and self.deterministic:
-            raise refuse("on_stale=wait with deterministic=True", "What is dropped depends on what is slow.")
+            raise refuse(
+                "on_stale=wait with deterministic=True", "What is dropped depends on what is slow."
+            )
         if self.by_mini_batch and (self.on_stale == "drop" or not self.max_staleness):
             raise refuse("on_stale=wait and max_staleness of at least 1 with by_mini_batch=True")
         return self

@@ -11,7 +11,9 @@ from pydantic_core import PydanticCustomError
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 
-Finding = ConfigError | str  # what a check yields: an error that keeps a training run from starting, or a notice
+Finding = (
+    ConfigError | str
+)  # what a check yields: an error that keeps a training run from starting, or a notice
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,24 @@ class Section(BaseModel):
         found: dict[str, list[str]] = {}
         for name, field in type(self).model_fields.items():
             for rule in field.metadata:
-                if isinstance(rule, ReadIf) and (getattr(self, rule.name) in rule.values) != rule.is_one:
+                if (
+                    isinstance(rule, ReadIf)
+                    and (getattr(self, rule.name) in rule.values) != rule.is_one
+                ):
                     found.setdefault(rule.name, []).append(f"{at}.{name}")
         changed = self.changed(at) if found else []
         for name, keys in found.items():
-            yield from unused([key for key in keys if key in changed], f"{at}.{name} is {as_text(getattr(self, name))}")
+            yield from unused(
+                [key for key in keys if key in changed],
+                f"{at}.{name} is {as_text(getattr(self, name))}",
+            )
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
     """The error that a validator raises; the loader adds the key, the value and where it stands."""
-    return PydanticCustomError("refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix})
+    return PydanticCustomError(
+        "refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix}
+    )
 
 
 wrong, absent = ConfigError, MachineError
@@ -81,6 +91,10 @@ def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
     if not isinstance(given, Mapping):
         return given
     for name, value in defaults.items():
-        inner = filled(given.get(name, {}), value) if isinstance(value, Mapping) else given.get(name, value)
+        inner = (
+            filled(given.get(name, {}), value)
+            if isinstance(value, Mapping)
+            else given.get(name, value)
+        )
         given = {**given, name: inner}
     return given

@@ -44,11 +44,15 @@ REPORTS_ROUTES = ("native",)  # engines that say which experts each token went t
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
-def training_findings(config: Config, *, is_verls: bool = False) -> tuple[list[ConfigError], list[str]]:
+def training_findings(
+    config: Config, *, is_verls: bool = False
+) -> tuple[list[ConfigError], list[str]]:
     """What is wrong with a training run, and what its user should know; `is_verls` of a command line of verl's, which
     may compare a response with nothing."""
     checks = _CHECKS if config.task == "rl" else _SUPERVISED_CHECKS
-    found = [one for check in checks if not (is_verls and check is check_groups) for one in check(config)]
+    found = [
+        one for check in checks if not (is_verls and check is check_groups) for one in check(config)
+    ]
     problems = [one for one in found if isinstance(one, ConfigError)]
     return problems, [one for one in found if isinstance(one, str)]
 
@@ -60,7 +64,11 @@ def check_sections(config: Config) -> Iterator[Finding]:
         at, section = sections.pop(0)
         yield from section.unread(at)
         yield from section.findings(at)
-        sections += [(f"{at}.{name}".lstrip("."), value) for name, value in section if isinstance(value, Section)]
+        sections += [
+            (f"{at}.{name}".lstrip("."), value)
+            for name, value in section
+            if isinstance(value, Section)
+        ]
 
 
 def check_paths(config: Config) -> Iterator[Finding]:
@@ -71,7 +79,9 @@ def check_paths(config: Config) -> Iterator[Finding]:
     if rollout.name == "scripted":
         responses = rollout.engine_kwargs.get("responses_file")
         if not isinstance(responses, str):
-            yield absent(key, "nothing", "a file", "The scripted engine reads its responses from it.")
+            yield absent(
+                key, "nothing", "a file", "The scripted engine reads its responses from it."
+            )
     resumed_from = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
     for name, path, what in (
         ("custom_reward_function.path", config.custom_reward_function.path, "a Python file"),
@@ -79,7 +89,11 @@ def check_paths(config: Config) -> Iterator[Finding]:
         ("data.custom_cls.path", data.custom_cls.path, "a Python file"),
         ("data.sampler.class_path", data.sampler.class_path, "a Python file"),
         (key, responses if isinstance(responses, str) else None, "a file"),
-        ("actor_rollout_ref.model.custom_chat_template", None if "{" in (template or "{") else template, "a file"),
+        (
+            "actor_rollout_ref.model.custom_chat_template",
+            None if "{" in (template or "{") else template,
+            "a file",
+        ),
         ("trainer.resume_from_path", resumed_from, "a checkpoint's directory"),
     ):
         yield from _check_exists(name, path, what)
@@ -88,7 +102,10 @@ def check_paths(config: Config) -> Iterator[Finding]:
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
         (f"{ROLLOUT}.trace_dir", rollout.trace_dir),
         ("trainer.validation_data_dir", trainer.validation_data_dir),
-        ("global_profiler.save_path", config.global_profiler.save_path if config.global_profiler.tool else None),
+        (
+            "global_profiler.save_path",
+            config.global_profiler.save_path if config.global_profiler.tool else None,
+        ),
     ):
         if path is None:
             continue
@@ -97,11 +114,15 @@ def check_paths(config: Config) -> Iterator[Finding]:
         while not place.exists():
             place = place.parent
         if "://" in path:
-            yield absent(name, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
+            yield absent(
+                name, f"'{path}'", "a local directory", "Write locally, and copy it from there."
+            )
         elif not place.is_dir():
             yield absent(name, f"'{path}'", "a directory", f"{place} is a file.")
         elif not os.access(place, os.W_OK | os.X_OK):
-            yield absent(name, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
+            yield absent(
+                name, f"'{path}'", "a directory that can be written", f"{place} cannot be."
+            )
 
 
 def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
@@ -139,7 +160,10 @@ def check_files(config: Config) -> Iterator[Finding]:
     for key, path in (
         ("actor_rollout_ref.model.path", policy),
         ("critic.model.path", config.critic.model.path),
-        ("reward_model.model.path", config.reward_model.model.path if config.reward_model.enable else None),
+        (
+            "reward_model.model.path",
+            config.reward_model.model.path if config.reward_model.enable else None,
+        ),
         *config.distillation.loaded.items(),
     ):
         folder = Path(path or "").expanduser()
@@ -157,24 +181,44 @@ def check_distillation(config: Config) -> Iterator[Finding]:
     if not section.enable:
         return
     if any(map(is_served, section.all_teachers)) and rollout.temperature != 1.0:
-        got, expected = f"{rollout.temperature:g}, with a teacher that is a server", "1: it tells probabilities at 1"
-        yield wrong(f"{ROLLOUT}.temperature", got, expected, "Set it to 1, or let the run load the teacher.")
+        got, expected = (
+            f"{rollout.temperature:g}, with a teacher that is a server",
+            "1: it tells probabilities at 1",
+        )
+        yield wrong(
+            f"{ROLLOUT}.temperature", got, expected, "Set it to 1, or let the run load the teacher."
+        )
     if not section.use_task_rewards and config.algorithm.use_kl_in_reward:
-        got, expected = f"true, with {DISTILLATION}.use_task_rewards=False", "false: no reward is learned from"
-        yield wrong("algorithm.use_kl_in_reward", got, expected, f"Set {ACTOR}.use_kl_loss=True in its place.")
+        got, expected = (
+            f"true, with {DISTILLATION}.use_task_rewards=False",
+            "false: no reward is learned from",
+        )
+        yield wrong(
+            "algorithm.use_kl_in_reward",
+            got,
+            expected,
+            f"Set {ACTOR}.use_kl_loss=True in its place.",
+        )
 
 
 def check_batches(config: Config) -> Iterator[Finding]:
     """Yields batches that are not full, or are cut in another way than the keys suggest."""
     plan, mini = BatchPlan(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    prompts, longest, limit = plan.num_prompts, plan.max_sequence_tokens, config.data.train_max_samples
+    prompts, longest, limit = (
+        plan.num_prompts,
+        plan.max_sequence_tokens,
+        config.data.train_max_samples,
+    )
     key = f"{ACTOR}.ppo_mini_batch_size"
     if mini > prompts:
         yield f"{key}: mini-batches of {mini} of {prompts} prompts: the whole batch is one mini-batch."
     elif rest := prompts % mini:
         yield f"{key}: {prompts} prompts in mini-batches of {mini}: the last one has {rest}."
     if 0 < limit < prompts:
-        got, fix = f"{prompts}, with data.train_max_samples={limit}", "Not one batch would be full: take more samples"
+        got, fix = (
+            f"{prompts}, with data.train_max_samples={limit}",
+            "Not one batch would be full: take more samples",
+        )
         yield wrong("data.train_batch_size", got, f"at most {limit}", f"{fix}, or a smaller batch.")
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         yield from unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
@@ -185,7 +229,9 @@ def check_batches(config: Config) -> Iterator[Finding]:
     ]  # fmt: skip
     for at, section in sections:
         # The three fields have the same ends in every section.
-        cut = {end: (name, value) for name, value in section for end in _CUT_BY if name.endswith(end)}
+        cut = {
+            end: (name, value) for name, value in section for end in _CUT_BY if name.endswith(end)
+        }
         (_, size), (_, is_by_tokens), (name, tokens) = (cut[end] for end in _CUT_BY)
         if (size is None or is_by_tokens) and tokens < longest:
             yield f"{at}.{name}: {tokens} tokens, but a sequence may have {longest}: a longer one is computed alone."
@@ -195,24 +241,37 @@ def check_groups(config: Config) -> Iterator[Finding]:
     """Yields groups of one response where responses are compared with their group."""
     if not learns_from_rewards(config):
         return
-    if (estimator := config.algorithm.adv_estimator) in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
+    if (
+        estimator := config.algorithm.adv_estimator
+    ) in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
         fix = f"Nothing is compared with one response to a prompt: set {ROLLOUT}.n=8, or another estimator."
-        got, expected = f"1, with algorithm.adv_estimator={estimator}", "groups of at least 2 responses"
+        got, expected = (
+            f"1, with algorithm.adv_estimator={estimator}",
+            "groups of at least 2 responses",
+        )
         yield wrong(f"{ROLLOUT}.n", got, expected, fix)
 
 
 def check_rollout(config: Config) -> Iterator[Finding]:
     """Yields lengths, dynamic sampling and rewards that the rollout cannot serve."""
-    rollout, groups, trainer = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer
+    rollout, groups, trainer = (
+        config.actor_rollout_ref.rollout,
+        config.algorithm.filter_groups,
+        config.trainer,
+    )
     longest, reward = BatchPlan(config).max_sequence_tokens, config.reward_model
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
+        expected = (
+            f"at least {longest}, data.max_prompt_length and data.max_response_length together"
+        )
         got, fix = f"{rollout.max_model_len} tokens", "Leave it out, or lower those."
         yield wrong(f"{ROLLOUT}.max_model_len", got, expected, fix)
     key = "algorithm.filter_groups"
     if groups.enable and rollout.n == 1:
         fix = f"Nothing would be kept: raise {ROLLOUT}.n, or turn the filter off."
-        yield wrong(f"{key}.enable", f"true, with {ROLLOUT}.n=1", "groups of at least 2 responses", fix)
+        yield wrong(
+            f"{key}.enable", f"true, with {ROLLOUT}.n=1", "groups of at least 2 responses", fix
+        )
     if groups.enable and rollout.skip.enable and rollout.skip.action == "repeat":
         fix = "Every batch of prompts of a step would be the same one, and fill it with copies."
         yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
@@ -252,15 +311,25 @@ def check_streaming(config: Config) -> Iterator[Finding]:
 
 def check_async(config: Config) -> Iterator[Finding]:
     """Yields what cannot run beside training, and what is computed otherwise on stale samples."""
-    settings, rollout, trainer = config.async_training, config.actor_rollout_ref.rollout, config.trainer
+    settings, rollout, trainer = (
+        config.async_training,
+        config.actor_rollout_ref.rollout,
+        config.trainer,
+    )
     if not settings.enable:
         return
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
-    streams, on_ray, group_size = settings.by_mini_batch, trainer.backend == "ray", rollout_group_size(config)
+    streams, on_ray, group_size = (
+        settings.by_mini_batch,
+        trainer.backend == "ray",
+        rollout_group_size(config),
+    )
     num_engines, in_groups = sum(rollout_ranks(config)) // engine_ranks(config), group_size > 1
     pools = role_pools(trainer, asked_roles(config))
-    beside = [role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")]
+    beside = [
+        role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")
+    ]
     for is_wrong, key, got, expected, fix in (
         (on_ray and "rollout" not in pools, "trainer.placement", str(trainer.placement),
          "actor and rollout in pools of their own", "Such as {actor: training, ref: training, rollout: generation}."),
@@ -295,7 +364,12 @@ def check_async(config: Config) -> Iterator[Finding]:
     ):  # fmt: skip
         if is_wrong:
             yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
-    if stale and settings.in_flight == "continue" and trainer.save_freq != -1 and not rollout.has_unfinished:
+    if (
+        stale
+        and settings.in_flight == "continue"
+        and trainer.save_freq != -1
+        and not rollout.has_unfinished
+    ):
         what = "conversations" if has_conversations else "the responses"
         yield f"trainer.save_freq: a save waits until {what} under way have ended."
     if on_ray and stale and trainer.state_copies:
@@ -309,8 +383,15 @@ def check_async(config: Config) -> Iterator[Finding]:
 
 def check_update(config: Config) -> Iterator[Finding]:
     """Yields what actor, critic, their schedules and checkpoints do not agree about."""
-    actor, critic, steps = config.actor_rollout_ref.actor, config.critic, config.trainer.total_training_steps
-    algorithm, reports = config.algorithm, "at 0 the reference model is computed only to report the KL divergence."
+    actor, critic, steps = (
+        config.actor_rollout_ref.actor,
+        config.critic,
+        config.trainer.total_training_steps,
+    )
+    algorithm, reports = (
+        config.algorithm,
+        "at 0 the reference model is computed only to report the KL divergence.",
+    )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield from unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
@@ -330,7 +411,10 @@ def check_update(config: Config) -> Iterator[Finding]:
         if steps is not None and optim.lr_warmup_steps >= steps:
             yield f"{key}.optim.lr_warmup_steps: the run ends in warm-up; the rate never reaches {optim.lr:g}."
         if missing := [one for one in parts.load_contents if one not in parts.save_contents]:
-            where, expected = f"{key}.checkpoint.load_contents", f"parts of {key}.checkpoint.save_contents"
+            where, expected = (
+                f"{key}.checkpoint.load_contents",
+                f"parts of {key}.checkpoint.save_contents",
+            )
             yield wrong(where, ", ".join(missing), expected, "What is not written cannot be read.")
         absent = [one for one in ("model", "optimizer", "extra") if one not in parts.load_contents]
         if absent and not missing and config.trainer.save_freq != -1:
@@ -340,16 +424,27 @@ def check_update(config: Config) -> Iterator[Finding]:
 
 def check_replay(config: Config) -> Iterator[Finding]:
     """Yields what keeps an update from repeating the choices of routers."""
-    actor, key, name = config.actor_rollout_ref.actor, f"{ACTOR}.router_replay", config.actor_rollout_ref.rollout.name
+    actor, key, name = (
+        config.actor_rollout_ref.actor,
+        f"{ACTOR}.router_replay",
+        config.actor_rollout_ref.rollout.name,
+    )
     if actor.router_replay == "rollout" and name not in REPORTS_ROUTES:
         expected = f"an engine that reports its choices: {' or '.join(REPORTS_ROUTES)}"
         fix = f"Set {ROLLOUT}.name={REPORTS_ROUTES[0]}, or {key}=old_log_prob."
         yield wrong(key, f"rollout, with {ROLLOUT}.name={name}", expected, fix)
     if actor.router_replay == "old_log_prob" and actor.pipeline_model_parallel_size > 1:
-        got = f"old_log_prob, with pipeline_model_parallel_size={actor.pipeline_model_parallel_size}"
-        yield wrong(key, got, "1: only the last stage returns what was computed", "Set it to rollout.")
+        got = (
+            f"old_log_prob, with pipeline_model_parallel_size={actor.pipeline_model_parallel_size}"
+        )
+        yield wrong(
+            key, got, "1: only the last stage returns what was computed", "Set it to rollout."
+        )
     if actor.router_replay == "old_log_prob" and config.algorithm.rollout_correction.bypass_mode:
-        got, expected = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True", "a pass for old log-probs"
+        got, expected = (
+            "old_log_prob, with algorithm.rollout_correction.bypass_mode=True",
+            "a pass for old log-probs",
+        )
         yield wrong(key, got, expected, "Set it to rollout, or bypass_mode=False.")
 
 
@@ -357,7 +452,11 @@ def _check_own(where: str, name: str, known: tuple[str, ...], files: object) -> 
     """A name that is not among those there are needs a file that registers it."""
     if name not in known and not files:
         close = get_close_matches(name, known, n=1)
-        fix = f"Did you mean {close[0]}?" if close else f"One of your own needs {ROLLOUT}.agent.agent_loop_path."
+        fix = (
+            f"Did you mean {close[0]}?"
+            if close
+            else f"One of your own needs {ROLLOUT}.agent.agent_loop_path."
+        )
         yield wrong(where, f"'{name}'", f"one of {', '.join(known)}", fix)
 
 
@@ -368,24 +467,38 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
     if rollout.mode == "sync":
         if turns.enable:
             fix = f"Set {key}.mode=async."
-            yield wrong(f"{key}.multi_turn.enable", "true, with rollout.mode=sync", "rollout.mode=async", fix)
+            yield wrong(
+                f"{key}.multi_turn.enable",
+                "true, with rollout.mode=sync",
+                "rollout.mode=async",
+                fix,
+            )
             return
         trace = [f"{key}.trace_dir"] if rollout.trace_dir else []
         for names in (turns.changed(f"{key}.multi_turn"), agent.changed(f"{key}.agent"), trace):
             yield from unused(names, f"{key}.mode is sync")
         return
     loop, at = agent.default_agent_loop, f"{key}.agent.default_agent_loop"
-    yield from _check_exists(f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python or YAML file")
+    yield from _check_exists(
+        f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python or YAML file"
+    )
     yield from _check_own(at, loop, LOOPS, agent.agent_loop_path)
     may_register = agent.agent_loop_path or config.actor_rollout_ref.model.external_lib
     yield from _check_own(f"{key}.multi_turn.format", turns.format, FORMATS, may_register)
     if not turns.enable:
         if loop == "tool_agent":
-            yield wrong(at, loop, "several turns to be allowed", f"Set {key}.multi_turn.enable=True.")
+            yield wrong(
+                at, loop, "several turns to be allowed", f"Set {key}.multi_turn.enable=True."
+            )
         yield from unused(turns.changed(f"{key}.multi_turn"), f"{key}.multi_turn.enable is false")
         return
-    yield from _check_exists(f"{key}.multi_turn.function_tool_path", turns.function_tool_path, "a Python file")
-    for name, section in (("tool_config_path", ToolFile), ("interaction_config_path", InteractionFile)):
+    yield from _check_exists(
+        f"{key}.multi_turn.function_tool_path", turns.function_tool_path, "a Python file"
+    )
+    for name, section in (
+        ("tool_config_path", ToolFile),
+        ("interaction_config_path", InteractionFile),
+    ):
         path = getattr(turns, name)
         yield from (missing := list(_check_exists(f"{key}.multi_turn.{name}", path, "a YAML file")))
         try:
@@ -394,7 +507,9 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
             yield error
     if not config.data.return_raw_chat:
         fix = "The prompt is rendered with its tools, out of its messages."
-        yield wrong("data.return_raw_chat", f"false, with {key}.multi_turn.enable=True", "true", fix)
+        yield wrong(
+            "data.return_raw_chat", f"false, with {key}.multi_turn.enable=True", "true", fix
+        )
     files = (turns.function_tool_path, turns.tool_config_path, turns.interaction_config_path)
     if loop == "tool_agent" and not any(files):
         got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
@@ -413,7 +528,12 @@ def check_supervised(config: Config) -> Iterator[Finding]:
         yield wrong("data.truncation", f"'middle', with task={config.task}", "error, left or right")
     if model.has_adapter and model.lora_merge is not None:
         fix = "Leave the key out; `quadriga export` merges an adapter."
-        yield wrong("actor_rollout_ref.model.lora_merge", str(model.lora_merge), "null: nothing generates", fix)
+        yield wrong(
+            "actor_rollout_ref.model.lora_merge",
+            str(model.lora_merge),
+            "null: nothing generates",
+            fix,
+        )
     if config.task != "reward_model":
         return
     if data.truncation == "right":
@@ -421,7 +541,12 @@ def check_supervised(config: Config) -> Iterator[Finding]:
         yield wrong("data.truncation", "'right', for pairs", "error or left", fix)
     if model.has_adapter:
         fix = "Leave lora_rank and lora_adapter_path out: a reward model is trained as a whole."
-        yield wrong("actor_rollout_ref.model.lora_rank", "an adapter", "none, for objective=reward_model", fix)
+        yield wrong(
+            "actor_rollout_ref.model.lora_rank",
+            "an adapter",
+            "none, for objective=reward_model",
+            fix,
+        )
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if (size := getattr(actor, name)) > 1:
             fix = f"Shard weights with {ACTOR}.fsdp_config.fsdp_size."

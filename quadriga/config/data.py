@@ -16,7 +16,9 @@ class FromFile(Section):
     def _both_or_neither(self) -> Self:
         names = [name for name, _ in self if name != "options"]
         if sum(getattr(self, name) is None for name in names) == 1:
-            raise refuse(f"both {' and '.join(names)}, or neither", "Name the file and the class in it.")
+            raise refuse(
+                f"both {' and '.join(names)}, or neither", "Name the file and the class in it."
+            )
         return self
 
 
@@ -34,7 +36,10 @@ class CustomDatasetConfig(FromFile):
     @model_validator(mode="after")
     def _someone_reads_them(self) -> Self:
         if self.options and self.path is None:
-            raise refuse("no keys of your own without data.custom_cls.path", "Name the class that reads them.")
+            raise refuse(
+                "no keys of your own without data.custom_cls.path",
+                "Name the class that reads them.",
+            )
         return self
 
 
@@ -80,7 +85,9 @@ class ImageSizeConfig(Section):
         for what in ("pixels", "frames"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if least is not None and most is not None and least > most:
-                raise refuse(f"min_{what} of at most max_{what}", "Exchange them, or leave one out.")
+                raise refuse(
+                    f"min_{what} of at most max_{what}", "Exchange them, or leave one out."
+                )
         return self
 
 
@@ -177,12 +184,21 @@ class DataConfig(Section):
     @property
     def chat_columns(self) -> tuple[str, ...]:
         """Columns that hold chats or tool schemas, of any task."""
-        return (self.prompt_key, self.messages_key, self.tools_key, self.chosen_key, self.rejected_key)
+        return (
+            self.prompt_key,
+            self.messages_key,
+            self.tools_key,
+            self.chosen_key,
+            self.rejected_key,
+        )
 
     @model_validator(mode="after")
     def _one_data_set(self) -> Self:
         if self.custom_cls.path is not None and self.datagen.path is not None:
-            raise refuse("data.custom_cls or data.datagen", "A class of your own may have on_batch_end(batch).")
+            raise refuse(
+                "data.custom_cls or data.datagen",
+                "A class of your own may have on_batch_end(batch).",
+            )
         return self
 
     @model_validator(mode="after")
@@ -190,7 +206,9 @@ class DataConfig(Section):
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):
             fix = "Files that share one are named by one glob."
-            raise refuse(f"data.mixture with a share for each entry of data.train_files, {len(files)}", fix)
+            raise refuse(
+                f"data.mixture with a share for each entry of data.train_files, {len(files)}", fix
+            )
         return self
 
     if not TYPE_CHECKING:

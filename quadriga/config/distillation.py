@@ -62,7 +62,9 @@ class DistillationConfig(ParallelConfig):
     @property
     def named(self) -> dict[str, str]:
         """The dotted keys that name teachers, and whom; none where there is no distillation."""
-        by_source = {f"distillation.teachers.{source}": path for source, path in self.teachers.items()}
+        by_source = {
+            f"distillation.teachers.{source}": path for source, path in self.teachers.items()
+        }
         found = ({"distillation.path": self.path} if self.path is not None else {}) | by_source
         return found if self.enable else {}
 
@@ -87,10 +89,15 @@ class DistillationConfig(ParallelConfig):
             fix = "Set it to false: a policy gradient moves drawn tokens alone."
             yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
-            got, fix = f"{self.loss_mode}, with use_policy_gradient=False", "The gradient of k1 knows no teacher."
+            got, fix = (
+                f"{self.loss_mode}, with use_policy_gradient=False",
+                "The gradient of k1 knows no teacher.",
+            )
             yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
         if not any(is_served(one) for one in self.all_teachers):
-            yield from unused([f"{at}.engine_kwargs"] if self.engine_kwargs else [], "no teacher is a server")
+            yield from unused(
+                [f"{at}.engine_kwargs"] if self.engine_kwargs else [], "no teacher is a server"
+            )
 
 
 def is_served(teacher: str) -> bool:

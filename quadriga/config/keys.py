@@ -26,8 +26,20 @@ from quadriga.config.root import READ, Config, spelled, spelled_text
 from quadriga.config.types import Meaning
 from quadriga.config.yaml_text import as_text
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
-_LIMITS = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}", MinLen: "not empty"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    types.NoneType: "null",
+}
+_LIMITS = {
+    Ge: "at least {0.ge}",
+    Gt: "above {0.gt}",
+    Le: "at most {0.le}",
+    Lt: "below {0.lt}",
+    MinLen: "not empty",
+}
 _VERL_KEYS = Path(__file__).parents[1] / "verl" / "defaults.tsv"
 
 
@@ -53,7 +65,12 @@ class KeyInfo:
 @cache
 def _notes(section: type[Section]) -> dict[str, str]:
     """The docstrings below the fields, read when they are asked for: pydantic reads them at each import."""
-    above = {name: note for base in section.__bases__ if base is not BaseModel for name, note in _notes(base).items()}
+    above = {
+        name: note
+        for base in section.__bases__
+        if base is not BaseModel
+        for name, note in _notes(base).items()
+    }
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     own = {}
@@ -73,7 +90,10 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[
         words, kinds = _described(arguments[0], arguments[1:])
     elif origin in (Union, types.UnionType):
         parts = [_described(one) for one in arguments]
-        words, kinds = ", or ".join(words for words, _ in parts), set().union(*(one for _, one in parts))
+        words, kinds = (
+            ", or ".join(words for words, _ in parts),
+            set().union(*(one for _, one in parts)),
+        )
     elif origin is Literal:
         one_of = "one of " if len(arguments) > 1 else ""
         words, kinds = f"{one_of}{', '.join(map(str, arguments))}", {type(arguments[0])}
@@ -84,7 +104,9 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[
         words = "an open dictionary" if origin is dict else _WORDS[annotation]
     limits = [_LIMITS[type(one)].format(one) for one in metadata if type(one) in _LIMITS]
     said = [one.words for one in metadata if isinstance(one, Meaning)]
-    return said[0] if said else ", ".join([words, *([" and ".join(limits)] if limits else [])]), kinds
+    return said[0] if said else ", ".join(
+        [words, *([" and ".join(limits)] if limits else [])]
+    ), kinds
 
 
 def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
@@ -94,7 +116,16 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
             yield from _leaves(value, f"{key}.", task)
         elif any(fnmatchcase(key, one) for one in READ[task][0]) and key not in READ[task][1]:
             words, kinds = _described(field.annotation, field.metadata)
-            yield KeyInfo(spelled(key, task), words, value, type(section), name, task, dict in kinds, str in kinds)
+            yield KeyInfo(
+                spelled(key, task),
+                words,
+                value,
+                type(section),
+                name,
+                task,
+                dict in kinds,
+                str in kinds,
+            )
 
 
 @cache
@@ -128,7 +159,9 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     meant = [spelled(own, task) for own in aliases().get(key, ())]
     tail = [one for one in known if one.endswith(f".{key}") or one in meant]
     close = get_close_matches(key, known, n=3, cutoff=0.8)
-    moved = get_close_matches(key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3)
+    moved = get_close_matches(
+        key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3
+    )
     return list(dict.fromkeys(tail + moved + close))[:3]
 
 

@@ -48,7 +48,15 @@ class Layout:
 
     @classmethod
     def of(
-        cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1
+        cls,
+        world_size: int,
+        where: str,
+        *,
+        fsdp: int = -1,
+        sp: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
     ) -> "Layout":
         """The layout of `world_size` ranks; ConfigError at `where`, their section, if the sizes do not divide them.
         `fsdp`: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
@@ -56,17 +64,29 @@ class Layout:
         `ep`: of the ranks that shard one copy, those that divide the experts."""
         shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:
-            expected, fix = f"a multiple of {shared} processes", "Change them, or trainer.nnodes and n_gpus_per_node."
-            raise ConfigError(where, got=f"{world_size} processes for {named}", expected=expected, fix=fix)
+            expected, fix = (
+                f"a multiple of {shared} processes",
+                "Change them, or trainer.nnodes and n_gpus_per_node.",
+            )
+            raise ConfigError(
+                where, got=f"{world_size} processes for {named}", expected=expected, fix=fix
+            )
         num_data = world_size // shared
         holders = num_data * sp if fsdp == -1 else fsdp
         if holders % sp or num_data % (holders // sp or 1) or holders < sp:
             fix = f"{world_size} processes with {named} leave {num_data} data-parallel ranks."
             expected = f"-1, or a multiple of {sp} that divides {num_data * sp}"
-            raise ConfigError(f"{where}.fsdp_config.fsdp_size", got=str(fsdp), expected=expected, fix=fix)
+            raise ConfigError(
+                f"{where}.fsdp_config.fsdp_size", got=str(fsdp), expected=expected, fix=fix
+            )
         if holders % ep or (tp > 1 and ep > 1):
-            got = f"{ep}, with {holders} ranks that shard one copy of the weights" + (f" and tp={tp}" if tp > 1 else "")
-            expected, fix = "a number that divides them, or 1 with tensor parallelism", "Choose another one."
+            got = f"{ep}, with {holders} ranks that shard one copy of the weights" + (
+                f" and tp={tp}" if tp > 1 else ""
+            )
+            expected, fix = (
+                "a number that divides them, or 1 with tensor parallelism",
+                "Choose another one.",
+            )
             raise ConfigError(f"{where}.expert_parallel_size", got=got, expected=expected, fix=fix)
         return cls(pp, num_data // (holders // sp), holders // sp, sp, tp, ep)
 
@@ -89,11 +109,15 @@ class Layout:
         """Ranks with the same experts that shard them."""
         return gcd(self.world_size // self.pp // self.ep, max(1, self.fsdp * self.tp // self.ep))
 
-    def state_bytes(self, of_experts: int, others: int, itemsize: int, *, is_trained: bool) -> float:
+    def state_bytes(
+        self, of_experts: int, others: int, itemsize: int, *, is_trained: bool
+    ) -> float:
         """About what a rank keeps of a model with so many parameters in experts and elsewhere: weights of `itemsize`
         bytes each that compute, and where it learns float32 masters, AdamW's moments and sums of gradients."""
         if not self.has_own_modules:
-            computing = itemsize if self.is_whole and itemsize < 4 else 0  # sharded ones are gathered layer by layer
+            computing = (
+                itemsize if self.is_whole and itemsize < 4 else 0
+            )  # sharded ones are gathered layer by layer
             shared = self.pp * self.tp * self.fsdp
             return (of_experts + others) / shared * (16 + computing if is_trained else itemsize)
         experts, rest = of_experts / (self.pp * self.ep), others / (self.pp * self.tp)
@@ -112,15 +136,27 @@ class Layout:
         rest, dp_shard = divmod(rest, self.dp_shard)
         pp, dp_replicate = divmod(rest, self.dp_replicate)
         is_collected = pp == self.pp - 1 and sp == tp == 0
-        return RankPlace(pp, dp_replicate, dp_shard, sp, tp, dp_replicate * self.dp_shard + dp_shard, is_collected)
+        return RankPlace(
+            pp,
+            dp_replicate,
+            dp_shard,
+            sp,
+            tp,
+            dp_replicate * self.dp_shard + dp_shard,
+            is_collected,
+        )
 
     def table(self) -> str:
         """The ranks as a table for people: one line for each data-parallel rank."""
         lines = [f"{'dp rank':<9}{'ranks':<24}outputs from"]
         for dp_rank in range(self.dp_size):
-            members = [rank for rank in range(self.world_size) if self.place(rank).dp_rank == dp_rank]
+            members = [
+                rank for rank in range(self.world_size) if self.place(rank).dp_rank == dp_rank
+            ]
             collected = next(rank for rank in members if self.place(rank).is_collected)
-            lines.append(f"{f'{dp_rank}/{self.dp_size}':<9}{' '.join(map(str, members)):<24}{collected}")
+            lines.append(
+                f"{f'{dp_rank}/{self.dp_size}':<9}{' '.join(map(str, members)):<24}{collected}"
+            )
         return "\n".join(lines)
 
     def describe(self) -> str:
@@ -140,7 +176,9 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    tensor_plan: dict[str, str] | None  # style by module name, as transformers declares it; None: it declares none
+    tensor_plan: (
+        dict[str, str] | None
+    )  # style by module name, as transformers declares it; None: it declares none
     num_experts: int = 0  # of a layer; 0: it has none
 
 
@@ -159,14 +197,22 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
         if model.tensor_plan is None:
             problems.append("an architecture without a plan for tensor parallelism in transformers")
         elif styles:
-            problems.append(f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here")
+            problems.append(
+                f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here"
+            )
         if heads % tp or model.num_kv_heads % tp:
-            problems.append(f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}")
+            problems.append(
+                f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}"
+            )
     if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
-        problems.append(f"{model.num_experts or 'no'} experts for expert parallelism over {layout.ep}")
+        problems.append(
+            f"{model.num_experts or 'no'} experts for expert parallelism over {layout.ep}"
+        )
     if heads // tp % layout.sp:
         problems.append(f"{heads // tp} heads for sequence parallelism over {layout.sp}")
     if problems:
         expected = f"a model that {layout.describe()} can divide"
         fix = "Choose sizes that divide these numbers; fsdp_size has no such limits."
-        raise ConfigError(f"{where}: {model.name}", got="; ".join(problems), expected=expected, fix=fix)
+        raise ConfigError(
+            f"{where}: {model.name}", got="; ".join(problems), expected=expected, fix=fix
+        )

@@ -27,7 +27,9 @@ from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
 # Hydra's + (a new key) and ++ (a key, new or not) are taken; every key is known but those of a user's data set.
-_OVERRIDE = re.compile(r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
+_OVERRIDE = re.compile(
+    r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
+)
 _MISSING = object()
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
@@ -58,7 +60,9 @@ def load_config(
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
     named = [tree.get("task", tree.get("objective")) for tree, _ in trees]
-    named += [one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)]
+    named += [
+        one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)
+    ]
     chosen = [one for one in [task, *named] if isinstance(one, str) and one in PRESETS][-1]
     reading = _Reading(chosen, problems=problems)
     for tree, places in [({"task": chosen}, {}), *trees, (values, {})]:
@@ -68,7 +72,10 @@ def load_config(
     # Whoever starts a run again from what it has written gives the keys again.
     for key, place in reading.places.items():
         for name in hidden_names(reading.value(key), key):
-            expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
+            expected, fix = (
+                "the value, which a run does not write down",
+                f"Give it again: {name}=...",
+            )
             reading.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
     config = reading.finish(notices, for_training=for_training)
     if problems or config is None:
@@ -77,14 +84,22 @@ def load_config(
 
 
 def read_settings(
-    values: Mapping[str, Any], places: Mapping[str, str], task: str = "rl", *, for_training: bool = True
+    values: Mapping[str, Any],
+    places: Mapping[str, str],
+    task: str = "rl",
+    *,
+    for_training: bool = True,
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
     """The configuration from dotted keys, with all that is wrong and the notices; for a training run with its checks.
     `places`: where a value comes from, for messages: by key, where that is not the key itself."""
     reading, notices = _Reading(task, problems=[]), list[str]()
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)
-    return reading.finish(notices, for_training=for_training, is_verls=True), reading.problems, notices
+    return (
+        reading.finish(notices, for_training=for_training, is_verls=True),
+        reading.problems,
+        notices,
+    )
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
@@ -100,11 +115,18 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key, text = spelled(match["key"], task), match["value"].strip()
     section, _, name = key.rpartition(".")
-    if match["sign"] and section == "data" and not leaf_of(key, task) and not nearest_keys(key, task):
+    if (
+        match["sign"]
+        and section == "data"
+        and not leaf_of(key, task)
+        and not nearest_keys(key, task)
+    ):
         key = f"data.custom_cls.options.{name}"
     leaf = leaf_of(key, task)
     # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
-    is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)
+    is_quoted = text[:1] in ("[", "'", '"') or (
+        text[:1] == "{" and leaf is not None and leaf.is_open
+    )
     if text == "" or (leaf is not None and leaf.is_text and key == leaf.key and not is_quoted):
         return key, None if text in ("null", "Null", "NULL", "~") else text
     try:
@@ -115,7 +137,9 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
         fix = "Put text with special signs in quotes."
         raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
-    if isinstance(value, dict) and any(":" in str(name) and inner is None for name, inner in value.items()):
+    if isinstance(value, dict) and any(
+        ":" in str(name) and inner is None for name, inner in value.items()
+    ):
         fix = "Write a space after the colon: {name: value}."
         raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
     return key, value
@@ -164,7 +188,11 @@ class _Reading:
         elif key not in sections:
             self._take_foreign(key, value, place)
         elif value is not None:
-            below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.task) if one.startswith(f"{key}."))
+            below = (
+                one.removeprefix(f"{key}.")
+                for one in leaf_keys(self.task)
+                if one.startswith(f"{key}.")
+            )
             inside = dict.fromkeys(one.split(".")[0] for one in below)
             fix = f"It holds {', '.join(inside)}."
             self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
@@ -194,7 +222,11 @@ class _Reading:
             fix = f"`quadriga verl {program}` takes verl's command lines; here leave the key out."
             section, _, name = key.rpartition(".megatron.")
             ours = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
-            fix = f"Set {ours}, the size of either training engine." if leaf_of(ours, self.task) else fix
+            fix = (
+                f"Set {ours}, the size of either training engine."
+                if leaf_of(ours, self.task)
+                else fix
+            )
             self.refuse(key, place, got="a key of verl's that has no place here", fix=fix)
             return
         close = nearest_keys(key, self.task)
@@ -202,16 +234,24 @@ class _Reading:
         fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
         self.refuse(key, place, got="a key that does not exist", fix=fix)
 
-    def refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
-        self.problems.append(ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix))
+    def refuse(
+        self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = ""
+    ) -> None:
+        self.problems.append(
+            ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix)
+        )
 
-    def finish(self, notices: list[str], *, for_training: bool, is_verls: bool = False) -> Config | None:
+    def finish(
+        self, notices: list[str], *, for_training: bool, is_verls: bool = False
+    ) -> Config | None:
         """The configuration, with the problems and `notices` of all checks in the task's spelling."""
         config = self.validate()
         if for_training and config is not None:
             named_already = {one.where.partition(" (")[0] for one in self.problems}
             wrong, further = training_findings(config, is_verls=is_verls)
-            self.problems += [one for one in wrong if spelled(one.where, self.task) not in named_already]
+            self.problems += [
+                one for one in wrong if spelled(one.where, self.task) not in named_already
+            ]
             notices += [spelled_text(one, self.task) for one in further]
         for problem in self.problems:
             respell(problem, self.task)
@@ -229,7 +269,10 @@ class _Reading:
             for one in errors:
                 # pydantic's places have list positions and names of union members at their end.
                 place = one["loc"]
-                keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
+                keys = (
+                    spelled(".".join(map(str, place[:depth])), self.task)
+                    for depth in range(len(place), 0, -1)
+                )
                 key = next((key for key in keys if key in known), "")
                 value, leaf = self.value(key), leaf_keys(self.task).get(key)
                 # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
@@ -244,9 +287,17 @@ class _Reading:
                 elif isinstance(value, int | float) and leaf is not None and leaf.is_text:
                     fix = "Put text that looks like a number in quotes."
                 elif isinstance(value, str) and leaf is not None and expected.startswith("one of "):
-                    near = get_close_matches(value, expected.removeprefix("one of ").split(", "), n=1)
-                    fix = f"Did you mean {near[0]}?" if near else f"Set {key}={leaf.default or 'null'}, the default."
-                self.refuse(key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix)
+                    near = get_close_matches(
+                        value, expected.removeprefix("one of ").split(", "), n=1
+                    )
+                    fix = (
+                        f"Did you mean {near[0]}?"
+                        if near
+                        else f"Set {key}={leaf.default or 'null'}, the default."
+                    )
+                self.refuse(
+                    key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix
+                )
             assert wrong, f"pydantic refuses what was not given: {errors}"
             for key in wrong:
                 self.value(key, remove=True)

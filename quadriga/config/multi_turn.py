@@ -66,9 +66,16 @@ class InteractionEntry(Section):
     @classmethod
     def _named(cls, given: Any) -> Any:
         """Without a name it is called like its class, in small letters and without the ending "Interaction"."""
-        if not isinstance(given, dict) or given.get("name") or not isinstance(given.get("class_name"), str):
+        if (
+            not isinstance(given, dict)
+            or given.get("name")
+            or not isinstance(given.get("class_name"), str)
+        ):
             return given
-        return {**given, "name": re.split(r"[.:]", given["class_name"])[-1].removesuffix("Interaction").lower()}
+        return {
+            **given,
+            "name": re.split(r"[.:]", given["class_name"])[-1].removesuffix("Interaction").lower(),
+        }
 
 
 class InteractionFile(Section):

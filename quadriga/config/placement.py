@@ -17,15 +17,29 @@ from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
 
-ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model", "teacher")
+ROLES = (
+    "actor_rollout_ref",
+    "actor_rollout",
+    "actor",
+    "rollout",
+    "ref",
+    "critic",
+    "reward_model",
+    "teacher",
+)
 _IF_ASKED_FOR = ("reward_model", "teacher")
-POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")  # the roles with the actor in them; a run has one of them
+POLICIES = (
+    "actor_rollout_ref",
+    "actor_rollout",
+    "actor",
+)  # the roles with the actor in them; a run has one of them
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
 DISTILLATION = "distillation"
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
     "together": dict.fromkeys(("actor_rollout_ref", "critic", *_IF_ASKED_FOR), "all"),
-    "grouped": {"actor_rollout": "policy"} | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
+    "grouped": {"actor_rollout": "policy"}
+    | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
     "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_IF_ASKED_FOR)},
 }
 """Value of `trainer.placement` -> role -> name of its pool."""
@@ -52,7 +66,9 @@ def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str,
     they are among `asked`."""
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = dict(_ARRANGEMENTS[placement] if isinstance(placement, str) else placement)
-    return {role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR}
+    return {
+        role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR
+    }
 
 
 def place_roles(
@@ -69,15 +85,25 @@ def place_roles(
         "critic": has_critic,
         **dict.fromkeys(asked, True),
     }
-    roles = {role: given.get(policy if role in POLICIES else role) for role, is_needed in needed.items() if is_needed}
+    roles = {
+        role: given.get(policy if role in POLICIES else role)
+        for role, is_needed in needed.items()
+        if is_needed
+    }
     if homeless := [role for role, pool in roles.items() if pool is None]:
         fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in homeless)}."
-        raise wrong(_KEY, f"no pool for {' and '.join(homeless)}", "a pool for each role of the run", fix)
+        raise wrong(
+            _KEY, f"no pool for {' and '.join(homeless)}", "a pool for each role of the run", fix
+        )
     found = {role: pool for role, pool in roles.items() if pool is not None}
-    return Placement(found, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(found.values())})
+    return Placement(
+        found, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(found.values())}
+    )
 
 
-def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, ParallelConfig, int]]:
+def arranged_roles(
+    config: Config, *, has_critic: bool
+) -> Iterator[tuple[str, ParallelConfig, int]]:
     """The roles whose ranks are arranged: the section that says how, by its dotted key, and how many ranks there are.
 
     The reference is arranged as the actor is, also in a pool of its own. Whether there is a critic the advantage
@@ -85,12 +111,18 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
     sections = _sections(config)
     for role, pool in role_pools(config.trainer, asked_roles(config)).items():
         if role in sections and (role != "critic" or has_critic):
-            yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
+            yield (
+                *sections[role],
+                sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1,
+            )
 
 
 def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
     """The section that arranges the ranks of a role, behind its dotted key."""
-    own = {"reward_model": ("reward_model", config.reward_model), "teacher": (DISTILLATION, config.distillation)}
+    own = {
+        "reward_model": ("reward_model", config.reward_model),
+        "teacher": (DISTILLATION, config.distillation),
+    }
     policies = dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor))
     return {**policies, "critic": (CRITIC, config.critic), **own}
 
@@ -111,7 +143,9 @@ def check_profiles(config: Config) -> Iterator[Finding]:
         if ranks is not None and config.global_profiler.tool is None:
             yield from unused([key], "global_profiler.tool is null")
         elif missing := [rank for rank in ranks or () if rank >= size]:
-            expected = f"ranks from 0 to {size - 1}: the role has {size} process{'es' if size > 1 else ''}"
+            expected = (
+                f"ranks from 0 to {size - 1}: the role has {size} process{'es' if size > 1 else ''}"
+            )
             yield wrong(key, str(missing), expected, "null profiles all of them.")
 
 
@@ -119,10 +153,15 @@ def with_fewer_processes(config: Config) -> Iterator[Config]:
     """The configuration on ever fewer processes: a machine less in each pool, then a process less on the last one;
     those whose sizes divide the ranks."""
     trainer = config.trainer
-    pools = {pool: trainer.processes_of(pool) for pool in role_pools(trainer, asked_roles(config)).values()}
+    pools = {
+        pool: trainer.processes_of(pool)
+        for pool in role_pools(trainer, asked_roles(config)).values()
+    }
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
-        smaller = config.model_copy(update={"trainer": trainer.model_copy(update={"resource_pools": pools})})
+        smaller = config.model_copy(
+            update={"trainer": trainer.model_copy(update={"resource_pools": pools})}
+        )
         if not any(isinstance(finding, ConfigError) for finding in check_layouts(smaller)):
             yield smaller
 
@@ -163,10 +202,17 @@ def rollout_group_size(config: Config) -> int:
 def sglang_problem(config: Config) -> ConfigError | None:
     """Why SGLang cannot generate on the GPUs of Ray as the configuration says; None: it can."""
     rollout = config.actor_rollout_ref.rollout
-    size = 1 if rollout.name != "sglang" or has_servers(rollout) else rollout.tensor_model_parallel_size
+    size = (
+        1
+        if rollout.name != "sglang" or has_servers(rollout)
+        else rollout.tensor_model_parallel_size
+    )
     if size == 1 or config.trainer.backend != "ray":
         return None
-    got, fix = f"{size} on GPUs, with Ray and SGLang", "Generate with vllm, or name servers in engine_kwargs.sglang."
+    got, fix = (
+        f"{size} on GPUs, with Ray and SGLang",
+        "Generate with vllm, or name servers in engine_kwargs.sglang.",
+    )
     expected = "1: SGLang starts processes of its own, for which Ray gives no devices"
     return wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
 
@@ -176,7 +222,10 @@ def experts_problem(config: Config) -> ConfigError | None:
     rollout = config.actor_rollout_ref.rollout
     if (size := rollout.expert_parallel_size) == 1 or rollout.name != "vllm":
         return None
-    expected, fix = "1: vLLM's build for CPUs ends its process with it", "Set it to 1: the same is computed without it."
+    expected, fix = (
+        "1: vLLM's build for CPUs ends its process with it",
+        "Set it to 1: the same is computed without it.",
+    )
     return wrong(f"{ROLLOUT}.expert_parallel_size", f"{size}, on a CPU", expected, fix)
 
 
@@ -188,15 +237,24 @@ def has_shards(config: Config) -> bool:
 def sends_parts(config: Config) -> bool:
     """Whether all ranks of the trainer send what they have to a rollout group in a pool of its own; else their first
     one sends whole tensors. An adapter is merged into those, or beside them, for an engine that cuts them itself."""
-    return has_shards(config) or (rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter)
+    return has_shards(config) or (
+        rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter
+    )
 
 
 def _check_groups(config: Config) -> Iterator[Finding]:
     """Yields what rollout groups cannot be made of."""
-    size, devices, counts = rollout_group_size(config), rollout_devices(config), rollout_ranks(config)
+    size, devices, counts = (
+        rollout_group_size(config),
+        rollout_devices(config),
+        rollout_ranks(config),
+    )
     where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
     # Where the device is chosen later, the engine refuses it as it starts.
-    problems = ((sglang_problem(config), "cuda", "with"), (experts_problem(config), "cpu", "without"))
+    problems = (
+        (sglang_problem(config), "cuda", "with"),
+        (experts_problem(config), "cpu", "without"),
+    )
     for problem, device, machine in problems:
         if problem and config.trainer.device in ("auto", device):
             told = f"on a machine {machine} GPUs the run ends at its start. {problem}"
@@ -204,14 +262,20 @@ def _check_groups(config: Config) -> Iterator[Finding]:
     # Without Ray vLLM and SGLang start processes of their own.
     asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
     if sum(counts) % asked or any(count % devices for count in counts):
-        got, of = f"groups of {asked * devices}, of {sum(counts)} ranks", " on each machine" if devices > 1 else ""
+        got, of = (
+            f"groups of {asked * devices}, of {sum(counts)} ranks",
+            " on each machine" if devices > 1 else "",
+        )
         pool, own = _rollout_pool(config), config.trainer.resource_pools
         key = f"trainer.resource_pools.{pool}" if pool in own else "trainer.n_gpus_per_node"
         fix = f"Change it, or the number of ranks: {key}{'' if config.trainer.backend == 'ray' else ', with --ray'}."
         yield wrong(where, got, f"a number that divides the ranks that generate{of}", fix)
     if size > 1 and not rollout.request_seeds:
         fix = "Set it to true, or tensor_model_parallel_size to 1."
-        got, why = f"false, with groups of {size} ranks", "true: the ranks draw alike by each response's seed"
+        got, why = (
+            f"false, with groups of {size} ranks",
+            "true: the ranks draw alike by each response's seed",
+        )
         yield wrong(f"{ROLLOUT}.request_seeds", got, why, fix)
     if size > 1 and rollout.name == "vllm" and (count := rollout.data_parallel_size) > 1:
         got, fix = f"{count}, with groups of {size} ranks", "Set it to 1: each group is an engine."
@@ -240,7 +304,10 @@ def check_megatron(config: Config) -> Iterator[Finding]:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sections = [(ACTOR, actor), *([(CRITIC, config.critic)] if config.task == "rl" else [])]
     if actor.strategy != "megatron":
-        yield from unused([f"{ACTOR}.megatron.{name}" for name in actor.megatron.model_fields_set], "strategy is fsdp")
+        yield from unused(
+            [f"{ACTOR}.megatron.{name}" for name in actor.megatron.model_fields_set],
+            "strategy is fsdp",
+        )
         return
     try:
         found = version("megatron-core")
@@ -248,20 +315,38 @@ def check_megatron(config: Config) -> Iterator[Finding]:
         found = "not installed"
     if not found.startswith(f"{MEGATRON_VERSION}."):
         fix = "pip install -e '.[megatron]', or set strategy=fsdp."
-        yield absent(f"{ACTOR}.strategy", f"megatron, with megatron-core {found}", f"{MEGATRON_VERSION}", fix)
+        yield absent(
+            f"{ACTOR}.strategy", f"megatron, with megatron-core {found}", f"{MEGATRON_VERSION}", fix
+        )
     if model.has_adapter:
         got, fix = "an adapter, with strategy=megatron", "Train all weights, or set strategy=fsdp."
-        yield wrong("actor_rollout_ref.model.lora_rank", got, "0: adapters are trained by FSDP2", fix)
+        yield wrong(
+            "actor_rollout_ref.model.lora_rank", got, "0: adapters are trained by FSDP2", fix
+        )
     for at in ("actor_rollout_ref.model", *(["critic.model"] if config.task == "rl" else [])):
         if (config.critic.model if at.startswith("critic") else model).enable_activation_offload:
             fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
-            yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
-    if actor.megatron.virtual_pipeline_model_parallel_size and actor.pipeline_model_parallel_size == 1:
+            yield wrong(
+                f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix
+            )
+    if (
+        actor.megatron.virtual_pipeline_model_parallel_size
+        and actor.pipeline_model_parallel_size == 1
+    ):
         key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
-        yield wrong(key, "a number, with one pipeline stage", "null", "Set pipeline_model_parallel_size, too.")
+        yield wrong(
+            key,
+            "a number, with one pipeline stage",
+            "null",
+            "Set pipeline_model_parallel_size, too.",
+        )
     for at, section in sections:
         own = ("fsdp_size", "reshard_after_forward")
-        names = [f"{at}.fsdp_config.{name}" for name in own if name in section.fsdp_config.model_fields_set]
+        names = [
+            f"{at}.fsdp_config.{name}"
+            for name in own
+            if name in section.fsdp_config.model_fields_set
+        ]
         yield from unused(names, "strategy is megatron")
     yield from _check_shared_sizes(config)
 
@@ -270,16 +355,28 @@ def _check_shared_sizes(config: Config) -> Iterator[Finding]:
     """Megatron's process groups are one set in a process."""
     pools = role_pools(config.trainer, asked_roles(config))
     policy = next((pools[role] for role in POLICIES if role in pools), None)
-    actor, has_critic = config.actor_rollout_ref.actor, config.task == "rl" and config.algorithm.adv_estimator == "gae"
+    actor, has_critic = (
+        config.actor_rollout_ref.actor,
+        config.task == "rl" and config.algorithm.adv_estimator == "gae",
+    )
     others = [*(["critic"] if has_critic else []), *asked_roles(config)]
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_parallel_size",
+    ):
         for role in others:
             at, section = _sections(config)[role]
             size, expected = getattr(section, name), getattr(actor, name)
             if pools.get(role) == policy and size != expected:
                 got = f"{size}, in processes that it shares with the actor"
                 fix = "Give both the same size, or processes of their own (trainer.placement), or set strategy=fsdp."
-                yield wrong(f"{at}.{name}", got, f"{expected}, as the actor's: Megatron has one set of sizes", fix)
+                yield wrong(
+                    f"{at}.{name}",
+                    got,
+                    f"{expected}, as the actor's: Megatron has one set of sizes",
+                    fix,
+                )
 
 
 def check_placement(config: Config) -> Iterator[Finding]:
@@ -302,14 +399,21 @@ def check_placement(config: Config) -> Iterator[Finding]:
         changed = {
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,
-            **{f"trainer.{name}": getattr(trainer, name) != getattr(plain, name) for name in on_ray},
+            **{
+                f"trainer.{name}": getattr(trainer, name) != getattr(plain, name) for name in on_ray
+            },
             "ray_kwargs.ray_init": ray.ray_init,
             "ray_kwargs.timeline_json_file": ray.timeline_json_file,
         }
-        yield from unused([key for key, is_changed in changed.items() if is_changed], "trainer.backend is local")
+        yield from unused(
+            [key for key, is_changed in changed.items() if is_changed], "trainer.backend is local"
+        )
         return
     if trainer.device not in ("auto", "cpu", "cuda"):
-        got, fix = f"'{trainer.device}', with trainer.backend=ray", "Ray gives each process a device of its own."
+        got, fix = (
+            f"'{trainer.device}', with trainer.backend=ray",
+            "Ray gives each process a device of its own.",
+        )
         yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
     given = role_pools(trainer, asked := asked_roles(config))
     if unknown := [role for role in given if role not in ROLES]:
@@ -319,7 +423,10 @@ def check_placement(config: Config) -> Iterator[Finding]:
         got = f"no pool for {role}, with {DISTILLATION if role == 'teacher' else role}.enable=True"
         yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
     if idle := [pool for pool in trainer.resource_pools if pool not in given.values()]:
-        expected, fix = f"pools out of {', '.join(dict.fromkeys(given.values()))}", f"{_KEY} names each role's pool."
+        expected, fix = (
+            f"pools out of {', '.join(dict.fromkeys(given.values()))}",
+            f"{_KEY} names each role's pool.",
+        )
         yield wrong(f"trainer.resource_pools.{idle[0]}", "a pool without a role", expected, fix)
 
 
@@ -329,7 +436,12 @@ def _check_policy(given: Mapping[str, str]) -> Iterator[Finding]:
         yield wrong(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
     if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= given.keys():
         expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
-        yield wrong(_KEY, got, expected, "The reference is inside the policy's processes, or a role of its own.")
+        yield wrong(
+            _KEY,
+            got,
+            expected,
+            "The reference is inside the policy's processes, or a role of its own.",
+        )
     elif policies and ("rollout" in given) != (policies == ["actor"]):
         expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
         fix = "The rollout is inside the policy's processes, or a role of its own beside `actor`."

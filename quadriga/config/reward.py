@@ -12,7 +12,12 @@ from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Finding, ReadIf, Section, absent, unused, wrong
 from quadriga.config.types import Count, Name, PathText, Share
 
-_PASSES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
+_PASSES = (
+    "micro_batch_size_per_gpu",
+    "use_dynamic_bsz",
+    "forward_max_token_len_per_gpu",
+    "max_length",
+)
 
 
 class RewardClassifierConfig(Section):
@@ -60,7 +65,10 @@ class RewardModelConfig(ParallelConfig):
     def findings(self, at: str) -> Iterator[Finding]:
         if not self.enable:
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
-            changed = [*self.model.changed(f"{at}.model"), *(key for key in self.changed(at) if key in names)]
+            changed = [
+                *self.model.changed(f"{at}.model"),
+                *(key for key in self.changed(at) if key in names),
+            ]
             yield from unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."
@@ -93,7 +101,9 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Ite
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
-        yield absent(key, got, "an architecture that ends in ForSequenceClassification, with one label", fix)
+        yield absent(
+            key, got, "an architecture that ends in ForSequenceClassification, with one label", fix
+        )
         return
     # A configuration of transformers that says nothing of labels means two.
     labels = described.get("num_labels", len(described.get("id2label") or range(2)))

@@ -31,7 +31,11 @@ _MORE_PROCESSES = (
 def _known_engine(name: str) -> str:
     if name not in ENGINES:
         near = (get_close_matches(name, ENGINES, 1, cutoff=0.7) or ["native"])[0]
-        why = "it generates in the trainer's process and shares its weights" if near == "native" else "the nearest name"
+        why = (
+            "it generates in the trainer's process and shares its weights"
+            if near == "native"
+            else "the nearest name"
+        )
         raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={near}: {why}.")
     return name
 
@@ -80,7 +84,9 @@ class SkipConfig(Section):
 class RolloutConfig(LogProbConfig):
     """Generation in training."""
 
-    name: Annotated[str, Meaning(f"one of {', '.join(ENGINES)}"), AfterValidator(_known_engine)] = "native"
+    name: Annotated[str, Meaning(f"one of {', '.join(ENGINES)}"), AfterValidator(_known_engine)] = (
+        "native"
+    )
     """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
     a server that runs already, `scripted` gives canned responses."""
     mode: Literal["sync", "async"] = "sync"
@@ -159,7 +165,11 @@ class RolloutConfig(LogProbConfig):
         if not self.do_sample:
             yield wrong(f"{at}.do_sample", "false", "true", greedy)
         if self.temperature == 0:
-            equal = f" All {self.n} responses to a prompt would be the same: no gradient." if self.n > 1 else ""
+            equal = (
+                f" All {self.n} responses to a prompt would be the same: no gradient."
+                if self.n > 1
+                else ""
+            )
             yield wrong(f"{at}.temperature", "0", "a number above 0", greedy + equal)
         if _filters(self):
             why = "generation leaves out unlikely tokens, the log-probabilities of training do not"
@@ -169,7 +179,10 @@ class RolloutConfig(LogProbConfig):
         if stop is not None and stop < warn:
             yield f"{at}.log_prob_diff_warn: the run stops at {stop:g} before it would warn at {warn:g}."
         if self.name == "http":
-            got, expected = "http, whose servers keep their weights", "an engine that takes new weights after each step"
+            got, expected = (
+                "http, whose servers keep their weights",
+                "an engine that takes new weights after each step",
+            )
             fix = f"Train with {at}.name=native or vllm; http is for generate and eval."
             yield wrong(f"{at}.name", got, expected, fix)
         yield from self._library_findings(at)
@@ -178,15 +191,30 @@ class RolloutConfig(LogProbConfig):
                 yield from unused([f"{at}.engine_kwargs.{engine}"], f"{at}.name is '{self.name}'")
         if problem := problem_of_several_engines(self):
             yield problem
-        if self.tensor_model_parallel_size > 1 and self.name not in ("native", "vllm", "sglang", "http"):
+        if self.tensor_model_parallel_size > 1 and self.name not in (
+            "native",
+            "vllm",
+            "sglang",
+            "http",
+        ):
             got = f"{self.tensor_model_parallel_size}, with {at}.name={self.name}"
             fix = "Set it to 1, or generate with native or vllm."
-            yield wrong(f"{at}.tensor_model_parallel_size", got, "1: each process generates with the whole model", fix)
+            yield wrong(
+                f"{at}.tensor_model_parallel_size",
+                got,
+                "1: each process generates with the whole model",
+                fix,
+            )
         size, experts = self.tensor_model_parallel_size, self.expert_parallel_size
         if experts > 1 and (self.name != "vllm" or experts != size):
             got = f"{experts}, with {at}.name={self.name} and tensor_model_parallel_size={size}"
             expected = "1, or with vllm tensor_model_parallel_size: the ranks of an engine divide its experts"
-            yield wrong(f"{at}.expert_parallel_size", got, expected, "Set it to 1: the same is computed without it.")
+            yield wrong(
+                f"{at}.expert_parallel_size",
+                got,
+                expected,
+                "Set it to 1: the same is computed without it.",
+            )
 
     def _library_findings(self, at: str) -> Iterator[Finding]:
         """What vLLM or SGLang cannot do in training, where one of them is named."""
@@ -194,7 +222,12 @@ class RolloutConfig(LogProbConfig):
         if self.name == "vllm":
             if find_spec("vllm") is None:
                 fix = f"pip install 'vllm>=0.30'; {install}-vllm."
-                yield absent(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
+                yield absent(
+                    f"{at}.name",
+                    "vllm, which this environment does not have",
+                    "vLLM 0.30 or newer",
+                    fix,
+                )
             if _filters(self) and self.temperature != 1:
                 got = f"{self.temperature:g}, with {_filters(self)}"
                 why = "vLLM reports log-probabilities before both or after both, and training needs those after the"
@@ -202,7 +235,9 @@ class RolloutConfig(LogProbConfig):
                 yield wrong(f"{at}.temperature", got, "1, or no filter", fix)
             is_filtered = _filters(val) or (_filters(self) and val.temperature != 1)
             if val.do_sample and val.temperature > 0 and is_filtered:
-                why = "vLLM does not report what these log-probabilities would be without the filter"
+                why = (
+                    "vLLM does not report what these log-probabilities would be without the filter"
+                )
                 what = "rollout/log_prob of validation is nan; its responses and scores are not concerned"
                 yield f"{at}.val_kwargs: {why}: {what}."
         if self.name == "sglang":
@@ -212,7 +247,10 @@ class RolloutConfig(LogProbConfig):
                 yield absent(f"{at}.name", got, "SGLang 0.5.23 or newer", fix)
             for key, sampling in ((at, self), (f"{at}.val_kwargs", val)):
                 if sampling.min_p > 0:
-                    got, fix = f"{sampling.min_p:g}, with {at}.name=sglang", "Use top_p or top_k, or native or vllm."
+                    got, fix = (
+                        f"{sampling.min_p:g}, with {at}.name=sglang",
+                        "Use top_p or top_k, or native or vllm.",
+                    )
                     yield wrong(f"{key}.min_p", got, "0: SGLang cannot draw by a seed with it", fix)
             if self.ignore_eos and self.stop_token_ids:
                 got, expected = f"{self.stop_token_ids}, with ignore_eos=true", "one of the two"
@@ -240,8 +278,13 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
             expected = "1: a request goes to the server with the fewest in flight anyway"
             fix = f"Name all servers in {ROLLOUT}.engine_kwargs.urls."
         case _:
-            expected, fix = "1: the engine computes in the calling process, one call after the other", _MORE_PROCESSES
-    got = f"{count}, with {ROLLOUT}.name={rollout.name}" + (", mode=sync" if rollout.name == "vllm" else "")
+            expected, fix = (
+                "1: the engine computes in the calling process, one call after the other",
+                _MORE_PROCESSES,
+            )
+    got = f"{count}, with {ROLLOUT}.name={rollout.name}" + (
+        ", mode=sync" if rollout.name == "vllm" else ""
+    )
     return wrong(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
 
 

@@ -25,12 +25,22 @@ _SUPERVISED: dict[str, dict[str, Any]] = {"data": _BATCHES, "trainer": {"experim
 # Pairs share their prompt; conversations are packed as they are.
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},
-    "sft": _SUPERVISED | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": False}}},
-    "reward_model": _SUPERVISED | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": True}}},
+    "sft": _SUPERVISED
+    | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": False}}},
+    "reward_model": _SUPERVISED
+    | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": True}}},
 }
 """Defaults of a task where they are not those of the schema."""
 
-_SFT_DATA = ("format", "messages_key", "tools_key", "response_key", "chosen_key", "rejected_key", "max_length")
+_SFT_DATA = (
+    "format",
+    "messages_key",
+    "tools_key",
+    "response_key",
+    "chosen_key",
+    "rejected_key",
+    "max_length",
+)
 _SHARED_DATA = (
     "train_files", "val_files", "prompt_key", "truncation", "filter_overlong_prompts", "train_batch_size",
     "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir", "train_max_samples",
@@ -43,10 +53,25 @@ _RL_TRAINER = (
 _ACTOR = "actor_rollout_ref.actor"
 _SUPERVISED_READ = (
     (
-        *("task", "trainer.*", "ray_kwargs.*", *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA))),
-        *("actor_rollout_ref.model.*", f"{_ACTOR}.optim.*", f"{_ACTOR}.checkpoint.*", f"{_ACTOR}.fsdp_config.*"),
+        *(
+            "task",
+            "trainer.*",
+            "ray_kwargs.*",
+            *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA)),
+        ),
+        *(
+            "actor_rollout_ref.model.*",
+            f"{_ACTOR}.optim.*",
+            f"{_ACTOR}.checkpoint.*",
+            f"{_ACTOR}.fsdp_config.*",
+        ),
         *(f"{_ACTOR}.strategy", f"{_ACTOR}.megatron.*"),
-        *(f"{_ACTOR}.ppo_m*_per_gpu", f"{_ACTOR}.*_parallel_size", f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.grad_clip"),
+        *(
+            f"{_ACTOR}.ppo_m*_per_gpu",
+            f"{_ACTOR}.*_parallel_size",
+            f"{_ACTOR}.loss_agg_mode",
+            f"{_ACTOR}.grad_clip",
+        ),
         *(f"{_ACTOR}.max_nonfinite_steps", f"{_ACTOR}.profiler.ranks", "global_profiler.*"),
     ),
     frozenset(f"trainer.{name}" for name in _RL_TRAINER),
@@ -89,7 +114,9 @@ class Config(Section):
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
+    custom_reward_function: CustomRewardFunctionConfig = Field(
+        default_factory=CustomRewardFunctionConfig
+    )
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
@@ -106,7 +133,9 @@ class Config(Section):
         own = given.get("async_training") if isinstance(given, dict) else None
         if isinstance(own, dict) and own.get("enable") is True and own.get("max_staleness") != 0:
             given = filled(given, {"algorithm": {}})
-            if isinstance(given["algorithm"], dict) and not given["algorithm"].get("rollout_correction"):
+            if isinstance(given["algorithm"], dict) and not given["algorithm"].get(
+                "rollout_correction"
+            ):
                 given = filled(given, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
         if task not in ("sft", "reward_model"):
             return given

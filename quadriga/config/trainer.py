@@ -18,7 +18,10 @@ Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab
 _FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
 Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
 Arrangement = Literal["together", "grouped", "apart"]
-Placed = Annotated[Arrangement | dict[str, Name], Meaning("together, grouped, apart, or a dictionary of role: pool")]
+Placed = Annotated[
+    Arrangement | dict[str, Name],
+    Meaning("together, grouped, apart, or a dictionary of role: pool"),
+]
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
 Pools = Annotated[dict[str, Annotated[list[Count], MinLen(1)]], Meaning(_POOLS)]
 # Arguments of ray.init that say where a cluster is or what it has. Those about printing are the command line's own.
@@ -94,7 +97,9 @@ class TrainerConfig(Section):
     before and after)."""
     val_before_train: bool = True
     """Whether the untrained model is validated first, where there are validation files."""
-    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
+    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = (
+        "outputs/{project_name}/{experiment_name}"
+    )
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
     offload_dir: PathText | None = None
     """Folder for what leaves a CPU's memory (`fsdp_config.param_offload`, `optimizer_offload`), in memory-mapped files
@@ -104,7 +109,9 @@ class TrainerConfig(Section):
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
-    resume_fallback: Annotated[Literal["newest_intact", "none"], ReadIf("resume_mode", ("auto",))] = "newest_intact"
+    resume_fallback: Annotated[
+        Literal["newest_intact", "none"], ReadIf("resume_mode", ("auto",))
+    ] = "newest_intact"
     """What a run does whose newest checkpoint is damaged. newest_intact: it resumes from the newest earlier one that
     is not, and keeps the damaged one under another name; none: it ends."""
     max_ckpt_to_keep: Annotated[Count | None, ReadIf("save_freq", (-1,), is_one=False)] = None
@@ -148,7 +155,9 @@ class TrainerConfig(Section):
     @property
     def offload_directory(self) -> Path:
         """`offload_dir`, or the folder that stands for null."""
-        return Path(self.offload_dir).expanduser() if self.offload_dir else self.directory / "offload"
+        return (
+            Path(self.offload_dir).expanduser() if self.offload_dir else self.directory / "offload"
+        )
 
     @property
     def loggers(self) -> list[str]:
@@ -172,22 +181,36 @@ class TrainerConfig(Section):
     def findings(self, at: str) -> Iterator[Finding]:
         if self.val_only and not self.val_before_train:
             fix = f"Nothing would run: set {at}.val_before_train=True."
-            yield wrong(f"{at}.val_only", f"true, with {at}.val_before_train=False", "the first validation", fix)
+            yield wrong(
+                f"{at}.val_only",
+                f"true, with {at}.val_before_train=False",
+                "the first validation",
+                fix,
+            )
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             fix = f"Name its directory, or set {at}.resume_mode=auto."
-            yield wrong(f"{at}.resume_from_path", f"null, with {at}.resume_mode=resume_path", "a checkpoint", fix)
+            yield wrong(
+                f"{at}.resume_from_path",
+                f"null, with {at}.resume_mode=resume_path",
+                "a checkpoint",
+                fix,
+            )
         if self.save_freq == -1 and not self.val_only:
             yield f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
             got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
-            yield wrong(f"{at}.critic_warmup", got, f"at most {steps - 1}", "The actor would never learn.")
+            yield wrong(
+                f"{at}.critic_warmup", got, f"at most {steps - 1}", "The actor would never learn."
+            )
 
 
 class RayConfig(Section):
     """The cluster; read with `trainer.backend=ray`."""
 
-    ray_init: Annotated[dict[str, Any], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    ray_init: Annotated[dict[str, Any], AfterValidator(_known_arguments)] = Field(
+        default_factory=dict
+    )
     """Arguments of `ray.init`, such as `address` (a cluster that is up) or `num_cpus` (of one that is started for the
     run). Without an address: that of the variable RAY_ADDRESS, else a cluster on this machine for the run alone."""
     timeline_json_file: PathText | None = None
@@ -197,10 +220,14 @@ class RayConfig(Section):
 class ProfilerConfig(Section):
     """The profiler."""
 
-    tool: Annotated[Literal["torch", "torch_memory", "nsys"] | None, ReadIf("steps", ([],), is_one=False)] = None
+    tool: Annotated[
+        Literal["torch", "torch_memory", "nsys"] | None, ReadIf("steps", ([],), is_one=False)
+    ] = None
     """`torch` writes a timeline of all processes, `torch_memory` memory snapshots (CUDA), `nsys` runs them under Nsight
     Systems (CUDA). null: no profile."""
-    steps: Annotated[list[Count], ReadIf("tool", (None,), is_one=False)] = Field(default_factory=list)
+    steps: Annotated[list[Count], ReadIf("tool", (None,), is_one=False)] = Field(
+        default_factory=list
+    )
     """Training steps to profile, counted from 1."""
     save_path: PathText = "outputs/profile"
     """Directory for profiles."""

@@ -41,9 +41,29 @@ PathTexts = Annotated[
 _SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16", fp16="float16"))
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _SHORT_DTYPES]
 ResumeMode = Annotated[
-    Literal["auto", "disable", "resume_path"], BeforeValidator(partial(_renamed, path="resume_path"))
+    Literal["auto", "disable", "resume_path"],
+    BeforeValidator(partial(_renamed, path="resume_path")),
 ]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
 ]

@@ -56,10 +56,15 @@ for _class in (_Loader, _Dumper):
 _Loader.add_implicit_resolver(_MERGE, re.compile("<<$"), ["<"])
 _Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 _Dumper.add_representer(
-    list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+    list,
+    lambda dumper, value: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", value, flow_style=True
+    ),
 )
 
-parse_yaml = partial(yaml.load, Loader=_Loader)  # the value that a piece of YAML stands for; raises `yaml.YAMLError`
+parse_yaml = partial(
+    yaml.load, Loader=_Loader
+)  # the value that a piece of YAML stands for; raises `yaml.YAMLError`
 to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 """YAML text, sections in blocks and lists on one line."""
 
@@ -79,7 +84,9 @@ def combined(problems: Sequence[ConfigError]) -> ConfigError:
         return problems[0]
     lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
     # The error ends its first part with a full stop, and the last line has one already.
-    return ConfigError(f"{len(problems)} things in the configuration are wrong:\n{lines}".removesuffix("."))
+    return ConfigError(
+        f"{len(problems)} things in the configuration are wrong:\n{lines}".removesuffix(".")
+    )
 
 
 def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -99,16 +106,23 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
             return tree, places
         got, expected = repr(tree), "sections such as data, trainer"
     except (OSError, UnicodeDecodeError) as error:
-        got, expected = f"'{getattr(error, 'strerror', None) or error}'", "a YAML file that can be read"
+        got, expected = (
+            f"'{getattr(error, 'strerror', None) or error}'",
+            "a YAML file that can be read",
+        )
     except yaml.YAMLError as error:
         if mark := getattr(error, "problem_mark", None) or getattr(error, "context_mark", None):
             where = f"{path}, line {mark.line + 1}"
-        got = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))) or str(error)
+        got = " ".join(
+            filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))
+        ) or str(error)
     problems.append(ConfigError(where, got=got, expected=expected))
     return {}, {}
 
 
-def _note_places(node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]) -> None:
+def _note_places(
+    node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]
+) -> None:
     """Notes where each key stands, and which stand there twice (PyYAML would let the last win unseen)."""
     seen: dict[str, int] = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
@@ -117,7 +131,11 @@ def _note_places(node: Node, key: str, path: Path, places: dict[str, str], probl
         dotted, line = f"{key}.{name.value}".lstrip("."), name.start_mark.line + 1
         if name.value in seen:
             got = f"it twice, in lines {seen[name.value]} and {line}"
-            problems.append(ConfigError(f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."))
+            problems.append(
+                ConfigError(
+                    f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."
+                )
+            )
         seen[name.value] = line
         places[dotted] = f"{path}, line {line}"
         _note_places(value, dotted, path, places, problems)

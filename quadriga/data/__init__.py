@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from quadriga.data.curriculum import AbstractCurriculumSampler, AbstractSampler, SuccessRateSampler
+    from quadriga.data.curriculum import (
+        AbstractCurriculumSampler,
+        AbstractSampler,
+        SuccessRateSampler,
+    )
     from quadriga.data.generated import AbstractDataGenerator, DynamicGenDataset
     from quadriga.data.loading import create_dataloader, create_rl_dataset, create_rl_sampler
     from quadriga.data.padding import collate_fn

@@ -65,7 +65,11 @@ class PassSampler(AbstractSampler):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there."""
-        self._passes, self._position, self._num_rows = state["passes"], state["position"], state["num_rows"]
+        self._passes, self._position, self._num_rows = (
+            state["passes"],
+            state["position"],
+            state["num_rows"],
+        )
 
 
 class MixtureSampler(PassSampler):
@@ -76,13 +80,26 @@ class MixtureSampler(PassSampler):
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         if not hasattr(data_source, "items_by_entry"):
-            got, expected = f"a {type(data_source).__name__}", "a data set with items_by_entry(), as RLHFDataset has"
-            raise DataError("data.mixture", got=got, expected=expected, fix="Leave the key out with this data set.")
+            got, expected = (
+                f"a {type(data_source).__name__}",
+                "a data set with items_by_entry(), as RLHFDataset has",
+            )
+            raise DataError(
+                "data.mixture",
+                got=got,
+                expected=expected,
+                fix="Leave the key out with this data set.",
+            )
         self._items = data_source.items_by_entry()
         lengths = np.array([len(items) for items in self._items])
         if not lengths.all():
             got = f"entry {int(np.argmin(lengths))} of data.train_files without a row in use"
-            raise DataError("data.mixture", got=got, expected="rows of each", fix="Leave it out, or use all samples.")
+            raise DataError(
+                "data.mixture",
+                got=got,
+                expected="rows of each",
+                fix="Leave it out, or use all samples.",
+            )
         self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
         passes = lengths / self._shares
         total = passes.min() if data_config.mixture_until == "first" else passes.max()
@@ -94,7 +111,9 @@ class MixtureSampler(PassSampler):
     def _order(self) -> np.ndarray:
         rng = np.random.default_rng([self.data_config.seed, self._passes])
         rows, times = [], []
-        for items, count, share in zip(self._items, self._counts.tolist(), self._shares, strict=True):
+        for items, count, share in zip(
+            self._items, self._counts.tolist(), self._shares, strict=True
+        ):
             if self.data_config.shuffle:
                 rounds = -(-count // len(items))
                 rows.append(np.concatenate([rng.permutation(items) for _ in range(rounds)])[:count])
@@ -134,16 +153,23 @@ class SuccessRateSampler(AbstractCurriculumSampler):
     def rates(self) -> torch.Tensor:
         """The success rate of each row, [rows]; nan where no batch had it. Rows may come to the data set."""
         if missing := len(self) - len(self._rates):
-            self._rates = torch.cat([self._rates, torch.full((missing,), torch.nan, dtype=torch.float64)])
+            self._rates = torch.cat(
+                [self._rates, torch.full((missing,), torch.nan, dtype=torch.float64)]
+            )
         return self._rates
 
     def _draw(self) -> list[int]:
         """The rows of the next batch: the largest of `log(weight) + Gumbel noise` are a draw without replacement."""
-        size = min(self.data_config.gen_batch_size or self.data_config.train_batch_size, len(self) - self._position)
+        size = min(
+            self.data_config.gen_batch_size or self.data_config.train_batch_size,
+            len(self) - self._position,
+        )
         rates = self.rates.nan_to_num(nan=0.5).numpy()
         noise = np.random.default_rng([self.data_config.seed, self._draws]).gumbel(size=len(rates))
         self._draws += 1
-        return np.argsort(-(np.log(self.FLOOR + rates * (1 - rates)) + noise), kind="stable")[:size].tolist()
+        return np.argsort(-(np.log(self.FLOOR + rates * (1 - rates)) + noise), kind="stable")[
+            :size
+        ].tolist()
 
     def update(self, batch: DataProto) -> None:
         """Take note of the success of each row of a batch.

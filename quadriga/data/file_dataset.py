@@ -21,7 +21,10 @@ def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
     listed = [f"\n  {error}" for error in errors[:_LISTED]]
     if rest := errors[_LISTED:]:
         listed.append(f"\n  and {len(rest)} more: {', '.join(error.where for error in rest)}")
-    print(f"{key}: {len(errors)} bad rows are left out (data.on_bad_row=skip):{''.join(listed)}", flush=True)
+    print(
+        f"{key}: {len(errors)} bad rows are left out (data.on_bad_row=skip):{''.join(listed)}",
+        flush=True,
+    )
 
 
 class FileDataset(Dataset, ABC):
@@ -33,7 +36,12 @@ class FileDataset(Dataset, ABC):
     Raises DataError: a file that is missing, empty or damaged, or a tokenizer without a chat template."""
 
     def __init__(
-        self, data_files: FileNames, tokenizer: PreTrainedTokenizerBase, config: Any, *, is_train: bool
+        self,
+        data_files: FileNames,
+        tokenizer: PreTrainedTokenizerBase,
+        config: Any,
+        *,
+        is_train: bool,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._key = "data.train_files" if is_train else "data.val_files"

@@ -51,7 +51,16 @@ _ROWS, _BATCH_BYTES = 4096, 64 << 20
 _TEXTS = pa.schema([("json", pa.string())])
 FileNames: TypeAlias = str | Path | Sequence[str | Path]
 """A path, a glob, a URL that fsspec understands, or a list of these."""
-_VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modified", "updated", "created", "md5hash")
+_VERSION_FIELDS = (
+    "etag",
+    "mtime",
+    "lastmodified",
+    "last_modified",
+    "last-modified",
+    "updated",
+    "created",
+    "md5hash",
+)
 
 
 class RowTable:
@@ -96,7 +105,9 @@ class RowTable:
         [[found]] = self.batches(self.columns, 1, range(row, row + 1))
         return found
 
-    def batches(self, columns: Sequence[str], size: int, rows: range | None = None) -> Iterator[list[dict[str, Any]]]:
+    def batches(
+        self, columns: Sequence[str], size: int, rows: range | None = None
+    ) -> Iterator[list[dict[str, Any]]]:
         """These columns of all rows, or of those in `rows`, `size` rows at a time."""
         rows = range(len(self)) if rows is None else rows
         table = self._rows if self._is_json else self._rows.select(columns)
@@ -143,7 +154,9 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
 
 def _without_null_fields(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_null_fields(field) for key, field in value.items() if field is not None}
+        return {
+            key: _without_null_fields(field) for key, field in value.items() if field is not None
+        }
     if isinstance(value, list | np.ndarray):  # pandas has arrays in the place of lists
         return [_without_null_fields(item) for item in value]
     return value
@@ -176,23 +189,34 @@ def read_table(
     suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
     entry: Path | None = None
     if suffix not in TABLE_SUFFIXES:
-        raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
+        raise DataError(
+            str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl"
+        )
     try:
         if suffix in _PARQUET:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
             parquet = pq.ParquetFile(path)
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-            num_bytes, num_rows = sum(group.total_byte_size for group in groups), parquet.metadata.num_rows
+            num_bytes, num_rows = (
+                sum(group.total_byte_size for group in groups),
+                parquet.metadata.num_rows,
+            )
             schema = parquet.schema_arrow
-            batches = parquet.iter_batches(max(1, min(_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1))))
+            batches = parquet.iter_batches(
+                max(1, min(_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
+            )
         else:
             num_bytes, schema = path.stat().st_size, _TEXTS
-            batches = _json_batches(path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None)
+            batches = _json_batches(
+                path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None
+            )
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
             digest = _digest(path)
-            key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
+            key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[
+                :32
+            ]
             entry = Path(cache_dir).expanduser().absolute() / "rows" / key
             rows, facts = _mapped(path, entry, schema, batches, facts)
     except (pa.ArrowException, OSError) as error:
@@ -204,11 +228,18 @@ def read_table(
         bad_lines += bad
     if len(rows) == 0:
         got = f"{len(bad)} bad lines only, the first: {bad[0]}" if bad else "no rows"
-        raise DataError(str(path), got=got, expected="at least one row", fix="Write the file again or leave it out.")
+        raise DataError(
+            str(path),
+            got=got,
+            expected="at least one row",
+            fix="Write the file again or leave it out.",
+        )
     return _whole_table(path, rows, facts, digest, entry, chat_columns)
 
 
-def reopen_table(path: Path, entry: Path | None, digest: str, chat_columns: Sequence[str]) -> RowTable:
+def reopen_table(
+    path: Path, entry: Path | None, digest: str, chat_columns: Sequence[str]
+) -> RowTable:
     """Open a table that `read_table` has made of a file: mapped from `entry` in the cache, or read again.
 
     Raises:
@@ -220,7 +251,9 @@ def reopen_table(path: Path, entry: Path | None, digest: str, chat_columns: Sequ
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
         fix = "Leave the file as it is while it is read."
-        raise DataError(str(path), got="content that has changed", expected="what was read first", fix=fix)
+        raise DataError(
+            str(path), got="content that has changed", expected="what was read first", fix=fix
+        )
     return table
 
 
@@ -233,7 +266,9 @@ def _whole_table(
     chat_columns: Sequence[str],
 ) -> RowTable:
     json_columns = [*facts.columns] if path.suffix.lower() in _JSON else None
-    return RowTable(path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True)
+    return RowTable(
+        path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True
+    )
 
 
 def read_blocks(
@@ -254,7 +289,9 @@ def read_blocks(
                 if bad_lines is not None:
                     bad_lines += _bad_lines(path, facts)
                 if len(batch):
-                    yield RowTable(path, pa.Table.from_batches([batch]), list(facts.columns), first=first)
+                    yield RowTable(
+                        path, pa.Table.from_batches([batch]), list(facts.columns), first=first
+                    )
             facts.bad.clear()
             first += len(batch)
         return
@@ -281,7 +318,9 @@ def _damaged(path: Path, error: Exception) -> DataError:
     reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
     got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
-    return DataError(str(path), got=got, expected=f"a {kind} file", fix="Write or download it again.")
+    return DataError(
+        str(path), got=got, expected=f"a {kind} file", fix="Write or download it again."
+    )
 
 
 def _mapped(
@@ -297,9 +336,14 @@ def _mapped(
             try:
                 return _opened(entry)
             except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-                print(f"data.cache_dir: {entry} is damaged ({error}); {path} is written there again.", flush=True)
+                print(
+                    f"data.cache_dir: {entry} is damaged ({error}); {path} is written there again.",
+                    flush=True,
+                )
         with (
-            waiting(f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"),
+            waiting(
+                f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"
+            ),
             written_aside(entry, where="data.cache_dir") as draft,
         ):
             draft.mkdir()
@@ -358,12 +402,18 @@ def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
         file.seek(first_byte)
         if start != b"[":
             # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
-            yield from ((f"line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+            yield from (
+                (f"line {number}", line)
+                for number, line in enumerate(file, start=1)
+                if line.strip()
+            )
             return
         try:
             rows = json.load(file)
         except UnicodeDecodeError as error:
-            raise DataError(str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8") from error
+            raise DataError(
+                str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8"
+            ) from error
         except (ValueError, RecursionError) as error:
             got = f"text that is no JSON ({error})"
             raise DataError(str(path), got=got, expected="a list of JSON objects") from error
@@ -389,7 +439,9 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
-        if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
+        if (
+            name.startswith("s3://") and find_spec("s3fs") is None
+        ):  # pyarrow has a client of its own
             filesystem = ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0])
             root = name.removeprefix("s3://")
         else:
@@ -397,7 +449,9 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         filesystem.invalidate_cache()  # it may have listed an earlier version in this process
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
-            raise DataError(where, got=f"{name!r}, which matches no file", expected="at least one file")
+            raise DataError(
+                where, got=f"{name!r}, which matches no file", expected="at least one file"
+            )
         if not isinstance(filesystem, LocalFileSystem):
             return [_copy(filesystem, path, cache) for path in found]
     except DataError:
@@ -412,7 +466,9 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
             fix = f"Name its files, as in {path}/*.parquet."
             raise DataError(where, got=f"{path}, a folder", expected="files", fix=fix)
         if not path.is_file():
-            raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
+            raise DataError(
+                where, got=f"{path}, which does not exist", expected="a file", fix="Check the path."
+            )
     return [Path(path) for path in found]
 
 
@@ -433,9 +489,13 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
                 draft.open("wb") as file,
             ):
                 for chunk in chunks:
-                    if num_bytes == 0 and chunk.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+                    if num_bytes == 0 and chunk.lstrip()[:14].lower().startswith(
+                        (b"<!doctype html", b"<html")
+                    ):
                         way = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
-                        raise DataError(where, got=f"{url!r}, a page of HTML", expected="a data file", fix=way)
+                        raise DataError(
+                            where, got=f"{url!r}, a page of HTML", expected="a data file", fix=way
+                        )
                     file.write(chunk)
                     num_bytes += len(chunk)
             return target
@@ -446,7 +506,9 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
 def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    version = sorted((key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS)
+    version = sorted(
+        (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
+    )
     key = hashlib.sha256(repr((url, info.get("size"), version)).encode()).hexdigest()[:20]
     target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
     if not target.is_file():
@@ -463,8 +525,13 @@ def make_directory(path: Path, *, where: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        got, fix = f"{path} ({error.strerror or error})", "Choose another directory or change its permissions."
-        raise DataError(where, got=got, expected="a directory that can be created and written", fix=fix) from error
+        got, fix = (
+            f"{path} ({error.strerror or error})",
+            "Choose another directory or change its permissions.",
+        )
+        raise DataError(
+            where, got=got, expected="a directory that can be created and written", fix=fix
+        ) from error
     return path
 
 

@@ -71,7 +71,9 @@ class DynamicGenDataset(Dataset):
     ) -> None:
         self.config, datagen, base = config, config.datagen, AbstractDataGenerator
         self.batch: DataProto | None = None  # of the last step, with rewards and advantages
-        cls = member_of(import_file(str(datagen.path), _WHERE), str(datagen.name), _WHERE, base=base)
+        cls = member_of(
+            import_file(str(datagen.path), _WHERE), str(datagen.name), _WHERE, base=base
+        )
         self.data_generator = cls(datagen)
         options |= {"tokenizer": tokenizer, "config": config, "processor": processor}
         self.parts = [RLHFDataset(data_files, max_samples=max_samples, **options)]
@@ -103,7 +105,9 @@ class DynamicGenDataset(Dataset):
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
         if wrong := [row for row in rows if not isinstance(row, Mapping)]:
-            raise DataError(where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns")
+            raise DataError(
+                where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns"
+            )
         if not rows:
             return
         content, columns = BytesIO(), dict.fromkeys(key for row in rows for key in row)
@@ -130,7 +134,9 @@ class DynamicGenDataset(Dataset):
         """Which rows the files have, all rows that were generated, and the state of a generator that has one."""
         generator = self.data_generator
         own = generator.state_dict() if hasattr(generator, "state_dict") else None
-        contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in self._contents]
+        contents = [
+            torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in self._contents
+        ]
         return {"files": self.parts[0].state_dict(), "generated": contents, "generator": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

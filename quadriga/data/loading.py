@@ -52,7 +52,11 @@ class RowLoader(StatefulDataLoader):
     def __iter__(self) -> Any:
         processor = getattr(self.dataset, "processor", None)
         batches = super().__iter__()
-        return map(processor.add_inputs, batches) if isinstance(processor, VisionProcessor) else batches
+        return (
+            map(processor.add_inputs, batches)
+            if isinstance(processor, VisionProcessor)
+            else batches
+        )
 
     def lets_read_ahead(self) -> bool:
         """Whether a thread may fetch a batch before the step is over; it gets a tokenizer of its own then.
@@ -72,17 +76,29 @@ class RowLoader(StatefulDataLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position, and which rows it is a position in."""
         state = super().state_dict()
-        return state | {"rows": self.dataset.state_dict()} if isinstance(self.dataset, FileDataset) else state
+        return (
+            state | {"rows": self.dataset.state_dict()}
+            if isinstance(self.dataset, FileDataset)
+            else state
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position; DataError: it is one in other rows."""
         if "rows" in state_dict and isinstance(self.dataset, FileDataset):
             self.dataset.load_state_dict(state_dict["rows"])
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "rows"})
+        super().load_state_dict(
+            {name: value for name, value in state_dict.items() if name != "rows"}
+        )
 
 
 _VERL_HOOKS = frozenset(
-    {"_download", "_read_files_and_tokenize", "maybe_filter_out_long_prompts", "_build_messages", "process_vision_info"}
+    {
+        "_download",
+        "_read_files_and_tokenize",
+        "maybe_filter_out_long_prompts",
+        "_build_messages",
+        "process_vision_info",
+    }
     | {"resume_dataset_state", "split"}
 )
 """Methods of verl's `RLHFDataset` that its users override or call."""
@@ -119,13 +135,26 @@ def create_rl_dataset(
     if max_samples >= 0 and "max_samples" not in own:
         where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
         fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."
-        raise DataError(where, got=f"{max_samples}, which {cls.__name__} does not take", expected=expected, fix=fix)
-    given = {"data_files": data_paths, "tokenizer": tokenizer, "config": data_config, "processor": processor, **own}
+        raise DataError(
+            where,
+            got=f"{max_samples}, which {cls.__name__} does not take",
+            expected=expected,
+            fix=fix,
+        )
+    given = {
+        "data_files": data_paths,
+        "tokenizer": tokenizer,
+        "config": data_config,
+        "processor": processor,
+        **own,
+    }
     try:
         signature(cls).bind(**given)
     except TypeError as error:
         expected = "parameters data_files, tokenizer, config and processor"
-        raise ConfigError(custom_key, got=f"{cls.__name__}.__init__ ({error})", expected=expected) from error
+        raise ConfigError(
+            custom_key, got=f"{cls.__name__}.__init__ ({error})", expected=expected
+        ) from error
     return cls(**given)
 
 
@@ -133,17 +162,28 @@ def _check_hooks(cls: type, where: str) -> None:
     """Refuse a class without rows, and what a subclass of `RLHFDataset` overrides of verl's class of that name, which
     is not called here."""
     methods = ("__len__", "__getitem__")
-    if missing := [name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)]:
-        got, expected = f"{cls.__name__} without {' and '.join(missing)}", f"a class with {' and '.join(methods)}"
-        raise ConfigError(where, got=got, expected=expected, fix="Return rows by their number there.")
+    if missing := [
+        name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)
+    ]:
+        got, expected = (
+            f"{cls.__name__} without {' and '.join(missing)}",
+            f"a class with {' and '.join(methods)}",
+        )
+        raise ConfigError(
+            where, got=got, expected=expected, fix="Return rows by their number there."
+        )
     if not issubclass(cls, RLHFDataset):
         return
     own = [one for one in cls.__mro__ if not one.__module__.startswith("quadriga.")]
     is_verls = any(one.__module__.startswith("quadriga.compat.") for one in cls.__mro__)
-    if not is_verls and (found := sorted(_VERL_HOOKS & {name for one in own for name in vars(one)})):
+    if not is_verls and (
+        found := sorted(_VERL_HOOKS & {name for one in own for name in vars(one)})
+    ):
         got = f"{cls.__name__}, which overrides {', '.join(found)}"
         fix = "Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with QUADRIGA_VERL=1."
-        raise ConfigError(where, got=got, expected="methods that quadriga.data.RLHFDataset has", fix=fix)
+        raise ConfigError(
+            where, got=got, expected="methods that quadriga.data.RLHFDataset has", fix=fix
+        )
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
@@ -171,10 +211,18 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
         if hasattr(cls, "update") and num_workers > 0:
             where, got = "data.dataloader_num_workers", str(num_workers)
             fix = "Worker processes would fetch rows before the sampler has seen the batch before them."
-            raise DataError(where, got=got, expected=f"0 with {cls.__name__}, which learns from each batch", fix=fix)
+            raise DataError(
+                where,
+                got=got,
+                expected=f"0 with {cls.__name__}, which learns from each batch",
+                fix=fix,
+            )
         if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
             told = "a resumed run draws other rows than one that was not interrupted"
-            print(f"data.sampler: {cls.__name__} has update() and no state_dict(): {told}.", flush=True)
+            print(
+                f"data.sampler: {cls.__name__} has update() and no state_dict(): {told}.",
+                flush=True,
+            )
         return cls(data_source=dataset, data_config=data_config)
     if isinstance(dataset, StreamedDataset):
         return SequentialSampler(dataset)
@@ -209,7 +257,12 @@ def create_dataloader(
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     if num_rows == 0:
-        raise DataError("data", got="a data set without rows", expected="at least one row", fix="Check the files.")
+        raise DataError(
+            "data",
+            got="a data set without rows",
+            expected="at least one row",
+            fix="Check the files.",
+        )
     size = num_rows if batch_size is None else batch_size
     if drop_last and size > num_rows:
         got = f"{size} prompts a batch from a data set of {num_rows}"

@@ -32,7 +32,9 @@ def read_prompt(
     if not is_vision:
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
-    messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=at_prompt)
+    messages, *given = with_parts(
+        messages, media.get("image", ()), media.get("video"), where=at_prompt
+    )
     return messages, given
 
 
@@ -52,7 +54,9 @@ def with_parts(
     `{"type": "image", "image": ...}`, and so for videos. With None for videos `<video>` is text.
     Raises DataError: there are more or fewer places than the row has images, or videos."""
     tags = {"image": IMAGE} | ({} if videos is None else {"video": VIDEO})
-    result = [{**message, "content": _parts(message.get("content"), tags, where)} for message in messages]
+    result = [
+        {**message, "content": _parts(message.get("content"), tags, where)} for message in messages
+    ]
     places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
     found = []
     for what, given in (("image", images), ("video", videos or ())):
@@ -68,7 +72,12 @@ def with_parts(
 
 
 def refuse_media(
-    messages: Messages, media: Mapping[str, Sequence[Any]], config: DataConfig, *, where: str, column: str | None = None
+    messages: Messages,
+    media: Mapping[str, Sequence[Any]],
+    config: DataConfig,
+    *,
+    where: str,
+    column: str | None = None,
 ) -> None:
     """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
 
@@ -76,7 +85,10 @@ def refuse_media(
     and `column` that of the messages, `data.prompt_key` if it is None."""
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt, expected = f"{where}, column {column or config.prompt_key!r}", "text, or a vision-language model"
+    at_prompt, expected = (
+        f"{where}, column {column or config.prompt_key!r}",
+        "text, or a vision-language model",
+    )
     for what, given in media.items():
         if given or TAGS[what] in text:
             got = f"{what}s" if given else TAGS[what]
@@ -94,20 +106,37 @@ def _parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     parts: list[dict[str, Any]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         # A column of a parquet file gives each part the keys of all.
-        own = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        kind, text = str(own.pop("type", None) or next(iter(own), None)).removesuffix("_url"), own.get("text")
+        own = (
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, Mapping)
+            else {}
+        )
+        kind, text = (
+            str(own.pop("type", None) or next(iter(own), None)).removesuffix("_url"),
+            own.get("text"),
+        )
         if kind == "text" and isinstance(text, str):
             kinds = {tag: what for what, tag in tags.items()}
             pieces = re.split(f"({'|'.join(kinds)})", text)
-            parts += [{"type": kinds[one]} if one in kinds else {"type": "text", "text": one} for one in pieces if one]
+            parts += [
+                {"type": kinds[one]} if one in kinds else {"type": "text", "text": one}
+                for one in pieces
+                if one
+            ]
         elif kind in tags and (medium := _medium(kind, own)) is not None:
             parts.append({"type": kind, **medium})
         else:
             forms = "|".join(tags)
             expected = f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its {forms}'
             fix = "It is a path, a file:// URL or the bytes of a file."
-            raise DataError(where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix)
-    return content if isinstance(content, str) and not any(tag in content for tag in tags.values()) else parts
+            raise DataError(
+                where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix
+            )
+    return (
+        content
+        if isinstance(content, str) and not any(tag in content for tag in tags.values())
+        else parts
+    )
 
 
 def _medium(kind: str, own: dict[str, Any]) -> dict[str, Any] | None:

@@ -21,7 +21,9 @@ from quadriga.protocol.columns import object_array
 Truncation = Literal["error", "left", "right", "middle"]
 
 
-def truncate(ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt") -> list[int]:
+def truncate(
+    ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt"
+) -> list[int]:
     """At most `max_length` of the token ids `ids`, cut as `mode` says.
     Raises DataError: the mode is `error` and `ids` are too long (it names `where`), or there is no such mode."""
     head, tail = _kept_ends(len(ids), max_length, mode, where)
@@ -51,7 +53,9 @@ def postprocess_data(
     head, tail = _kept_ends(length, max_length, truncation, where)
     if head + tail < length:
         columns = (input_ids, attention_mask)
-        input_ids, attention_mask = (torch.cat([one[:, :head], one[:, length - tail :]], dim=-1) for one in columns)
+        input_ids, attention_mask = (
+            torch.cat([one[:, :head], one[:, length - tail :]], dim=-1) for one in columns
+        )
     num_padding = max(max_length - length, 0)
     padding = (num_padding, 0) if left_pad else (0, num_padding)
     return F.pad(input_ids, padding, value=pad_token_id), F.pad(attention_mask, padding)
@@ -60,7 +64,9 @@ def postprocess_data(
 def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
     """How many tokens stay at the beginning and how many at the end."""
     if mode not in get_args(Truncation):
-        raise DataError("data.truncation", got=repr(mode), expected=f"one of {', '.join(get_args(Truncation))}")
+        raise DataError(
+            "data.truncation", got=repr(mode), expected=f"one of {', '.join(get_args(Truncation))}"
+        )
     if length <= max_length:
         return length, 0
     if mode == "error":
@@ -84,7 +90,11 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     if not data_list:
         raise DataError("collate_fn", got="no rows", expected="at least one")
     if wrong := [row for row in data_list if not isinstance(row, Mapping)]:
-        raise DataError("collate_fn", got=f"a {type(wrong[0]).__name__}", expected="rows, each a dictionary of columns")
+        raise DataError(
+            "collate_fn",
+            got=f"a {type(wrong[0]).__name__}",
+            expected="rows, each a dictionary of columns",
+        )
     keys = list(data_list[0])
     for position, row in enumerate(data_list):
         if set(row) != set(keys):

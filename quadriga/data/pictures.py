@@ -37,7 +37,9 @@ class Decoded:
         self.max_bytes, self.num_bytes, self._lock = max_bytes, 0, threading.Lock()
         self._found = OrderedDict[Any, tuple[Any, int]]()
 
-    def get(self, source: Any, how: Any, decode: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+    def get(
+        self, source: Any, how: Any, decode: Callable[[], Any], size: Callable[[Any], int]
+    ) -> Any:
         """What `decode()` makes of a file, or of its bytes, in the way that `how` names; its `size` is in bytes."""
         if isinstance(source, Path):
             key: Any = (source, source.stat().st_mtime_ns, source.stat().st_size, how)
@@ -114,7 +116,9 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             Image.init()
-            with Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN]) as picture:
+            with Image.open(
+                source, formats=[name for name in _FORMATS if name in Image.OPEN]
+            ) as picture:
                 if picture.width * picture.height > MAX_PIXELS:
                     raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
                 if getattr(picture, "n_frames", 1) > 1 and picture.format in _ANIMATED:
@@ -131,10 +135,19 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
             raise DataError(where, got=got, expected=limit, fix="Make it smaller.") from error
         if isinstance(error, UnidentifiedImageError) and (name := _format_of(source)):
             fix = "Save it as one of these."
-            raise DataError(where, got=f"an image in {name}", expected=", ".join(_FORMATS), fix=fix) from error
-        described = f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
-        got, fix = f"{described}, which is no image that can be read ({reason})", "Correct or leave out the row."
-        raise DataError(where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix) from error
+            raise DataError(
+                where, got=f"an image in {name}", expected=", ".join(_FORMATS), fix=fix
+            ) from error
+        described = (
+            f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
+        )
+        got, fix = (
+            f"{described}, which is no image that can be read ({reason})",
+            "Correct or leave out the row.",
+        )
+        raise DataError(
+            where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix
+        ) from error
 
 
 def _format_of(source: Path | io.BytesIO) -> str:
@@ -160,8 +173,16 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
         given = {name: one for name, one in value.items() if one is not None}
         if sizes := [name for name in given if "pixels" in name or "resized" in name]:
             fix = f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {what}s."
-            raise DataError(where, got=f"{', '.join(sizes)} beside the {what}", expected="no size of its own", fix=fix)
-        value = next((given[name] for name in ("bytes", "path", what, "url") if name in given), dict.fromkeys(value))
+            raise DataError(
+                where,
+                got=f"{', '.join(sizes)} beside the {what}",
+                expected="no size of its own",
+                fix=fix,
+            )
+        value = next(
+            (given[name] for name in ("bytes", "path", what, "url") if name in given),
+            dict.fromkeys(value),
+        )
     if what == "image" and isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes):
@@ -173,14 +194,32 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
     plain = text.removeprefix("file://")
     if "://" in plain or plain.startswith("data:"):
         fix = f"Fetch the {what}s first: a run reads no {what} from elsewhere."
-        raise DataError(where, got=f"the URL {shortened(text)}", expected="a path, or the bytes of the file", fix=fix)
+        raise DataError(
+            where,
+            got=f"the URL {shortened(text)}",
+            expected="a path, or the bytes of the file",
+            fix=fix,
+        )
     path = Path(plain).expanduser()
     if not path.is_absolute() and ".." in path.parts:
-        got, fix = f"the {what} {shortened(text)}, which leads out of its folder", "Write the path from the root."
-        raise DataError(where, got=got, expected="a path below the data file's folder, or an absolute one", fix=fix)
+        got, fix = (
+            f"the {what} {shortened(text)}, which leads out of its folder",
+            "Write the path from the root.",
+        )
+        raise DataError(
+            where,
+            got=got,
+            expected="a path below the data file's folder, or an absolute one",
+            fix=fix,
+        )
     candidates = [path] if path.is_absolute() else [folder / path, path]
     if found := next((one for one in candidates if one.is_file()), None):
         return found
     got = f"the {what} {shortened(text)}, which is not there"
     fix = "Correct the path; one that is not absolute starts at the data file's folder, or else the working one."
-    raise DataError(where, got=got, expected=f"a file, here: {' or '.join(str(one) for one in candidates)}", fix=fix)
+    raise DataError(
+        where,
+        got=got,
+        expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
+        fix=fix,
+    )

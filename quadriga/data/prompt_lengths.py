@@ -76,15 +76,23 @@ class PromptMeter:
         config = self.config
         names = dict.fromkeys((config.prompt_key, config.image_key, config.video_key, "extra_info"))
         columns, schema = [name for name in names if name in table.columns], table.schema
-        if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
+        if (
+            schema is not None
+            and "extra_info" in columns
+            and pa.types.is_struct(schema.field("extra_info").type)
+        ):
             columns.remove("extra_info")  # what is checked
         texts: list[str] = []
         beyond: list[int] = []
         notes: list[int] = []
         errors: list[DataError] = []
-        for number, row in enumerate(next(table.batches(columns, len(rows), rows)), start=table.first + rows.start):
+        for number, row in enumerate(
+            next(table.batches(columns, len(rows), rows)), start=table.first + rows.start
+        ):
             try:
-                text, more, note = self._rendered(row, f"{table.path} row {number}", table.path.parent)
+                text, more, note = self._rendered(
+                    row, f"{table.path} row {number}", table.path.parent
+                )
             except DataError as error:
                 errors.append(error)
                 text, more, note = "", BAD, 0
@@ -103,8 +111,13 @@ class PromptMeter:
         """The rendered prompt, how many tokens its images and videos have beyond the one of each that is in it, and its
         notes."""
         if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
-            got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
-            raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
+            got, fix = (
+                shortened(extra),
+                "Correct the row: other facts about it stand there, by name.",
+            )
+            raise DataError(
+                f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix
+            )
         config, processor, beyond = self.config, self.processor, 0
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
         if processor is not None:
@@ -113,10 +126,16 @@ class PromptMeter:
             beyond = sum(counts) - len(counts)
         note = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
         note += CONTINUED * self.encoder.continues(messages)
-        return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond, note
+        return (
+            self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"),
+            beyond,
+            note,
+        )
 
 
-def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> Counts:
+def prompt_lengths(
+    table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
+) -> Counts:
     """Measure every prompt in `table` once; the result is cached on disk.
 
     The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
@@ -136,11 +155,16 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
                 lengths = archive["lengths"]
             if lengths.shape == (len(table),) and lengths.dtype == MEASURED:
                 bad = np.flatnonzero(lengths["tokens"] == BAD).tolist()
-                return lengths, [error for row in bad for error in meter.measure(table, range(row, row + 1))[1]]
+                return lengths, [
+                    error for row in bad for error in meter.measure(table, range(row, row + 1))[1]
+                ]
             reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = str(error)
-        print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
+        print(
+            f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.",
+            flush=True,
+        )
     lengths, errors = _measure(table, meter, num_workers)
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
@@ -151,7 +175,10 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
 
 
 def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
-    batches = [range(start, min(start + BATCH_ROWS, len(table))) for start in range(0, len(table), BATCH_ROWS)]
+    batches = [
+        range(start, min(start + BATCH_ROWS, len(table)))
+        for start in range(0, len(table), BATCH_ROWS)
+    ]
     num_workers = min(num_workers, len(batches))
     counted: dict[int, Counts] = {}  # by number of the batch
 
@@ -194,7 +221,11 @@ class Failed:
 
 
 def _measure_elsewhere(
-    table: RowTable, meter: PromptMeter, batches: list[range], num_workers: int, counted: dict[int, Counts]
+    table: RowTable,
+    meter: PromptMeter,
+    batches: list[range],
+    num_workers: int,
+    counted: dict[int, Counts],
 ) -> None:
     """Count in other processes, and put the results into `counted`. Nothing, and a notice, where the tokenizer or
     the rows cannot be sent.
@@ -214,7 +245,9 @@ def _measure_elsewhere(
             programs[program.connection] = program
         sent: dict[Connection, list[int]] = {connection: [] for connection in programs}
         for connection in programs:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which its end of the pipe tells below
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it has died, which its end of the pipe tells below
                 connection.send_bytes(work)
         numbers = iter(range(len(batches)))
         while len(counted) < len(batches):
@@ -253,7 +286,9 @@ def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> 
 def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
     where = f"{table.path} rows {table.first + rows.start} to {table.first + rows.stop - 1}"
     fix = "The tokenizer or its chat template raised it; --traceback shows where."
-    error = DataError(where, got=failure.reason, expected="prompts whose tokens can be counted", fix=fix)
+    error = DataError(
+        where, got=failure.reason, expected="prompts whose tokens can be counted", fix=fix
+    )
     error.add_note(f"In the process that counted:\n{failure.trace}")
     return error
 
@@ -264,7 +299,10 @@ _told_reasons: set[str] = set()
 def _tell_unusable(reason: str) -> None:
     if reason not in _told_reasons:
         _told_reasons.add(reason)
-        print(f"{_WORKERS}: prompts are counted in this process alone: others cannot load {reason}.", flush=True)
+        print(
+            f"{_WORKERS}: prompts are counted in this process alone: others cannot load {reason}.",
+            flush=True,
+        )
 
 
 def main(connection_fd: int) -> None:
@@ -272,7 +310,9 @@ def main(connection_fd: int) -> None:
     # Each process has its share of the cores; the tokenizer's own threads would only be in the way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = Connection(connection_fd)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has what it wanted, or is gone
+    with suppress(
+        EOFError, BrokenPipeError, ConnectionResetError
+    ):  # the driver has what it wanted, or is gone
         _serve(connection)
 
 

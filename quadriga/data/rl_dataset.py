@@ -22,8 +22,20 @@ from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import read_prompt
-from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
-from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, MEASURED, NOTES, PromptMeter, prompt_lengths
+from quadriga.data.padding import (
+    compute_position_id_with_mask,
+    pad_left,
+    postprocess_data,
+    truncate,
+)
+from quadriga.data.prompt_lengths import (
+    BAD,
+    BATCH_ROWS,
+    MEASURED,
+    NOTES,
+    PromptMeter,
+    prompt_lengths,
+)
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
@@ -63,13 +75,17 @@ class RLHFDataset(FileDataset):
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
-        self._columns = list(dict.fromkeys(column for table in self._tables for column in table.columns))
+        self._columns = list(
+            dict.fromkeys(column for table in self._tables for column in table.columns)
+        )
         self._ends = np.cumsum([len(table) for table in self._tables])
         if aside := sorted((RESERVED & {*self._columns}) - {config.prompt_key}):
             told = f"{', '.join(aside)}: columns with names of the batch, which are moved into extra_info"
             print(f"{self._key}: {told}.", flush=True)
 
-        self._rows = self._chosen(max_samples, is_shuffled=config.shuffle if is_train else config.validation_shuffle)
+        self._rows = self._chosen(
+            max_samples, is_shuffled=config.shuffle if is_train else config.validation_shuffle
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,14 +104,20 @@ class RLHFDataset(FileDataset):
         number = int(self._rows[item])
         table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
-        messages, media = read_prompt(row, self.config, is_vision=self.processor is not None, where=where)
+        messages, media = read_prompt(
+            row, self.config, is_vision=self.processor is not None, where=where
+        )
         used = [self.config.prompt_key]
         if self.processor is not None:
             used += [self.config.image_key, self.config.video_key]
         row = set_aside({name: value for name, value in row.items() if name not in used})
-        pictures, clips = read_media(media, self.processor, self.config, folder=table.path.parent, where=where)
+        pictures, clips = read_media(
+            media, self.processor, self.config, folder=table.path.parent, where=where
+        )
         text = self.encoder.render(messages, where=f"{where}, column {self.config.prompt_key!r}")
-        row |= prompt_columns(text, pictures, clips, self.encoder, self.processor, self.config, where=where)
+        row |= prompt_columns(
+            text, pictures, clips, self.encoder, self.processor, self.config, where=where
+        )
         if not self.config.return_multi_modal_inputs:
             row.pop("multi_modal_inputs", None)
         if self.config.return_raw_chat:
@@ -126,7 +148,10 @@ class RLHFDataset(FileDataset):
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""
         position = int(np.searchsorted(self._ends, number, side="right"))
-        table, own_number = self._tables[position], number - int(self._ends[position - 1]) if position else number
+        table, own_number = (
+            self._tables[position],
+            number - int(self._ends[position - 1]) if position else number,
+        )
         return table, own_number, f"{table.path} row {table.first + own_number}"
 
     @property
@@ -146,7 +171,9 @@ class RLHFDataset(FileDataset):
         is_used, first = np.zeros(self._ends[-1], dtype=bool), 0
         is_used[self._rows] = True
         for table in self._tables:
-            batches = table.batches([name], BATCH_ROWS) if name in table.columns else [[{}] * len(table)]
+            batches = (
+                table.batches([name], BATCH_ROWS) if name in table.columns else [[{}] * len(table)]
+            )
             for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
                     yield f"{table.path} row {table.first + number}", row.get(name)
@@ -157,7 +184,10 @@ class RLHFDataset(FileDataset):
         Raises DataError: none is left, or a row that would end a run in the middle of it."""
         config, rows, limit = self.config, np.arange(self._ends[-1]), self.config.max_prompt_length
         # A subclass may make its rows of other columns.
-        is_own, filters = type(self).__getitem__ is RLHFDataset.__getitem__, config.filter_overlong_prompts
+        is_own, filters = (
+            type(self).__getitem__ is RLHFDataset.__getitem__,
+            config.filter_overlong_prompts,
+        )
         is_sample, lengths = 0 <= max_samples < len(rows), None
         measured = np.zeros(len(rows), MEASURED)
         if filters or (is_own and not is_sample):
@@ -175,7 +205,9 @@ class RLHFDataset(FileDataset):
             rows = rows[~is_long] if filters else rows
         if 0 <= max_samples < len(rows):
             if is_shuffled:
-                rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
+                rows = np.sort(
+                    np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False)
+                )
             rows = rows[:max_samples]
         if is_own and lengths is None and len(rows):  # what is not in use need not be measured
             lengths = measured["tokens"]
@@ -185,7 +217,9 @@ class RLHFDataset(FileDataset):
             rows = rows[lengths[rows] != BAD]
         self._tell(measured["notes"][rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
-            raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
+            raise DataError(
+                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+            )
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
             self._rows = rows[lengths[rows] > limit]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
@@ -207,7 +241,9 @@ class RLHFDataset(FileDataset):
         meter = PromptMeter(self.encoder, self.processor, config, config.max_prompt_length)
         if rows is None and self.keeps_lengths:
             workers = config.filter_overlong_prompts_workers
-            lengths, errors = prompt_lengths(table, meter, cache_dir=config.cache_dir, num_workers=workers)
+            lengths, errors = prompt_lengths(
+                table, meter, cache_dir=config.cache_dir, num_workers=workers
+            )
         else:
             lengths, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
@@ -240,13 +276,21 @@ def prompt_columns(
         ids = truncate(ids, limit, config.truncation, where=where)
     seen = None
     if processor is not None:
-        seen = processor.prompt(ids, pictures, limit, where=where, clips=clips, encode=encoder.encode)
+        seen = processor.prompt(
+            ids, pictures, limit, where=where, clips=clips, encode=encoder.encode
+        )
     input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
     pad = encoder.tokenizer.pad_token_id
-    input_ids, mask = postprocess_data(input_ids, torch.ones_like(input_ids), limit, pad, where=where)
+    input_ids, mask = postprocess_data(
+        input_ids, torch.ones_like(input_ids), limit, pad, where=where
+    )
     tensors = {"input_ids": input_ids[0], "attention_mask": mask[0]}
     if seen is None:
-        return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
+        return {
+            **tensors,
+            "position_ids": compute_position_id_with_mask(mask)[0],
+            "raw_prompt_ids": ids,
+        }
     return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
 
 
@@ -262,12 +306,16 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
         got = f"the columns {', '.join(table.columns)}"
         for column in (one for one in required if one not in table.columns):
             fix = f"Rename or add it, or {fixes[column]}." if column in fixes else "Add it."
-            problems.append(DataError(str(table.path), got=got, expected=f"a column {column!r}", fix=fix))
+            problems.append(
+                DataError(str(table.path), got=got, expected=f"a column {column!r}", fix=fix)
+            )
     if len(problems) == 1:
         raise problems[0]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
-        raise DataError(f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded")
+        raise DataError(
+            f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded"
+        )
 
 
 def as_hf_dataset(table: pa.Table) -> "datasets.Dataset":

@@ -43,20 +43,34 @@ class RMDataset(TokenizedRows[Pair]):
         `num_prompt_tokens`, int64 [], with which both begin. With a processor positions are [2, 3, L], and there are
         `multi_modal_inputs`."""
         pair = self.rows[item]
-        sequences = [np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)]
-        return {**self.padded(sequences, pair.media), "num_prompt_tokens": torch.tensor(len(pair.prompt))}
+        sequences = [
+            np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)
+        ]
+        return {
+            **self.padded(sequences, pair.media),
+            "num_prompt_tokens": torch.tensor(len(pair.prompt)),
+        }
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         chats: list[tuple[str, Messages]] = []
         for key in self.columns:
             column = getattr(self.config, key)
-            place, prompt, response = f"{where}, {column}", row.get(self.config.prompt_key), row[column]
+            place, prompt, response = (
+                f"{where}, {column}",
+                row.get(self.config.prompt_key),
+                row[column],
+            )
             before = [] if prompt is None else as_messages(prompt, where=place)
             if isinstance(response, str):
                 if not before:
                     got = "a response in text, without a prompt"
                     fix = "Name the column of the prompts with data.prompt_key."
-                    raise DataError(place, got=got, expected="a prompt in the same row, or a whole chat", fix=fix)
+                    raise DataError(
+                        place,
+                        got=got,
+                        expected="a prompt in the same row, or a whole chat",
+                        fix=fix,
+                    )
                 messages = [*before, {"role": ASSISTANT, "content": response}]
             else:
                 chat = as_messages(response, where=place, key=key)
@@ -65,18 +79,47 @@ class RMDataset(TokenizedRows[Pair]):
             chats.append((place, messages))
         return chats
 
-    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str) -> Pair:
+    def made(
+        self,
+        parts: Sequence[TextPart],
+        tokens: Sequence[list[int]],
+        media: RowMedia | None,
+        where: str,
+    ) -> Pair:
         if parts[0].text != parts[2].text:
             expected = "responses to one prompt: chats that differ in the last turn only"
-            raise DataError(where, got="two responses to different prompts", expected=expected, fix="Correct the row.")
-        if self.processor and not set(self.processor.media_ids).isdisjoint([*tokens[1], *tokens[3]]):
+            raise DataError(
+                where,
+                got="two responses to different prompts",
+                expected=expected,
+                fix="Correct the row.",
+            )
+        if self.processor and not set(self.processor.media_ids).isdisjoint(
+            [*tokens[1], *tokens[3]]
+        ):
             expected = "text, to a prompt that may have some"
-            raise DataError(where, got="images or videos in a response", expected=expected, fix="Leave the row out.")
+            raise DataError(
+                where,
+                got="images or videos in a response",
+                expected=expected,
+                fix="Leave the row out.",
+            )
         ends = (self.tokenizer.eos_token_id, self.stop_token_ids)
-        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], *ends).ids[len(tokens[i]) :] for i in (0, 2))
+        chosen, rejected = (
+            conversation(tokens[i : i + 2], [False, True], *ends).ids[len(tokens[i]) :]
+            for i in (0, 2)
+        )
         if np.array_equal(chosen, rejected):
-            got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
-            raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")
+            got, expected = (
+                f"two equal responses, {parts[1].text[:60]!r}",
+                "a better one and a worse one",
+            )
+            raise DataError(
+                where,
+                got=got,
+                expected=expected,
+                fix="Leave the row out: nothing can be learned from it.",
+            )
         return Pair(np.array(tokens[0], dtype=np.int32), chosen, rejected, media)
 
     def num_tokens(self, row: Pair) -> int:

@@ -107,35 +107,61 @@ class TokenizedRows(FileDataset, Generic[Row]):
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
         for table in tables:
-            if missing := [name for name in required if not {name, name.partition(".")[0]} & {*table.columns}]:
-                got, expected = f"the columns {', '.join(table.columns)}", " and ".join(map(repr, missing))
-                form = ", or set data.format to what its rows are" if "chosen_key" not in self.columns else ""
+            if missing := [
+                name for name in required if not {name, name.partition(".")[0]} & {*table.columns}
+            ]:
+                got, expected = (
+                    f"the columns {', '.join(table.columns)}",
+                    " and ".join(map(repr, missing)),
+                )
+                form = (
+                    ", or set data.format to what its rows are"
+                    if "chosen_key" not in self.columns
+                    else ""
+                )
                 fix = f"Name its columns with {', '.join(required.values())}{form}."
-                raise DataError(str(table.path), got=got, expected=f"{expected} among them", fix=fix)
+                raise DataError(
+                    str(table.path), got=got, expected=f"{expected} among them", fix=fix
+                )
         rows: list[Row] = []
         num_rows, limit = sum(map(len, tables)), config.max_length
         at_most = config.train_max_samples if is_train else config.val_max_samples
         num_rows = num_rows if at_most == -1 else min(at_most, num_rows)
-        with waiting(f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"):
+        with waiting(
+            f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"
+        ):
             for table in tables:
                 rows.extend(islice(self._read(table), num_rows - len(rows)))
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
         if not rows and not self.may_be_empty:
-            raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
+            raise DataError(
+                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+            )
         num_rows, lengths = len(rows), [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows and not self.may_be_empty:
-            got, expected = f"rows of {min(lengths)} to {max(lengths)} tokens", f"at most data.max_length={limit}"
-            raise DataError(self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length.")
+            got, expected = (
+                f"rows of {min(lengths)} to {max(lengths)} tokens",
+                f"at most data.max_length={limit}",
+            )
+            raise DataError(
+                self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length."
+            )
         if left_out := num_rows - len(self.rows):
-            print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
+            print(
+                f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.",
+                flush=True,
+            )
         self._tell_forms()
 
     def _tell_forms(self) -> None:
         """Print how many rows have a form that their author may not have meant."""
         if count := self.num_chats_in_json:
-            print(f"{self._key}: {count} chats are texts in JSON, and read as the messages in them.", flush=True)
+            print(
+                f"{self._key}: {count} chats are texts in JSON, and read as the messages in them.",
+                flush=True,
+            )
         if self.num_open_turns:
             print(
                 f"{self._key}: {self.num_open_turns} turns of the assistant before the last are learned without an end:"
@@ -153,7 +179,13 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return [TextPart("".join(part.text for part in before), False), response]
 
     @abstractmethod
-    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str) -> Row:
+    def made(
+        self,
+        parts: Sequence[TextPart],
+        tokens: Sequence[list[int]],
+        media: RowMedia | None,
+        where: str,
+    ) -> Row:
         """The row from the pieces of its conversations, their token ids, and its images and videos."""
 
     @abstractmethod
@@ -184,7 +216,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
         With a processor positions are [sequences, 3, `data.max_length`], and `multi_modal_inputs` are what the model
         takes of the images and videos, which are read."""
         length = self.config.max_length
-        input_ids = torch.full((len(sequences), length), int(self.tokenizer.pad_token_id), dtype=torch.int64)
+        input_ids = torch.full(
+            (len(sequences), length), int(self.tokenizer.pad_token_id), dtype=torch.int64
+        )
         attention_mask = torch.zeros_like(input_ids)
         for number, tokens in enumerate(sequences):
             input_ids[number, : len(tokens)] = torch.from_numpy(tokens)
@@ -194,20 +228,28 @@ class TokenizedRows(FileDataset, Generic[Row]):
             return columns | {"position_ids": torch.arange(length) * attention_mask}
         inputs: dict[str, torch.Tensor] = {}
         if media is not None:
-            table, number, where = media.table, media.number, f"{media.table.path} row {media.number}"
+            table, number, where = (
+                media.table,
+                media.number,
+                f"{media.table.path} row {media.number}",
+            )
             row = self._row(table[number], where)
             chats = self.chats_of(row, where)
             _, *given = self._shown(row, chats[0][1], where)
             counts = (len(own) // len(chats) for own in (media.images, media.clips))
             given = [own[:count] for own, count in zip(given, counts, strict=True)]
-            read = read_media(given, self.processor, self.config, folder=table.path.parent, where=where)
+            read = read_media(
+                given, self.processor, self.config, folder=table.path.parent, where=where
+            )
             inputs = self.processor.inputs(*read, where=where)
         grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
         found = [self.processor.get_rope_index(tokens.tolist(), **grids)[0] for tokens in sequences]
         position_ids = torch.stack([F.pad(one, (0, length - one.shape[1])) for one in found])
         return columns | {"position_ids": position_ids, "multi_modal_inputs": inputs}
 
-    def _shown(self, row: dict[str, Any], chat: Messages, where: str) -> tuple[Messages, list[Any], list[Any]]:
+    def _shown(
+        self, row: dict[str, Any], chat: Messages, where: str
+    ) -> tuple[Messages, list[Any], list[Any]]:
         """A conversation with its images and videos as parts, and both in order."""
         media, column = media_of(row, self.config), getattr(self.config, self.columns[0])
         if self.processor is not None:
@@ -217,7 +259,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
         refuse_media(rest, media, self.config, where=where, column=repr(column))
         return chat, [], []
 
-    def _parts(self, table: RowTable, number: int, row: dict[str, Any]) -> tuple[list[TextPart], RowMedia | None]:
+    def _parts(
+        self, table: RowTable, number: int, row: dict[str, Any]
+    ) -> tuple[list[TextPart], RowMedia | None]:
         """A row as pieces of text, and the images and videos that stand in them."""
         where = f"{table.path} row {number}"
         row, parts, shown = self._row(row, where), list[TextPart](), []
@@ -227,18 +271,29 @@ class TokenizedRows(FileDataset, Generic[Row]):
             chat, *given = self._shown(row, chat, place)
             parts += self.parts_of(row, chat, place)
             last = max(number for number, one in enumerate(chat) if one["role"] == ASSISTANT)
-            contents = [one["content"] for one in chat[: last + 1] if isinstance(one.get("content"), list)]
+            contents = [
+                one["content"] for one in chat[: last + 1] if isinstance(one.get("content"), list)
+            ]
             kinds = [part["type"] for content in contents for part in content]
             shown.append([given[0][: kinds.count("image")], given[1][: kinds.count("video")]])
         if any(one != shown[0] for one in shown):
             expected = "responses to one prompt, which shows the same images and videos to both"
-            raise DataError(where, got="two responses that are shown others", expected=expected, fix="Correct the row.")
+            raise DataError(
+                where,
+                got="two responses that are shown others",
+                expected=expected,
+                fix="Correct the row.",
+            )
         if self.processor is None or not any(shown[0]):
             return parts, None
-        sizes = self.processor.media_sizes(shown[0], self.config, folder=table.path.parent, where=where)
+        sizes = self.processor.media_sizes(
+            shown[0], self.config, folder=table.path.parent, where=where
+        )
         return parts, RowMedia(table, number, *(own * len(shown) for own in sizes))
 
-    def _expanded(self, tokens: list[list[int]], media: RowMedia | None, where: str) -> list[list[int]]:
+    def _expanded(
+        self, tokens: list[list[int]], media: RowMedia | None, where: str
+    ) -> list[list[int]]:
         """The token ids of a row's pieces, with as many for each image or video as the model has embeddings of it."""
         if (processor := self.processor) is None:
             return tokens
@@ -255,7 +310,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 with self._skips():
                     rows.append((f"{table.path} row {number}", *self._parts(table, number, row)))
             first += len(batch)
-            tokens = iter(self.encoder.encode([part.text for _, parts, _ in rows for part in parts]))
+            tokens = iter(
+                self.encoder.encode([part.text for _, parts, _ in rows for part in parts])
+            )
             for where, parts, media in rows:
                 ids = [next(tokens) for _ in parts]
                 with self._skips():
@@ -288,7 +345,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     def _fitted(self, row: Row, where: str) -> Row:
         """The row, cut where it is too long and is to be cut."""
-        length, limit, truncation = self.num_tokens(row), self.config.max_length, self.config.truncation
+        length, limit, truncation = (
+            self.num_tokens(row),
+            self.config.max_length,
+            self.config.truncation,
+        )
         if length <= limit or self.config.filter_overlong_prompts:
             return row
         if truncation == "error" or row[-1] is not None:
@@ -300,7 +361,12 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if (shorter := self.cut(row)) is None:
             left = f"data.truncation={truncation} leaves {limit} without a response among them"
             fix = "Raise data.max_length, or leave such rows out with data.filter_overlong=true."
-            raise DataError(where, got=f"{length} tokens, of which {left}", expected="something to learn", fix=fix)
+            raise DataError(
+                where,
+                got=f"{length} tokens, of which {left}",
+                expected="something to learn",
+                fix=fix,
+            )
         return shorter
 
 
@@ -315,12 +381,20 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         With a processor positions are [3, L], and there are `multi_modal_inputs`."""
         row = self.rows[item]
         columns = self.padded([row.ids], row.media)
-        tensors = {name: values[0] for name, values in columns.items() if name != "multi_modal_inputs"}
+        tensors = {
+            name: values[0] for name, values in columns.items() if name != "multi_modal_inputs"
+        }
         is_learned = torch.from_numpy(row.is_learned).long()
-        return {**columns, **tensors, "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids)))}
+        return {
+            **columns,
+            **tensors,
+            "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids))),
+        }
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
-        return [(where, as_messages(row[self.config.messages_key], where=where, key="messages_key"))]
+        return [
+            (where, as_messages(row[self.config.messages_key], where=where, key="messages_key"))
+        ]
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
         thinks = row.get(THINKING)
@@ -330,16 +404,26 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         return text_parts(chat, self.encoder, where=where, tools=tools, **options)
 
     def made(
-        self, parts: Sequence[TextPart], tokens: Sequence[list[int]], media: RowMedia | None, where: str
+        self,
+        parts: Sequence[TextPart],
+        tokens: Sequence[list[int]],
+        media: RowMedia | None,
+        where: str,
     ) -> Conversation:
         is_response = [part.is_learned for part in parts]
         eos = self.tokenizer.eos_token_id
         made = conversation(tokens, is_response, eos, self.stop_token_ids)
-        num_ends = np.isin(made.ids[made.is_learned], [eos, *self.stop_token_ids]).sum() if eos is not None else 0
+        num_ends = (
+            np.isin(made.ids[made.is_learned], [eos, *self.stop_token_ids]).sum()
+            if eos is not None
+            else 0
+        )
         self.num_open_turns += max(0, sum(is_response) - int(num_ends))
         if media is None or self.processor is None:
             return made
-        return Conversation(made.ids, made.is_learned & ~np.isin(made.ids, self.processor.media_ids), media)
+        return Conversation(
+            made.ids, made.is_learned & ~np.isin(made.ids, self.processor.media_ids), media
+        )
 
     def num_tokens(self, row: Conversation) -> int:
         return len(row.ids)
@@ -362,13 +446,20 @@ class SFTDataset(MultiTurnSFTDataset):
         if not isinstance(response, str):
             fix = "Correct the row, or name the column with data.response_key."
             raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
-        return [(where, [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}])]
+        return [
+            (where, [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}])
+        ]
 
     parts_of = TokenizedRows.parts_of
 
 
 def text_parts(
-    messages: Messages, encoder: ChatEncoder, *, where: str, tools: Sequence[Any] | None = None, **options: Any
+    messages: Messages,
+    encoder: ChatEncoder,
+    *,
+    where: str,
+    tools: Sequence[Any] | None = None,
+    **options: Any,
 ) -> list[TextPart]:
     """A conversation as the chat template writes it, cut before and after each turn of the assistant.
 
@@ -376,12 +467,20 @@ def text_parts(
     `options`, further arguments.
     Raises DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes
     earlier turns in another way once later ones follow."""
-    if not (turns := [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]):
+    if not (
+        turns := [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    ):
         got = f"a chat of {len(messages)} messages, none of them by the assistant"
         fix = "Leave the row out, or name the column of the whole chat with data.messages_key."
-        raise DataError(where, got=got, expected="at least one: its tokens are what is learned", fix=fix)
+        raise DataError(
+            where, got=got, expected="at least one: its tokens are what is learned", fix=fix
+        )
     if turns[0] == 0:
-        raise DataError(where, got="a chat that begins with the assistant", expected="a prompt before the response")
+        raise DataError(
+            where,
+            got="a chat that begins with the assistant",
+            expected="a prompt before the response",
+        )
     own = encoder.template_kwargs | options | ({"tools": list(tools)} if tools else {})
     prompting = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": True})
     complete = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": False})
@@ -390,15 +489,23 @@ def text_parts(
         content = messages[turn].get("content")
         is_empty = not content.strip() if isinstance(content, str) else not content
         if is_empty and not messages[turn].get("tool_calls"):
-            got, expected = "an empty turn of the assistant", "something to learn: text, or tool_calls"
+            got, expected = (
+                "an empty turn of the assistant",
+                "something to learn: text, or tool_calls",
+            )
             fix = "Correct the row or leave it out: the model would learn to respond with nothing."
             raise DataError(f"{where}, message {turn}", got=got, expected=expected, fix=fix)
         before = prompting.render(messages[:turn], where=where)
         after = complete.render(messages[: turn + 1], where=where)
         for shorter, longer in ((written, before), (before, after)):
             if not longer.startswith(shorter):
-                i = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
-                change = f"{shorter[i : i + 40]!r} became {longer[i : i + 40]!r} when the turn was added"
+                i = next(
+                    (i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b),
+                    len(longer),
+                )
+                change = (
+                    f"{shorter[i : i + 40]!r} became {longer[i : i + 40]!r} when the turn was added"
+                )
                 expected = "turns that stay as they were written, each learned as the model would have generated it"
                 keys = "data.apply_chat_template_kwargs, or set model.custom_chat_template to a template that only adds"
                 fix = f"Give each response a row of its own that ends with it, change {keys}."
@@ -434,7 +541,9 @@ def conversation(
         is_open = False
         if is_learned:
             # The response reaches up to and with its last end token, or to the end of the part.
-            num_learned = max((place for place, token in enumerate(tokens, 1) if token in end_ids), default=0)
+            num_learned = max(
+                (place for place, token in enumerate(tokens, 1) if token in end_ids), default=0
+            )
             is_open = num_learned == 0
             if is_open:
                 num_learned = len(tokens)
@@ -455,7 +564,14 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     except (ValueError, TypeError, RecursionError) as error:
         tools, wrong = None, f"{shortened(value)} ({error})"
     if wrong is not None:
-        expected = 'a list such as [{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
+        expected = (
+            'a list such as [{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
+        )
         fix = "Correct the row, or name the column that holds the tools with data.tools_key."
-        raise DataError(where, got=f"the tool schema {wrong}, which is no JSON object", expected=expected, fix=fix)
+        raise DataError(
+            where,
+            got=f"the tool schema {wrong}, which is no JSON object",
+            expected=expected,
+            fix=fix,
+        )
     return tools

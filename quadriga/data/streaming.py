@@ -30,22 +30,33 @@ class _Block(RLHFDataset):
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
         config = self.config
-        blocks = read_blocks(file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns)
+        blocks = read_blocks(
+            file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns
+        )
         if (table := next(blocks, None)) is None:
-            raise DataError(str(file), got="no rows", expected="at least one", fix="Leave the file out.")
+            raise DataError(
+                str(file), got="no rows", expected="at least one", fix="Leave the file out."
+            )
         return table
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
         """Have the rows of another block."""
         if new := sorted({*table.columns}.difference(self._columns)):
-            got, fix = f"the column {new[0]!r} behind row {table.first}", "Give the first row of a file all columns."
-            raise DataError(str(table.path), got=got, expected="columns that its first rows have", fix=fix)
+            got, fix = (
+                f"the column {new[0]!r} behind row {table.first}",
+                "Give the first row of a file all columns.",
+            )
+            raise DataError(
+                str(table.path), got=got, expected="columns that its first rows have", fix=fix
+            )
         self._is_open, self.bad_rows = True, bad_lines
         self._tables, self._ends = [table], np.array([len(table)])
         self._rows = self._chosen(-1, is_shuffled=False)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
-        return super()._chosen(max_samples, is_shuffled=is_shuffled) if self._is_open else np.arange(0)
+        return (
+            super()._chosen(max_samples, is_shuffled=is_shuffled) if self._is_open else np.arange(0)
+        )
 
 
 class StreamedDataset(Dataset):
@@ -54,12 +65,24 @@ class StreamedDataset(Dataset):
     Raises DataError: a file is wrong, or one of its rows, when its block is read."""
 
     def __init__(
-        self, data_files: FileNames, tokenizer: Any, config: DataConfig, processor: Any = None, *, is_train: bool = True
+        self,
+        data_files: FileNames,
+        tokenizer: Any,
+        config: DataConfig,
+        processor: Any = None,
+        *,
+        is_train: bool = True,
     ) -> None:
-        self.block = _Block(data_files, tokenizer, config, processor, is_train=is_train)  # the rows in memory
+        self.block = _Block(
+            data_files, tokenizer, config, processor, is_train=is_train
+        )  # the rows in memory
         self.config, self.tokenizer, self.processor = config, tokenizer, self.block.processor
         self._files = [table.path for table in self.block._tables]
-        order = f"shuffled among {config.streaming} at a time" if config.shuffle else "in the order of the files"
+        order = (
+            f"shuffled among {config.streaming} at a time"
+            if config.shuffle
+            else "in the order of the files"
+        )
         print(f"data.streaming: rows are read as they are needed, {order}.", flush=True)
         self._begin(0, 0, 0, 0)
 
@@ -90,7 +113,9 @@ class StreamedDataset(Dataset):
         bad = self._bad_lines if config.on_bad_row == "skip" else None
         while True:
             for number in range(file, len(self._files)):
-                for table in read_blocks(self._files[number], config.streaming, row, bad, config.chat_columns):
+                for table in read_blocks(
+                    self._files[number], config.streaming, row, bad, config.chat_columns
+                ):
                     yield passes, number, table
                 row = 0
             passes, file = passes + 1, 0
@@ -100,7 +125,10 @@ class StreamedDataset(Dataset):
         self._first += len(self.block) if is_next else 0
         passes, number, table = next(self._blocks)
         if passes > self._used + 1:
-            got, fix = "a pass over the files without a row that can be used", "Raise data.max_prompt_length."
+            got, fix = (
+                "a pass over the files without a row that can be used",
+                "Raise data.max_prompt_length.",
+            )
             raise DataError("data.train_files", got=got, expected="at least one", fix=fix)
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
@@ -108,7 +136,9 @@ class StreamedDataset(Dataset):
         self._used = passes if len(self.block) else self._used
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            self._order = np.random.default_rng([self.config.seed, *self._place.values()]).permutation(self._order)
+            self._order = np.random.default_rng(
+                [self.config.seed, *self._place.values()]
+            ).permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
         """The block, the number of its first row, and which files these are."""
@@ -117,8 +147,13 @@ class StreamedDataset(Dataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Read on from there. Raises DataError: the files are others."""
         if state["files"] != self._facts():
-            got, fix = "files of other sizes than those of the checkpoint, or other settings", "Restore them."
-            raise DataError("data.train_files", got=got, expected="the data that the run began with", fix=fix)
+            got, fix = (
+                "files of other sizes than those of the checkpoint, or other settings",
+                "Restore them.",
+            )
+            raise DataError(
+                "data.train_files", got=got, expected="the data that the run began with", fix=fix
+            )
         self._begin(state["passes"], state["file"], state["row"], state["first"])
 
     def _facts(self) -> list[int]:

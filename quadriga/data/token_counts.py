@@ -33,7 +33,9 @@ _ALTERNATIVE = re.compile(rf"(?:{_CLASS}|{_GROUP}|\\.|\((?!\?i:)[^()]*\)|[^|()\[
 _PART = re.compile(rf"({_CLASS}|{_GROUP}|\\[pP]\{{\w+\}}|\\[rnsS]|[\w' /])([?*+]|\{{[\d,]+\}})?\+?")
 _SPACES = (r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]")
 _OF_ASCII = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9", "S": "$+<=>^`|~"}
-_OF_ASCII |= {"P": r"!-#%-*,-/:;?@[-\]_{}"} | dict.fromkeys(("Lt", "Lm", "Lo", "Nl", "No", "M", "Mn", "Mc", "Me"), "")
+_OF_ASCII |= {"P": r"!-#%-*,-/:;?@[-\]_{}"} | dict.fromkeys(
+    ("Lt", "Lm", "Lo", "Nl", "No", "M", "Mn", "Mc", "Me"), ""
+)
 """What a property of Unicode is in ASCII."""
 _SEEN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _ALPHABET = {*map(chr, _SEEN), *map(chr, range(0x100, 0x200 - len(_SEEN)))}
@@ -52,7 +54,9 @@ class TokenCounter:
         self._known = dict[bytes, int]()
         self.cuts = None if self._backend is None else cuts(json.loads(self._backend.to_str()))
         if self.cuts is not None:
-            added = [one.content.encode() for one in self._backend.get_added_tokens_decoder().values()]
+            added = [
+                one.content.encode() for one in self._backend.get_added_tokens_decoder().values()
+            ]
             added.sort(key=len, reverse=True)
             self._added = re.compile(b"|".join(re.escape(one) for one in added))
             self._begins_added = np.isin(np.arange(256), [one[0] for one in added])
@@ -64,7 +68,9 @@ class TokenCounter:
         They are equal, or both at most `limit`, or both above it; with None they are equal."""
         found = np.zeros((len(texts), 2), dtype=np.int64)
         if self.cuts is None:
-            ids = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            ids = self._tokenizer(
+                list(texts), add_special_tokens=False, return_attention_mask=False
+            )["input_ids"]
             found[:] = np.array([len(one) for one in ids], dtype=np.int64)[:, None]
             return found
         if len(self._known) > MAX_PIECES:  # common words are back at once
@@ -86,9 +92,21 @@ class TokenCounter:
         found[:, 0] = np.bincount(owners[is_piece], minlength=len(texts))
         if limit is not None:
             is_piece &= (found[:, 0] <= limit)[owners]
-        buffers = [None, pa.py_buffer(np.append(places, len(together)).astype(np.int32)), pa.py_buffer(together)]
-        pieces = pa.Array.from_buffers(pa.binary(), len(places), buffers).filter(pa.array(is_piece)).dictionary_encode()
-        codes, words, owners = pieces.indices.to_numpy(), pieces.dictionary.to_pylist(), owners[is_piece]
+        buffers = [
+            None,
+            pa.py_buffer(np.append(places, len(together)).astype(np.int32)),
+            pa.py_buffer(together),
+        ]
+        pieces = (
+            pa.Array.from_buffers(pa.binary(), len(places), buffers)
+            .filter(pa.array(is_piece))
+            .dictionary_encode()
+        )
+        codes, words, owners = (
+            pieces.indices.to_numpy(),
+            pieces.dictionary.to_pylist(),
+            owners[is_piece],
+        )
         counts = np.array([*map(self._known.get, words, repeat(0))], dtype=np.int64)
         most, new = counts.copy(), np.flatnonzero(counts == 0)
         most[new] = [_most(words[number]) for number in new.tolist()]
@@ -98,12 +116,18 @@ class TokenCounter:
 
         is_open = np.bincount(owners, minlength=len(texts)) > 0
         found[is_open] = np.stack([sums(np.maximum(counts, 1)), sums(most)], axis=1)[is_open]
-        is_open &= found[:, 0] < found[:, 1] if limit is None else (found[:, 0] <= limit) & (found[:, 1] > limit)
+        is_open &= (
+            found[:, 0] < found[:, 1]
+            if limit is None
+            else (found[:, 0] <= limit) & (found[:, 1] > limit)
+        )
         is_asked = np.zeros(len(words), dtype=bool)
         is_asked[codes[is_open[owners]]] = True
         asked = np.flatnonzero(is_asked & (counts == 0))
         unseen = [words[number] for number in asked.tolist()]
-        encodings = self._backend.encode_batch_fast([one.decode() for one in unseen], add_special_tokens=False)
+        encodings = self._backend.encode_batch_fast(
+            [one.decode() for one in unseen], add_special_tokens=False
+        )
         counts[asked] = [*map(len, encodings)]
         seen = zip(unseen, counts[asked].tolist(), strict=True)
         self._known |= {one: count for one, count in seen if len(one) <= _MAX_LENGTH}
@@ -138,12 +162,17 @@ def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     `_BETWEEN` and `_BEFORE` at `256 * first + second` of two bytes. None: all texts have to be tokenized."""
     alternatives = _alternatives(_pattern(description))
     # White space but its last space is taken, and that one where nothing else does.
-    if not {(one,) for one in _SPACES[:2]} <= {tuple(part.text for part in parts) for parts in alternatives}:
+    if not {(one,) for one in _SPACES[:2]} <= {
+        tuple(part.text for part in parts) for parts in alternatives
+    }:
         return None
     # A match that holds a space has one, at its beginning, or is white space alone.
     if any(part.takes[_SPACE] for _, *others in alternatives for part in others):
         return None
-    if any(one.takes[_SPACE] and one.is_repeated and one.text not in _SPACES for one, *_ in alternatives):
+    if any(
+        one.takes[_SPACE] and one.is_repeated and one.text not in _SPACES
+        for one, *_ in alternatives
+    ):
         return None
     table, word = np.zeros((256, 256), dtype=np.uint8), np.zeros(256, dtype=bool)
     # Of the characters beyond ASCII those that are surely no white space.
@@ -168,15 +197,29 @@ def _pattern(description: Mapping[str, Any]) -> str:
     for token in description.get("added_tokens", ()):
         content = token["content"]
         is_composed = token["normalized"] and not content.isascii()
-        if is_composed or re.search(r"\s", content) or token["lstrip"] or token["rstrip"] or token["single_word"]:
+        if (
+            is_composed
+            or re.search(r"\s", content)
+            or token["lstrip"]
+            or token["rstrip"]
+            or token["single_word"]
+        ):
             return ""
     last = description.get("pre_tokenizer") or {"type": None}
     *splits, last = last.get("pretokenizers", [last])
-    if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) + last["use_regex"] != 1:
+    if (
+        last["type"] != "ByteLevel"
+        or last["add_prefix_space"]
+        or len(splits) + last["use_regex"] != 1
+    ):
         return ""
     if not splits:
         return _GPT2
-    is_plain = splits[0]["type"] == "Split" and splits[0]["behavior"] == "Isolated" and not splits[0]["invert"]
+    is_plain = (
+        splits[0]["type"] == "Split"
+        and splits[0]["behavior"] == "Isolated"
+        and not splits[0]["invert"]
+    )
     return splits[0]["pattern"].get("Regex", "") if is_plain else ""
 
 
@@ -205,9 +248,13 @@ class _Part(NamedTuple):
             return cls(text, np.ones(128, dtype=bool))
         plain = re.sub(r"\\p\{(\w+)\}", lambda name: _OF_ASCII[name[1]], base)
         # With a character beyond ASCII no class is empty.
-        matches = re.compile(f"{plain[:-1]}\uffff]" if base.startswith("[") else f"[{plain}\uffff]").match
+        matches = re.compile(
+            f"{plain[:-1]}\uffff]" if base.startswith("[") else f"[{plain}\uffff]"
+        ).match
         takes = np.array([matches(chr(code)) is not None for code in range(128)])
-        return cls(text, takes, is_free, times[:1] in ("*", "?") or times.startswith("{0"), is_repeated)
+        return cls(
+            text, takes, is_free, times[:1] in ("*", "?") or times.startswith("{0"), is_repeated
+        )
 
 
 def _alternatives(pattern: str) -> list[list[_Part]]:
@@ -215,7 +262,9 @@ def _alternatives(pattern: str) -> list[list[_Part]]:
     found = _ALTERNATIVE.findall(pattern)
     if "|".join(found) != pattern:
         return []
-    parsed = [[one] if one in _SPACES else [part[0] for part in _PART.finditer(one)] for one in found]
+    parsed = [
+        [one] if one in _SPACES else [part[0] for part in _PART.finditer(one)] for one in found
+    ]
     whole = zip(parsed, found, strict=True)
     return [[*map(_Part.of, parts if "".join(parts) == one else [""])] for parts, one in whole]
 

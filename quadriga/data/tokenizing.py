@@ -24,7 +24,9 @@ def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training."""
     # By its name in the package, which imports it here: torch comes with it, and counting tokens needs none.
     # Its annotation admits None, for installations without the package tokenizers, which transformers requires.
-    return cast(PreTrainedTokenizerBase, transformers.AutoTokenizer.from_pretrained(path, **options))
+    return cast(
+        PreTrainedTokenizerBase, transformers.AutoTokenizer.from_pretrained(path, **options)
+    )
 
 
 def load_tokenizer(
@@ -36,41 +38,73 @@ def load_tokenizer(
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        where, expected = f"tokenizer {path}", "a folder or hub name with a tokenizer that transformers can load"
+        where, expected = (
+            f"tokenizer {path}",
+            "a folder or hub name with a tokenizer that transformers can load",
+        )
         fix = "Check data.tokenizer and actor_rollout_ref.model.path."
-        raise DataError(where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix) from error
+        raise DataError(
+            where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix
+        ) from error
     if chat_template is not None:
         try:
             is_text = "{" in chat_template
-            tokenizer.chat_template = chat_template if is_text else Path(chat_template).expanduser().read_text("utf-8")
+            tokenizer.chat_template = (
+                chat_template if is_text else Path(chat_template).expanduser().read_text("utf-8")
+            )
         except (OSError, UnicodeDecodeError) as error:
-            got, expected = f"{chat_template!r} ({error})", "a chat template in Jinja, or a file with one"
+            got, expected = (
+                f"{chat_template!r} ({error})",
+                "a chat template in Jinja, or a file with one",
+            )
             raise DataError(_TEMPLATE, got=got, expected=expected, fix="Check the path.") from error
     check_tokenizer(tokenizer, str(path))
     return tokenizer
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False
+) -> None:
     """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
     Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere."""
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         where = f"tokenizer {name}"
-        got = "a vocabulary without a token: what transformers makes of a folder without a tokenizer"
+        got = (
+            "a vocabulary without a token: what transformers makes of a folder without a tokenizer"
+        )
         fix = "Copy them there, or set data.tokenizer to a folder that has them."
-        raise DataError(where, got=got, expected="tokenizer.json, or the files of another kind of tokenizer", fix=fix)
+        raise DataError(
+            where,
+            got=got,
+            expected="tokenizer.json, or the files of another kind of tokenizer",
+            fix=fix,
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             got = "neither a pad token nor an end-of-sequence token"
             fix = 'Set "pad_token" in its tokenizer_config.json.'
             raise DataError(f"tokenizer {name}", got=got, expected="at least one of them", fix=fix)
         tokenizer.pad_token = tokenizer.eos_token
-        print(f"tokenizer {name}: it has no pad token; {tokenizer.eos_token!r}, the end of sequence, pads.", flush=True)
+        print(
+            f"tokenizer {name}: it has no pad token; {tokenizer.eos_token!r}, the end of sequence, pads.",
+            flush=True,
+        )
     if not (has_template or tokenizer.chat_template):
-        where, fix = f"tokenizer {name}", f"Set {_TEMPLATE}, or use the tokenizer of an instruct model."
-        raise DataError(where, got="no chat template", expected="one, to turn chat messages into text", fix=fix)
+        where, fix = (
+            f"tokenizer {name}",
+            f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
+        )
+        raise DataError(
+            where, got="no chat template", expected="one, to turn chat messages into text", fix=fix
+        )
     if not has_template and _ignores_messages(tokenizer):
-        got = f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say"
-        expected, fix = "one that writes their content", f"Correct it, or set {_TEMPLATE} to another one."
+        got = (
+            f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say"
+        )
+        expected, fix = (
+            "one that writes their content",
+            f"Correct it, or set {_TEMPLATE} to another one.",
+        )
         raise DataError(f"chat template of tokenizer {name}", got=got, expected=expected, fix=fix)
 
 
@@ -95,20 +129,30 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     prompt = chat_in_json(prompt) or prompt
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    roles = [isinstance(one, Mapping) and one.get("role") for one in prompt] if isinstance(prompt, Sequence) else []
+    roles = (
+        [isinstance(one, Mapping) and one.get("role") for one in prompt]
+        if isinstance(prompt, Sequence)
+        else []
+    )
     if not roles or not all(isinstance(role, str) for role in roles):
         expected = 'text, or a list of messages such as [{"role": "user", "content": "..."}]'
         fix = f"Correct the row, or set data.{key} to the column that holds the chat."
-        raise DataError(where, got=f"the {key[:-4]} {shortened(prompt)}", expected=expected, fix=fix)
+        raise DataError(
+            where, got=f"the {key[:-4]} {shortened(prompt)}", expected=expected, fix=fix
+        )
     # A column of a parquet file gives each message the keys of all; those without a value were never meant.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    messages = [
+        {key: value for key, value in message.items() if value is not None} for message in prompt
+    ]
     for number, message in enumerate(messages):
         parts = message.get("content")
         if not isinstance(parts, Sequence) and (parts is not None or not message.get("tool_calls")):
             got, expected = shortened(message), "a content that is text, or a list of parts"
             fix = 'Give it a text, "" if need be.'
             raise DataError(f"{where}, message {number}", got=got, expected=expected, fix=fix)
-        if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
+        if isinstance(parts, list) and all(
+            isinstance(one, Mapping) and one.get("type") == "text" for one in parts
+        ):
             message["content"] = "".join(str(one.get("text") or "") for one in parts)
     return messages
 
@@ -121,7 +165,10 @@ def chat_in_json(value: Any) -> Messages:
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return []
-    is_chat = all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in chat)
+    is_chat = all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
+        for one in chat
+    )
     return chat if is_chat else []
 
 
@@ -131,15 +178,26 @@ class ChatEncoder:
     `template_kwargs`: arguments for the chat template. Unless they say otherwise a turn of the assistant is opened, or
     continued where the messages end with one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
-        for key in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        for key in (
+            "tokenize",
+            "return_tensors",
+            "return_dict",
+            "padding",
+            "truncation",
+            "max_length",
+        ):
             if key in template_kwargs:
                 where, got = f"data.apply_chat_template_kwargs.{key}", repr(template_kwargs[key])
                 fix = "Remove it: how prompts are tokenized, cut and padded is decided by the keys of `data`."
                 raise DataError(where, got=got, expected="arguments for the template only", fix=fix)
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
-        self._may_continue = {"add_generation_prompt", "continue_final_message"}.isdisjoint(template_kwargs)
+        self._may_continue = {"add_generation_prompt", "continue_final_message"}.isdisjoint(
+            template_kwargs
+        )
         self._roles = {"system", "user", "assistant", "tool"}
 
     def render(self, messages: Messages, *, where: str) -> str:
@@ -149,7 +207,9 @@ class ChatEncoder:
                 if problem := self._refusal(role):
                     fix = "Correct the row, or the template."
                     got, place = f"the role {role!r}, {problem}", f"{where}, message {number}"
-                    raise DataError(place, got=got, expected="a role that the chat template writes", fix=fix)
+                    raise DataError(
+                        place, got=got, expected="a role that the chat template writes", fix=fix
+                    )
                 self._roles.add(role)
         return self._written(messages, where)
 
@@ -192,7 +252,9 @@ class ChatEncoder:
         """The token ids of each rendered text; the template has already written the special tokens."""
         if not texts:
             return []  # which transformers refuses
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
 
     @cached_property
     def counter(self) -> TokenCounter:
@@ -203,7 +265,11 @@ class ChatEncoder:
         """Changes whenever the ids of some prompt could."""
         tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
-        slow = [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+        slow = [
+            type(tokenizer).__qualname__,
+            sorted(tokenizer.get_vocab().items()),
+            tokenizer.special_tokens_map,
+        ]
         facts = {
             "rows": 2,  # raised when rows become messages in another way
             "transformers": transformers.__version__,

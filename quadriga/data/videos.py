@@ -46,7 +46,9 @@ class Video:
     fps: float | None  # frames for each second; None: not known, they are taken as they are
     height: int
     width: int
-    read: Callable[[Sequence[int]], Iterator[np.ndarray]]  # frames [H, W, 3] uint8 with these numbers, which rise
+    read: Callable[
+        [Sequence[int]], Iterator[np.ndarray]
+    ]  # frames [H, W, 3] uint8 with these numbers, which rise
     source: Path | io.BytesIO | None = None  # the file, or its bytes; None: it came as frames
     seconds: float | None = None  # that a file lasts; None: as `fps` says
 
@@ -59,17 +61,29 @@ class Clip:
     fps: float  # frames for each second of the video
     num_frames: int  # of the video
     size: tuple[int, int]  # height and width in pixels, as resized
-    frames: torch.Tensor | None = None  # [T, 3, H, W] uint8, resized; None where they are only counted
+    frames: torch.Tensor | None = (
+        None  # [T, 3, H, W] uint8, resized; None where they are only counted
+    )
 
     @classmethod
     def of(cls, frames: torch.Tensor, told: Mapping[str, Any]) -> "Clip":
         """The clip of these frames and of its `metadata()`."""
         height, width = frames.shape[-2:]
-        return cls(tuple(told["frames_indices"]), told["fps"], told["total_num_frames"], (height, width), frames)
+        return cls(
+            tuple(told["frames_indices"]),
+            told["fps"],
+            told["total_num_frames"],
+            (height, width),
+            frames,
+        )
 
     def metadata(self) -> dict[str, Any]:
         """As transformers and vLLM name it."""
-        facts = {"total_num_frames": self.num_frames, "fps": self.fps, "duration": self.num_frames / self.fps}
+        facts = {
+            "total_num_frames": self.num_frames,
+            "fps": self.fps,
+            "duration": self.num_frames / self.fps,
+        }
         return facts | {"frames_indices": list(self.indices), "do_sample_frames": False}
 
 
@@ -85,8 +99,12 @@ class FrameRules:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     scale: float = 1 / 255  # of a pixel's value, before `mean` and `std` of the three colors
-    are_apart: bool = False  # whether each pair of frames stands in the prompt by itself, beside its time
-    counts_all: bool = False  # whether `min_pixels` and `max_pixels` bound all frames together; else each frame
+    are_apart: bool = (
+        False  # whether each pair of frames stands in the prompt by itself, beside its time
+    )
+    counts_all: bool = (
+        False  # whether `min_pixels` and `max_pixels` bound all frames together; else each frame
+    )
     fps: float = _FPS
     min_frames: int = _LEAST
     max_frames: int = _MOST
@@ -108,8 +126,14 @@ class FrameRules:
             merge_size=told.get("merge_size") or 2,
             min_pixels=told.get("min_pixels") or size.get("shortest_edge") or low,
             max_pixels=told.get("max_pixels") or size.get("longest_edge") or high,
-            mean=tuple(told.get("image_mean") or ([default] * 3 if default else (0.48145466, 0.4578275, 0.40821073))),
-            std=tuple(told.get("image_std") or ([default] * 3 if default else (0.26862954, 0.26130258, 0.27577711))),
+            mean=tuple(
+                told.get("image_mean")
+                or ([default] * 3 if default else (0.48145466, 0.4578275, 0.40821073))
+            ),
+            std=tuple(
+                told.get("image_std")
+                or ([default] * 3 if default else (0.26862954, 0.26130258, 0.27577711))
+            ),
             scale=told.get("rescale_factor") or 1 / 255,
             are_apart=kind in APART,
             counts_all=kind in APART,
@@ -119,8 +143,16 @@ class FrameRules:
             max_frames=told.get("max_frames") or _MOST,
         )
         if is_glm and (given := {"min_frames", "max_frames"} & options.keys()):
-            where, got = f"data.mm_processor_kwargs.{min(given)}", f"a value, for a model of type {kind}"
-            raise DataError(where, got=got, expected="fps, by which alone it takes frames", fix="Leave the key out.")
+            where, got = (
+                f"data.mm_processor_kwargs.{min(given)}",
+                f"a value, for a model of type {kind}",
+            )
+            raise DataError(
+                where,
+                got=got,
+                expected="fps, by which alone it takes frames",
+                fix="Leave the key out.",
+            )
         if {"min_pixels", "max_pixels"} & options.keys():
             # These keys bound an image, and so a frame.
             rules = replace(rules, counts_all=False)
@@ -139,9 +171,13 @@ class FrameRules:
         clip = self.clip(video, where=where)
 
         def decode() -> torch.Tensor:
-            return torch.cat([self._resized(frame, clip.size) for frame in video.read(clip.indices)])
+            return torch.cat(
+                [self._resized(frame, clip.size) for frame in video.read(clip.indices)]
+            )
 
-        frames = DECODED.get(video.source, (clip.indices, clip.size), decode, lambda one: one.nbytes)
+        frames = DECODED.get(
+            video.source, (clip.indices, clip.size), decode, lambda one: one.nbytes
+        )
         return replace(clip, frames=frames)
 
     def grid(self, clip: Clip) -> tuple[int, int, int]:
@@ -164,9 +200,14 @@ class FrameRules:
         size, merged, pixels = self.temporal_patch_size, self.merge_size, self.patch_size
         missing = time * size - len(clip.frames)
         frames = torch.cat((clip.frames, clip.frames[-1:].expand(missing, -1, -1, -1))).float()
-        mean, std = (torch.tensor(values)[:, None, None] * (1.0 / self.scale) for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values)[:, None, None] * (1.0 / self.scale)
+            for values in (self.mean, self.std)
+        )
         frames = (frames - mean) / std
-        blocks = frames.view(time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels)
+        blocks = frames.view(
+            time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels
+        )
         ordered = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return ordered.reshape(time * height * width, 3 * size * pixels**2)
 
@@ -183,7 +224,9 @@ class FrameRules:
             found = np.unique(places.clip(max=last).astype(int)).tolist()
             return tuple(found + found[-1:] * (len(found) % 2))
         if self.are_apart:
-            count = min(max(int(num_frames / fps * self.fps), self.min_frames), self.max_frames, num_frames)
+            count = min(
+                max(int(num_frames / fps * self.fps), self.min_frames), self.max_frames, num_frames
+            )
             return tuple(np.linspace(0, num_frames - 1, count).round().astype(int).tolist())
         size = self.temporal_patch_size
         most = min(self.max_frames, num_frames) // size * size
@@ -198,18 +241,24 @@ class FrameRules:
         low, high = self.min_pixels, self.max_pixels
         if self.are_apart:
             times = num_frames
-            rounded = max(1, round(num_frames / self.temporal_patch_size)) * self.temporal_patch_size
+            rounded = (
+                max(1, round(num_frames / self.temporal_patch_size)) * self.temporal_patch_size
+            )
             low, high = (low, high) if self.counts_all else (low * rounded, high * rounded)
             if min(height, width) < factor:
                 scale = max(factor / height, factor / width)
                 height, width = int(height * scale), int(width * scale)
         if max(height, width) > _MAX_RATIO * min(height, width):
             got, fix = f"frames of {height} by {width} pixels", "Crop or leave out the video."
-            raise DataError(where, got=got, expected=f"sides that differ at most {_MAX_RATIO} times", fix=fix)
+            raise DataError(
+                where, got=got, expected=f"sides that differ at most {_MAX_RATIO} times", fix=fix
+            )
         rows, columns = (round(side / factor) * factor for side in (height, width))
         if rounded * rows * columns > high:
             by = math.sqrt(times * height * width / high)
-            rows, columns = (max(factor, math.floor(side / by / factor) * factor) for side in (height, width))
+            rows, columns = (
+                max(factor, math.floor(side / by / factor) * factor) for side in (height, width)
+            )
         elif rounded * rows * columns < low:
             by = math.sqrt(low / (times * height * width))
             rows, columns = (math.ceil(side * by / factor) * factor for side in (height, width))
@@ -225,7 +274,9 @@ class FrameRules:
 
 def video_settings(path: str | Path) -> dict[str, Any]:
     """Of the video processor in a model's folder or on the hub; empty: it says nothing."""
-    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    quiet = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+    }
     for name in FILES:
         if (found := cached_file(path, name, **quiet)) is not None:
             told = json.loads(Path(found).read_text(encoding="utf-8"))
@@ -244,33 +295,47 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
     `where`: the row, the column and the number of the video, for errors.
     Raises DataError: it is none of these, is not there, is no video that can be read, or has no frame."""
     fps = None
-    while isinstance(value, Mapping) and all(value.get(name) is None for name in ("bytes", "path", "url")):
+    while isinstance(value, Mapping) and all(
+        value.get(name) is None for name in ("bytes", "path", "url")
+    ):
         given = {name: one for name, one in value.items() if one is not None}
         fps, names = given.pop("fps", fps), list(given)
         if names not in (["video"], ["frames"]):
             fix = "How many frames are taken, and how large, say data.mm_processor_kwargs for all videos."
-            raise DataError(where, got=f"a video with {', '.join(names) or 'nothing'}", expected=_FORMS, fix=fix)
+            raise DataError(
+                where, got=f"a video with {', '.join(names) or 'nothing'}", expected=_FORMS, fix=fix
+            )
         value = given[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        raise DataError(where, got=f"fps {shortened(fps)}", expected="frames for each second, above 0")
+        raise DataError(
+            where, got=f"fps {shortened(fps)}", expected="frames for each second, above 0"
+        )
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return _from_list(list(value), fps, folder, where)
     if isinstance(value, np.ndarray | torch.Tensor):
         return _from_array(np.asarray(value), fps, where)
     if fps is not None:
-        fix = "Leave it out; data.mm_processor_kwargs.fps says how many frames of a second are taken."
-        raise DataError(where, got="fps beside a file", expected="a file, which says it itself", fix=fix)
+        fix = (
+            "Leave it out; data.mm_processor_kwargs.fps says how many frames of a second are taken."
+        )
+        raise DataError(
+            where, got="fps beside a file", expected="a file, which says it itself", fix=fix
+        )
     return _from_file(source_of(value, folder, where, "video", _FORMS), where)
 
 
 def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
     if not values:
-        raise DataError(where, got="a video without frames", expected="at least one frame", fix="Leave it out.")
+        raise DataError(
+            where, got="a video without frames", expected="at least one frame", fix="Leave it out."
+        )
     if isinstance(values[0], Sequence | np.ndarray) and not isinstance(values[0], str | bytes):
         try:
             return _from_array(np.asarray(values), fps, where)
         except ValueError as error:
-            raise DataError(where, got=f"a video of uneven lists ({error})", expected=_FORMS) from error
+            raise DataError(
+                where, got=f"a video of uneven lists ({error})", expected=_FORMS
+            ) from error
     named = [(value, f"{where}, frame {number}") for number, value in enumerate(values)]
     sizes = {picture_size(value, folder=folder, where=place) for value, place in named}
     if len(sizes) > 1:
@@ -295,7 +360,9 @@ def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
         expected = "[T, H, W, 3] or [T, 3, H, W] of numbers from 0 to 255, with at least one frame"
         raise DataError(where, got=got, expected=expected, fix="Correct or leave out the row.")
     num_frames, height, width, _ = array.shape
-    return Video(num_frames, fps, height, width, lambda indices: (array[index] for index in indices))
+    return Video(
+        num_frames, fps, height, width, lambda indices: (array[index] for index in indices)
+    )
 
 
 def _from_file(source: Path | io.BytesIO, where: str) -> Video:
@@ -315,11 +382,15 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
     return Video(count, fps, height, width, read, source, count / fps)
 
 
-def _frames(source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str) -> Iterator[np.ndarray]:
+def _frames(
+    source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str
+) -> Iterator[np.ndarray]:
     with _decoding(source, where) as (container, stream):
         stream.thread_type = "AUTO"
         start, unit = stream.start_time or 0, float(stream.time_base)
-        entries = getattr(stream, "index_entries", ())  # older versions of PyAV have none, and some files
+        entries = getattr(
+            stream, "index_entries", ()
+        )  # older versions of PyAV have none, and some files
         keys = [round((one.timestamp - start) * unit * fps) for one in entries if one.is_keyframe]
         frames, frame, place = container.decode(stream), None, -1
         for index in indices:
@@ -332,7 +403,9 @@ def _frames(source: Path | io.BytesIO, fps: float, indices: Sequence[int], where
                 place = place + 1 if frame.pts is None else round((frame.pts - start) * unit * fps)
             if frame is None or place < index - fps:  # rounded times may be off at the end
                 got = f"a video that breaks off at frame {place + 1}, before frame {index} ({_named(source)})"
-                raise DataError(where, got=got, expected="a whole file", fix="Correct or leave out the row.")
+                raise DataError(
+                    where, got=got, expected="a whole file", fix="Correct or leave out the row."
+                )
             yield _upright(frame)
 
 
@@ -348,7 +421,10 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
     try:
         import av
     except ImportError as error:
-        got, fix = "a video file, without PyAV to read it", "pip install -e '.[video]', or give its frames as images."
+        got, fix = (
+            "a video file, without PyAV to read it",
+            "pip install -e '.[video]', or give its frames as images.",
+        )
         raise DataError(where, got=got, expected="it", fix=fix) from error
 
     if isinstance(source, io.BytesIO):
@@ -357,14 +433,18 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
         with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
             if not container.streams.video:
                 got = f"a file without a video stream ({_named(source)})"
-                raise DataError(where, got=got, expected="a video", fix="Correct or leave out the row.")
+                raise DataError(
+                    where, got=got, expected="a video", fix="Correct or leave out the row."
+                )
             yield container, container.streams.video[0]
     except (av.error.FFmpegError, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         got = f"{_named(source)}, which is no video that can be read ({error})"
         fix = "Correct or leave out the row."
-        raise DataError(where, got=got, expected="a whole file of a format that FFmpeg knows", fix=fix) from error
+        raise DataError(
+            where, got=got, expected="a whole file of a format that FFmpeg knows", fix=fix
+        ) from error
 
 
 def _named(source: Path | io.BytesIO) -> str:

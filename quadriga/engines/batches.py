@@ -31,7 +31,9 @@ class MicroBatching:
     """How a mini-batch is cut."""
 
     num_sequences: int | None  # rows in a micro-batch, or None to cut by tokens
-    max_tokens: int  # packed tokens in a micro-batch when cutting by tokens; a longer row goes alone
+    max_tokens: (
+        int  # packed tokens in a micro-batch when cutting by tokens; a longer row goes alone
+    )
     share_prompts: bool = True  # whether rows with the same prompt count (and compute) it once
 
 
@@ -39,13 +41,19 @@ class MicroBatching:
 class Passes:
     """How often and in what pieces a batch is learned from."""
 
-    mini_batch_size: int  # rows that one optimizer step takes, of all ranks together; the last may be smaller
+    mini_batch_size: (
+        int  # rows that one optimizer step takes, of all ranks together; the last may be smaller
+    )
     num_epochs: int  # passes over the batch
     micro: MicroBatching  # how a mini-batch is cut to fit in memory
-    shuffle_seed: int | None = None  # rows are shuffled from this seed before each pass, or None to keep their order
+    shuffle_seed: int | None = (
+        None  # rows are shuffled from this seed before each pass, or None to keep their order
+    )
 
     @classmethod
-    def of(cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool) -> "Passes":
+    def of(
+        cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool
+    ) -> "Passes":
         """The passes that a role's section asks for, with `rows_per_prompt` rows for each prompt that
         `ppo_mini_batch_size` counts. Each training step has shuffles of its own."""
         num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
@@ -53,7 +61,9 @@ class Passes:
             mini_batch_size=config.ppo_mini_batch_size * rows_per_prompt,
             num_epochs=config.ppo_epochs,
             micro=MicroBatching(num_sequences, config.ppo_max_token_len_per_gpu, share_prompts),
-            shuffle_seed=config.data_loader_seed + step * config.ppo_epochs if config.shuffle else None,
+            shuffle_seed=config.data_loader_seed + step * config.ppo_epochs
+            if config.shuffle
+            else None,
         )
 
 
@@ -72,7 +82,12 @@ def mini_batches(
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_all:
         got = f"numbers from {int(numbers.min())} to {int(numbers.max())} in a batch of {num_all} rows"
         fix = "Number the rows after the last one was added or removed."
-        raise EngineError("column row_index", got=got, expected=f"each number from 0 to {num_all - 1} once", fix=fix)
+        raise EngineError(
+            "column row_index",
+            got=got,
+            expected=f"each number from 0 to {num_all - 1} once",
+            fix=fix,
+        )
     for epoch in range(passes.num_epochs):
         places = numbers
         if passes.shuffle_seed is not None:
@@ -96,7 +111,11 @@ class RowLength:
 
 
 def micro_batches(
-    rows: Sequence[RowLength], how: MicroBatching, *, num_at_least: int = 0, attention_tokens: float = math.inf
+    rows: Sequence[RowLength],
+    how: MicroBatching,
+    *,
+    num_at_least: int = 0,
+    attention_tokens: float = math.inf,
 ) -> list[list[int]]:
     """Indices of the rows of each micro-batch; each of the [b] rows is in exactly one, and none is empty. By tokens the
     costliest come first: the k-th ones of several ranks, which wait for each other, are then alike, and memory that is
@@ -114,11 +133,19 @@ def micro_batches(
         if num * how.num_sequences - len(rows) < how.num_sequences:
             # As many as it must be: full ones, and what is left.
             size = how.num_sequences
-            return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
-        return [list(range(len(rows) * part // num, len(rows) * (part + 1) // num)) for part in range(num)]
+            return [
+                list(range(start, min(start + size, len(rows))))
+                for start in range(0, len(rows), size)
+            ]
+        return [
+            list(range(len(rows) * part // num, len(rows) * (part + 1) // num))
+            for part in range(num)
+        ]
     units = _units(rows, how, num_at_least, attention_tokens)
     batches = _deal(sorted(units, key=attrgetter("order")), how.max_tokens, num_at_least)
-    batches.sort(key=lambda batch: (-sum(unit.cost for unit in batch), min(unit.first for unit in batch)))
+    batches.sort(
+        key=lambda batch: (-sum(unit.cost for unit in batch), min(unit.first for unit in batch))
+    )
     return [
         [index for unit in sorted(batch, key=attrgetter("first")) for index in sorted(unit.members)]
         for batch in batches
@@ -128,7 +155,9 @@ def micro_batches(
 class _Unit:
     """Rows that stay together: responses to one prompt, the longest first, or one row. The cost is in tokens."""
 
-    def __init__(self, rows: Sequence[RowLength], members: Sequence[int], attention_tokens: float) -> None:
+    def __init__(
+        self, rows: Sequence[RowLength], members: Sequence[int], attention_tokens: float
+    ) -> None:
         self.members = sorted(members, key=lambda index: (-rows[index].num_response_tokens, index))
         self.first = min(members)
         prompt = rows[self.members[0]].num_prompt_tokens
@@ -140,7 +169,9 @@ class _Unit:
         self.order = (-self.cost, -self.num_tokens, responses, self.first)
 
 
-def _units(rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, attention_tokens: float) -> list[_Unit]:
+def _units(
+    rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, attention_tokens: float
+) -> list[_Unit]:
     """The rows in units: whole groups where they fit, and at least so many as micro-batches are needed."""
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
@@ -153,13 +184,18 @@ def _units(rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, att
             continue
         # A group that does not fit is cut, its longest rows first; each part computes the prompt anew.
         prompt = rows[members[0]].num_prompt_tokens
-        for part in _first_fit([rows[index].num_response_tokens for index in unit.members], how.max_tokens - prompt):
+        for part in _first_fit(
+            [rows[index].num_response_tokens for index in unit.members], how.max_tokens - prompt
+        ):
             units.append(_Unit(rows, [unit.members[number] for number in part], attention_tokens))
     while len(units) < num_at_least:
         # There are more rows than units, so one has several.
         largest = min((unit for unit in units if len(unit.members) > 1), key=attrgetter("order"))
         units.remove(largest)
-        units += [_Unit(rows, half, attention_tokens) for half in (largest.members[::2], largest.members[1::2])]
+        units += [
+            _Unit(rows, half, attention_tokens)
+            for half in (largest.members[::2], largest.members[1::2])
+        ]
     return units
 
 
@@ -193,7 +229,9 @@ def _deal(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[li
         num = (low + high) // 2
         parts = Parts([max_tokens] * num)
         # Each unit goes into the cheapest micro-batch that has room; one that is larger than the budget goes alone.
-        given = (parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) for unit in units)
+        given = (
+            parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) for unit in units
+        )
         if all(part is not None for part in given):
             best, high = parts.items, num
         elif low < high:

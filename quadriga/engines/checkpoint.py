@@ -45,7 +45,9 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
-State = Mapping[str, torch.Tensor]  # tensors by name, plain where one rank holds them whole, DTensors where several do
+State = Mapping[
+    str, torch.Tensor
+]  # tensors by name, plain where one rank holds them whole, DTensors where several do
 Written = list[list[WriteResult]]  # the chunks that a rank has written, folder by folder
 _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
@@ -60,7 +62,9 @@ class StateWriter:
         self._rest: Callable[[list[Written]], Written] | None = None
         """What is left to do, in a thread too, once all ranks have written their chunks."""
 
-    def start(self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None) -> None:
+    def start(
+        self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None
+    ) -> None:
         """Copy what this rank is to write, and begin to write it. The state may be changed when this returns.
 
         Args:
@@ -75,7 +79,9 @@ class StateWriter:
             self._thread = in_background(lambda: [part.write() for part in parts], "checkpoint")
             self._rest = rest
         else:
-            self._thread = in_background(lambda: rest([[part.write() for part in parts]]), "checkpoint")
+            self._thread = in_background(
+                lambda: rest([[part.write() for part in parts]]), "checkpoint"
+            )
 
     def is_written(self, *, wait: bool = False) -> bool:
         """Whether the last state is complete on disk, on all ranks; with `wait`, it is when this returns. Raises
@@ -96,11 +102,16 @@ class StateWriter:
                 return False
             rest, self._thread, self._rest = self._rest, None, None
             if rest is not None:
-                self._thread = in_background(partial(rest, [written for _, written, _ in outcomes]), "checkpoint")
+                self._thread = in_background(
+                    partial(rest, [written for _, written, _ in outcomes]), "checkpoint"
+                )
         return True
 
     def _complete(
-        self, parts: "Sequence[_Part]", afterwards: Callable[[], None] | None, written: list[Written]
+        self,
+        parts: "Sequence[_Part]",
+        afterwards: Callable[[], None] | None,
+        written: list[Written],
     ) -> Written:
         if self.world.is_first:
             for number, part in enumerate(parts):
@@ -136,7 +147,9 @@ def explained(where: Path) -> Iterator[None]:
         told = told or error
         named = Path(told.filename) if isinstance(told, OSError) and told.filename else where
         reason = f"{type(told).__name__}: {told}".strip().partition("\n")[0]
-        raise CheckpointError(str(named), got=reason, expected="room and permission to write it") from error
+        raise CheckpointError(
+            str(named), got=reason, expected="room and permission to write it"
+        ) from error
 
 
 class _Part(DefaultSavePlanner):
@@ -145,7 +158,9 @@ class _Part(DefaultSavePlanner):
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
         super().__init__(**_UNSHARDED)
         self.folder = folder
-        self._writer: Any = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
+        self._writer: Any = FileSystemWriter(
+            folder, single_file_per_rank=True, thread_count=1, sync_files=True
+        )
         # Files have neither a path, which changes when the checkpoint gets its name, nor a random number.
         self._writer.storage_meta = StorageMeta
         self._writer.set_up_storage_writer(world.is_first)
@@ -187,7 +202,9 @@ class _Part(DefaultSavePlanner):
         num_written = len(found.listed.storage_data)
         if num_written != num_planned:
             expected = f"the {num_planned} that were planned"
-            raise CheckpointError(str(self.folder), got=f"{num_written} chunks written", expected=expected)
+            raise CheckpointError(
+                str(self.folder), got=f"{num_written} chunks written", expected=expected
+            )
 
 
 def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
@@ -201,7 +218,9 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
         if not (folder / METADATA).is_file():
             got = "no such part of the checkpoint"
             fix = f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it."
-            raise CheckpointError(str(folder), got=got, expected=f"{folder.name!r}, as load_contents says", fix=fix)
+            raise CheckpointError(
+                str(folder), got=got, expected=f"{folder.name!r}, as load_contents says", fix=fix
+            )
         reader = ChunkReader(folder)
     except CheckpointError as found:
         error = found
@@ -214,24 +233,35 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
 
 
 def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size]) -> None:
-    sizes = {name: getattr(entry, "size", None) for name, entry in listed.state_dict_metadata.items()}
+    sizes = {
+        name: getattr(entry, "size", None) for name, entry in listed.state_dict_metadata.items()
+    }
     # What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`.
     kinds, expected_kinds = (
-        {name.split(".")[1] for name in names if name.startswith("optimizer.")} for names in (sizes, shapes)
+        {name.split(".")[1] for name in names if name.startswith("optimizer.")}
+        for names in (sizes, shapes)
     )
     if kinds != expected_kinds:
         got = f"what another optimizer keeps: {', '.join(sorted(kinds)) or 'nothing'}"
         fix = "Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' out of "
         fix += "checkpoint.load_contents: it then starts anew."
-        raise CheckpointError(str(folder), got=got, expected=", ".join(sorted(expected_kinds)), fix=fix)
+        raise CheckpointError(
+            str(folder), got=got, expected=", ".join(sorted(expected_kinds)), fix=fix
+        )
     unknown, missing = sorted(set(sizes) - set(shapes)), sorted(set(shapes) - set(sizes))
     if unknown or missing:
         got = f"{len(unknown)} unknown and {len(missing)} missing tensors, first {[*unknown, *missing][0]}"
-        raise CheckpointError(str(folder), got=got, expected="the tensors of this model", fix=_OTHER_MODEL)
+        raise CheckpointError(
+            str(folder), got=got, expected="the tensors of this model", fix=_OTHER_MODEL
+        )
     unlike = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
     if unlike:
-        got = f"shape {tuple(sizes[unlike[0]])}" + (f", and {len(unlike) - 1} more" if len(unlike) > 1 else "")
-        raise CheckpointError(f"{folder}: {unlike[0]}", got, f"{tuple(shapes[unlike[0]])}", _OTHER_MODEL)
+        got = f"shape {tuple(sizes[unlike[0]])}" + (
+            f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        )
+        raise CheckpointError(
+            f"{folder}: {unlike[0]}", got, f"{tuple(shapes[unlike[0]])}", _OTHER_MODEL
+        )
 
 
 @dataclass(frozen=True)
@@ -260,8 +290,13 @@ class StateCopier:
                 self.plan.places[item.index] = rank, end
                 if rank == world.rank:
                     tensor = state[item.index.fqn].detach()
-                    self._pieces.append((end, tensor.to_local() if isinstance(tensor, DTensor) else tensor))
-                size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+                    self._pieces.append(
+                        (end, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                    )
+                size = (
+                    item.tensor_data.chunk.sizes.numel()
+                    * item.tensor_data.properties.dtype.itemsize
+                )
                 end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
             self.plan.slot_bytes.append(end)
 
@@ -278,7 +313,10 @@ class StateCopier:
         @torch.no_grad()
         def copy() -> None:
             header[0] = 0
-            windows = [slot[start : start + one.nbytes].view(one.dtype).view(one.shape) for start, one in self._pieces]
+            windows = [
+                slot[start : start + one.nbytes].view(one.dtype).view(one.shape)
+                for start, one in self._pieces
+            ]
             torch._foreach_copy_(windows, [piece for _, piece in self._pieces])
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
             header[0] = step

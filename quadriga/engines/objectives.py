@@ -35,7 +35,9 @@ class Objective(ABC):
     name: str  # with which the names of its metrics begin
     columns: tuple[str, ...] = ("response_mask",)  # of the batch, which the loss reads
     router_aux_loss_coef = router_z_loss_coef = 0.0  # of a mixture of experts
-    other_targets = ""  # column [B, T, k] of tokens whose log-probs are wanted beside those of the response
+    other_targets = (
+        ""  # column [B, T, k] of tokens whose log-probs are wanted beside those of the response
+    )
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Columns [B, ...] of this batch that the loss reads."""
@@ -46,7 +48,9 @@ class Objective(ABC):
         return data.batch["response_mask"].bool().any(-1)
 
     @abstractmethod
-    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+    def __call__(
+        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+    ) -> LossAndMetrics:
         """This micro-batch's share of the loss, from outputs [b, T], and its metrics."""
 
 
@@ -57,15 +61,22 @@ SCORE_SLOPE = "score_slope"
 """Column [B]: by how much the loss of a batch rises when the score of a row does, to first order."""
 
 
-def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
+def policy_loss_of(
+    config: ActorConfig, correction: RolloutCorrectionConfig | None = None
+) -> Algorithm:
     """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T]. The
     bypass form of `correction` brings a loss of its own.
     Raises ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form."""
     name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
     if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
-        got, expected = f"{name!r}, with algorithm.rollout_correction.bypass_mode=True", "vanilla, or the key left out"
+        got, expected = (
+            f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
+            "vanilla, or the key left out",
+        )
         fix = "The bypass form has a loss of its own: choose it with algorithm.rollout_correction.loss_type."
-        raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode", got=got, expected=expected, fix=fix
+        )
     if correction is not None and (correction.bypass_mode or name == BYPASS):
         name, shared = BYPASS, {**shared, "correction": correction}
     return choose_policy_loss(name, config.policy_loss.options, shared)
@@ -87,14 +98,21 @@ class PolicyObjective(Objective):
         self.router_z_loss_coef = config.router_z_loss_coef
         self.policy_loss = policy_loss_of(config, correction)
         self.teacher = distillation if distillation is not None and distillation.enable else None
-        self._reward_weight = self._teacher_weight = 0.0  # of the divergence from a teacher: as a reward, as a loss
-        self._diverge: Callable[..., LossAndMetrics] = lambda rows, outputs: (rows.batch["response_mask"], {})
+        self._reward_weight = self._teacher_weight = (
+            0.0  # of the divergence from a teacher: as a reward, as a loss
+        )
+        self._diverge: Callable[..., LossAndMetrics] = lambda rows, outputs: (
+            rows.batch["response_mask"],
+            {},
+        )
         if self.teacher is not None:
             self._require_advantages(self.teacher)
             self._diverge = self._from_teacher
             self.other_targets = TEACHER_TOP_IDS if self.teacher.num_top_tokens else ""
             weights = (self.teacher.loss_coef, 0.0)
-            self._reward_weight, self._teacher_weight = weights if self.teacher.use_policy_gradient else weights[::-1]
+            self._reward_weight, self._teacher_weight = (
+                weights if self.teacher.use_policy_gradient else weights[::-1]
+            )
         self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
         self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
         """Whether the loss itself multiplies by the importance weights of the rollout."""
@@ -106,7 +124,9 @@ class PolicyObjective(Objective):
 
     def _require_advantages(self, teacher: DistillationConfig) -> None:
         """Refuse a policy gradient of a loss without advantages, or that chooses tokens by those of the whole batch."""
-        if teacher.use_policy_gradient and (self.policy_loss.columns or "advantages" not in self.policy_loss.fields):
+        if teacher.use_policy_gradient and (
+            self.policy_loss.columns or "advantages" not in self.policy_loss.fields
+        ):
             got = f"{self.policy_loss.name!r}, with distillation.use_policy_gradient=True"
             expected = "a loss that reads the advantages of each token alone"
             fix = "Set it to vanilla, or distillation.use_policy_gradient=False."
@@ -115,12 +135,25 @@ class PolicyObjective(Objective):
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
-            got, fix = f"a batch without {ROUTES}", "Responses of the rollout cache that were kept without it need off."
-            raise EngineError("actor_rollout_ref.actor.router_replay", got=got, expected="the experts to take", fix=fix)
+            got, fix = (
+                f"a batch without {ROUTES}",
+                "Responses of the rollout cache that were kept without it need off.",
+            )
+            raise EngineError(
+                "actor_rollout_ref.actor.router_replay",
+                got=got,
+                expected="the experts to take",
+                fix=fix,
+            )
         names = {"response_mask", "advantages", *self._columns}
-        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES} & set(data.batch.keys())
+        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES} & set(
+            data.batch.keys()
+        )
         if self.teacher is not None:
-            optional |= {TEACHER_LOG_PROB, *((TEACHER_TOP_LOG_PROBS, TEACHER_TOP_IDS) if self.other_targets else ())}
+            optional |= {
+                TEACHER_LOG_PROB,
+                *((TEACHER_TOP_LOG_PROBS, TEACHER_TOP_IDS) if self.other_targets else ()),
+            }
         return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
 
     def add_batch_columns(self, data: DataProto) -> None:
@@ -141,18 +174,32 @@ class PolicyObjective(Objective):
         got = f"a batch without {', '.join(sorted(names))}"
         expected = f"it beside {', '.join(sorted(data.batch.keys()))}"
         fix = "Name fields of the batch as positional parameters, and options behind a `*`."
-        raise EngineError(f"policy loss {self.policy_loss.name}", got=got, expected=expected, fix=fix)
+        raise EngineError(
+            f"policy loss {self.policy_loss.name}", got=got, expected=expected, fix=fix
+        )
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only. With
         `calculate_entropy` all rows are computed: metrics are then of all of them."""
         mask, config = data.batch["response_mask"].bool(), self.config
-        moves_all = config.use_kl_loss or config.entropy_coeff or not self.policy_loss.needs_advantage or self.teacher
-        if moves_all or config.calculate_entropy or config.router_aux_loss_coef or config.router_z_loss_coef:
+        moves_all = (
+            config.use_kl_loss
+            or config.entropy_coeff
+            or not self.policy_loss.needs_advantage
+            or self.teacher
+        )
+        if (
+            moves_all
+            or config.calculate_entropy
+            or config.router_aux_loss_coef
+            or config.router_z_loss_coef
+        ):
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
-    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+    def __call__(
+        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+    ) -> LossAndMetrics:
         log_prob, entropy = outputs["log_probs"], outputs["entropy"]
         mask = rows.batch["response_mask"]
         if missing := self._columns - set(rows.batch.keys()):
@@ -165,32 +212,46 @@ class PolicyObjective(Objective):
             ("old_log_prob", old, self._needs_old_log_prob),
             ("rollout_is_weights", weights, self._takes_weights),
         )
-        fields |= {name: values for name, values, is_read in optional if is_read and values is not None}
+        fields |= {
+            name: values for name, values, is_read in optional if is_read and values is not None
+        }
         divergence, metrics = self._diverge(rows, outputs)
         if self._reward_weight:
             fields["advantages"] = fields["advantages"] - self._reward_weight * divergence.detach()
         result = self.policy_loss.function(**fields, log_prob=log_prob)
-        losses, diagnostics = check_losses(self.policy_loss.name, result, mask) if self._is_users else result
+        losses, diagnostics = (
+            check_losses(self.policy_loss.name, result, mask) if self._is_users else result
+        )
         if weights is not None and not self._takes_weights:
             losses = losses * weights
         settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
-        aggregate = partial(agg_loss, loss_mask=mask, loss_agg_mode=self.config.loss_agg_mode, **settings)
+        aggregate = partial(
+            agg_loss, loss_mask=mask, loss_agg_mode=self.config.loss_agg_mode, **settings
+        )
         loss = policy = aggregate(losses)
         metrics["actor/pg_loss"] = Metric(policy.detach(), "sum")
         num_tokens = mask.sum()
         for name, per_token in diagnostics.items():
-            metrics[f"actor/{name}"] = Metric((per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens)
+            metrics[f"actor/{name}"] = Metric(
+                (per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens
+            )
         if "old_log_probs" not in rows.batch.keys():
             # The pass for old log-probs has measured it, over all rows.
-            metrics["actor/entropy"] = Metric((entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens)
+            metrics["actor/entropy"] = Metric(
+                (entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens
+            )
             sampled = rows.batch.get("rollout_log_probs", old)
             mismatch = log_prob_mismatch(old, sampled, mask) if sampled is not old else {}
             for name, value in mismatch.items():
-                metrics[f"rollout/{name}"] = Metric(value, "max" if name.endswith("max") else "mean", num_tokens)
+                metrics[f"rollout/{name}"] = Metric(
+                    value, "max" if name.endswith("max") else "mean", num_tokens
+                )
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(entropy)
         if self.config.use_kl_loss:
-            kl_loss = aggregate(kl_penalty(log_prob, rows.batch["ref_log_prob"], self.config.kl_loss_type))
+            kl_loss = aggregate(
+                kl_penalty(log_prob, rows.batch["ref_log_prob"], self.config.kl_loss_type)
+            )
             loss = loss + self.config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
         if self._teacher_weight:
@@ -207,14 +268,21 @@ class PolicyObjective(Objective):
         if self.other_targets:
             own, of_teacher = outputs["other_log_probs"], rows.batch[TEACHER_TOP_LOG_PROBS]
             divergence = forward_kl(own, of_teacher, floor=teacher.log_prob_min_clamp)
-            found |= {"student_top_mass": own.exp().sum(-1), "teacher_top_mass": of_teacher.exp().sum(-1)}
+            found |= {
+                "student_top_mass": own.exp().sum(-1),
+                "teacher_top_mass": of_teacher.exp().sum(-1),
+            }
         else:
             divergence = kl_penalty(log_prob, told, teacher.loss_mode)
         if limit is not None:
             divergence = divergence.clamp(-limit, limit)
         num_tokens = mask.sum()
-        means = {name: (values.detach() * mask).sum() / num_tokens for name, values in found.items()}
-        metrics = {f"actor/{name}": Metric(mean, "mean", num_tokens) for name, mean in means.items()}
+        means = {
+            name: (values.detach() * mask).sum() / num_tokens for name, values in found.items()
+        }
+        metrics = {
+            f"actor/{name}": Metric(mean, "mean", num_tokens) for name, mean in means.items()
+        }
         return divergence, metrics
 
 
@@ -227,18 +295,28 @@ class ValueObjective(Objective):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+    def __call__(
+        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+    ) -> LossAndMetrics:
         mask, predicted = rows.batch["response_mask"], outputs["values"]
         losses, diagnostics = clipped_value_loss(
-            predicted, rows.batch["returns"], rows.batch["values"], mask, cliprange_value=self.config.cliprange_value
+            predicted,
+            rows.batch["returns"],
+            rows.batch["values"],
+            mask,
+            cliprange_value=self.config.cliprange_value,
         )
         settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
         loss = agg_loss(losses, mask, self.config.loss_agg_mode, **settings)
         num_tokens = mask.sum()
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
-            "critic/vf_clipfrac": Metric((diagnostics["vf_clipfrac"] * mask).sum() / num_tokens, "mean", num_tokens),
-            "critic/vpred_mean": Metric((predicted.detach() * mask).sum() / num_tokens, "mean", num_tokens),
+            "critic/vf_clipfrac": Metric(
+                (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens, "mean", num_tokens
+            ),
+            "critic/vpred_mean": Metric(
+                (predicted.detach() * mask).sum() / num_tokens, "mean", num_tokens
+            ),
         }
 
 
@@ -250,13 +328,18 @@ class LikelihoodObjective(Objective):
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
 
-    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+    def __call__(
+        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+    ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
         loss = agg_loss(-outputs["log_probs"], mask, self.config.loss_agg_mode, **settings)
         num_tokens = mask.sum()
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
-        return loss, {"train/loss": Metric(loss.detach(), "sum"), "train/entropy": Metric(entropy, "mean", num_tokens)}
+        return loss, {
+            "train/loss": Metric(loss.detach(), "sum"),
+            "train/entropy": Metric(entropy, "mean", num_tokens),
+        }
 
 
 class ScoreObjective(Objective):
@@ -271,7 +354,9 @@ class ScoreObjective(Objective):
         """[B] bool: rows whose score matters to the loss."""
         return super().rows_with_gradient(data) & (data.batch[SCORE_SLOPE] != 0)
 
-    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+    def __call__(
+        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+    ) -> LossAndMetrics:
         # The value means nothing, its gradient is what counts.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)
         return (rows.batch[SCORE_SLOPE] * scores).sum(), {}

@@ -55,7 +55,8 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs
     and routed_experts [b, P + T, L, k]. Raises EngineError: a prompt is empty, or a row does not fit its images."""
     input_ids, attention, positions, trained = (
-        data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
+        data.batch[key].cpu().numpy()
+        for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
     )
     width = input_ids.shape[1] - trained.shape[1]
     column = data.non_tensor_batch.get("multi_modal_inputs")
@@ -63,21 +64,31 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     keys: dict[int, bytes] = {}  # the samples of a prompt hold the same object
     rows = []
     for row, valid in enumerate(attention != 0):
-        prompt, response = input_ids[row, :width][valid[:width]], input_ids[row, width:][valid[width:]]
+        prompt, response = (
+            input_ids[row, :width][valid[:width]],
+            input_ids[row, width:][valid[width:]],
+        )
         size, predicted = len(prompt), np.flatnonzero(trained[row])
         num_response_tokens = int(predicted[-1]) if len(predicted) else 0
         if not len(prompt):
-            raise EngineError(f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token")
+            raise EngineError(
+                f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
+            )
         images = None
         if image_tokens is not None or column is not None:
             # What the model wrote is a token like others.
             given = np.concatenate([prompt, np.where(trained[row][: len(response)], -1, response)])
-            images = _row_images(row, {} if column is None else column[row] or {}, given, size, image_tokens, keys)
+            images = _row_images(
+                row, {} if column is None else column[row] or {}, given, size, image_tokens, keys
+            )
         # A prompt is computed once for those rows whose routes through it are the same.
         told = b"" if routes is None else routes[row, :width][valid[:width]].tobytes()
         if images is not None and (last := int(images.places.max())) >= size:
             # It has its prompt for itself, and is read as far as its last image.
-            told, num_response_tokens = told + row.to_bytes(8), max(num_response_tokens, last + 1 - size)
+            told, num_response_tokens = (
+                told + row.to_bytes(8),
+                max(num_response_tokens, last + 1 - size),
+            )
         rows.append(
             RowTokens(
                 prompt_key=prompt.tobytes() + (images.key if images else b"") + told,
@@ -94,13 +105,20 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
 
 
 def _row_images(
-    row: int, inputs: dict[str, Any], given: np.ndarray, size: int, tokens: ImageTokens | None, keys: dict[int, bytes]
+    row: int,
+    inputs: dict[str, Any],
+    given: np.ndarray,
+    size: int,
+    tokens: ImageTokens | None,
+    keys: dict[int, bytes],
 ) -> RowImages | None:
     """The images of a row out of `multi_modal_inputs`, in `given` tokens, the prompt's `size` first; None: none."""
     where = f"row {row} of a batch"
     if tokens is None:
         if inputs:
-            raise EngineError(where, got="images", expected="text: the model is no vision-language model")
+            raise EngineError(
+                where, got="images", expected="text: the model is no vision-language model"
+            )
         return None
     places, problem = tokens.places(given, inputs, size)
     if problem:
@@ -113,7 +131,9 @@ def _row_images(
     return RowImages(inputs, places, keys[id(inputs)])
 
 
-def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:
+def pack(
+    rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device
+) -> PackedBatch:
     """Pack b rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
     `num_columns`: T. `share_prompts`: compute a prompt once for all rows that have it."""
     groups: dict[Hashable, list[int]] = {}
@@ -136,17 +156,25 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
             run.images.append((first.images.inputs, prompt.start + first.images.places))
         for number in members:
             row, stop = rows[number], rows[number].num_response_tokens
-            before = np.arange(prompt.start + size - 1, prompt.start + prompt.length)  # of each response token
+            before = np.arange(
+                prompt.start + size - 1, prompt.start + prompt.length
+            )  # of each response token
             if len(members) > 1 and stop:
-                segment = run.append(row.response[:stop], row.positions[..., size : size + stop], prompt)
+                segment = run.append(
+                    row.response[:stop], row.positions[..., size : size + stop], prompt
+                )
                 before = np.concatenate([before, np.arange(segment.start, segment.start + stop)])
-            tokens_of[number] = np.concatenate([np.arange(prompt.start, prompt.start + size), before[1:]])
+            tokens_of[number] = np.concatenate(
+                [np.arange(prompt.start, prompt.start + size), before[1:]]
+            )
             sources.append(before[row.trained])
             targets.append(row.response[row.trained])
             places.append(np.full(len(row.trained), number))
             columns.append(row.trained)
     parts = (run.input_ids, run.positions, sources, targets, places, columns)
-    tensors = (torch.from_numpy(np.concatenate(arrays, axis=-1)).long().to(device) for arrays in parts)
+    tensors = (
+        torch.from_numpy(np.concatenate(arrays, axis=-1)).long().to(device) for arrays in parts
+    )
     tokens, positions, predictors, targets, places, columns = tensors
     return PackedBatch(
         input_ids=tokens[None],
@@ -175,7 +203,9 @@ class _Run:
     positions: list[np.ndarray] = field(default_factory=list)
     images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = field(default_factory=list)
 
-    def append(self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None) -> Segment:
+    def append(
+        self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None
+    ) -> Segment:
         """A segment of these tokens, which may continue a prefix."""
         segment = Segment(self.num_tokens, len(input_ids), prefix)
         self.segments.append(segment)
@@ -183,5 +213,7 @@ class _Run:
         self.positions.append(positions)
         self.num_tokens += segment.length
         # What attention computes: a token sees those before it in its segment, and all of the prefix.
-        self.sum_of_squares += segment.length * (segment.length + 2 * (prefix.length if prefix else 0))
+        self.sum_of_squares += segment.length * (
+            segment.length + 2 * (prefix.length if prefix else 0)
+        )
         return segment

@@ -46,7 +46,11 @@ class ProcessGroup:
     torch's `group` of them (None: its default one)."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.device = device or torch.device("cpu")
@@ -80,14 +84,18 @@ class ProcessGroup:
         if self.size == 1:
             return
         with taking_part(self._where("the sum of gradients")):
-            for bucket in buckets(tensors, attrgetter("nbytes"), BUCKET_BYTES, lambda tensor, _: tensor):
+            for bucket in buckets(
+                tensors, attrgetter("nbytes"), BUCKET_BYTES, lambda tensor, _: tensor
+            ):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     dist.all_reduce(bucket[0], group=self.group)
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=self.group)
                 totals = flat.split([tensor.numel() for tensor in bucket])
-                torch._foreach_copy_(bucket, [one.view(to.shape) for one, to in zip(totals, bucket, strict=True)])
+                torch._foreach_copy_(
+                    bucket, [one.view(to.shape) for one, to in zip(totals, bucket, strict=True)]
+                )
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Raise an EngineError, on every rank, unless all of them hold the same numbers.
@@ -114,7 +122,9 @@ class Membership:
     """The default group of torch in this process."""
 
     num_roles = 0  # of this process, in it
-    num_meetings = 0  # how often this process has met others: groups made in an earlier meeting are gone
+    num_meetings = (
+        0  # how often this process has met others: groups made in an earlier meeting are gone
+    )
 
 
 def join(place: Place, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
@@ -126,7 +136,9 @@ def join(place: Place, device: torch.device, *, also_alone: bool = False) -> Pro
         return ProcessGroup(device=device)
     is_cuda = device.type == "cuda"
     if place.world_size == 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
         Membership.num_meetings += 1
     if not dist.is_initialized():
         host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
@@ -147,13 +159,17 @@ def join(place: Place, device: torch.device, *, also_alone: bool = False) -> Pro
         except RuntimeError as error:
             got, expected = str(error).strip().partition("\n")[0], "all ranks to meet there"
             fix = "Check that the address can be reached from every node and that no other program uses the port."
-            raise EngineError(f"process group, {where}", got=got, expected=expected, fix=fix) from error
+            raise EngineError(
+                f"process group, {where}", got=got, expected=expected, fix=fix
+            ) from error
         Membership.num_meetings += 1
     found, expected = (dist.get_rank(), dist.get_world_size()), (place.rank, place.world_size)
     if found != expected:
         got = "rank {} of {} in this process already".format(*found)
         fix = "Roles that share processes need pools of one size."
-        raise EngineError("process group", got=got, expected="rank {} of {}".format(*expected), fix=fix)
+        raise EngineError(
+            "process group", got=got, expected="rank {} of {}".format(*expected), fix=fix
+        )
     Membership.num_roles += 1
     return ProcessGroup(place.rank, place.world_size, device)
 

@@ -31,7 +31,9 @@ from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
-_MOST_DIFFERING = 0.5  # of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ
+_MOST_DIFFERING = (
+    0.5  # of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ
+)
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
@@ -43,7 +45,11 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
         total_steps: training steps of the run, where cosine and linear end without `optim.total_training_steps`.
     """
     total_steps = config.total_training_steps or total_steps
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    warmup = (
+        config.lr_warmup_steps
+        if config.lr_warmup_steps >= 0
+        else int(config.lr_warmup_steps_ratio * total_steps)
+    )
     step -= config.zero_indexed_step
     if 0 < warmup >= step:
         return config.lr * step / warmup
@@ -104,7 +110,13 @@ def infer(
 
 
 def update(
-    engine: FSDPEngine, data: DataProto, objective: Objective, passes: Passes, *, lr: float, temperature: float = 1.0
+    engine: FSDPEngine,
+    data: DataProto,
+    objective: Objective,
+    passes: Passes,
+    *,
+    lr: float,
+    temperature: float = 1.0,
 ) -> dict[str, Metric]:
     """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch. Every rank of the engine
     calls it with its own rows, which may be none.
@@ -121,12 +133,19 @@ def update(
     # has a share of nothing there.
     names = dict.fromkeys(name for shares, _ in steps for name in shares)
     complete = [{name: shares.get(name, Metric(0.0)) for name in names} for shares, _ in steps]
-    averages = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
+    averages = {
+        name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()
+    }
     metrics = averages | merge_metrics(others for _, others in steps)
     if engine.replicas.size > 1:
         # How much longer the steps take than if all ranks had the same work: the largest share over the mean one.
-        of_ranks = engine.replicas.gather([others[f"perf/flops/{objective.name}"].value for _, others in steps])
-        total, longest = math.fsum(map(math.fsum, of_ranks)), math.fsum(map(max, zip(*of_ranks, strict=True)))
+        of_ranks = engine.replicas.gather(
+            [others[f"perf/flops/{objective.name}"].value for _, others in steps]
+        )
+        total, longest = (
+            math.fsum(map(math.fsum, of_ranks)),
+            math.fsum(map(max, zip(*of_ranks, strict=True))),
+        )
         if total and engine.replicas.is_first:
             metrics[f"perf/imbalance/{objective.name}"] = Metric(longest * len(of_ranks) / total)
     return metrics
@@ -155,7 +174,9 @@ class _Updater:
     micro: MicroBatching
     temperature: float
 
-    def step(self, mini: DataProto, places: torch.Tensor, lr: float) -> tuple[dict[str, Metric], dict[str, Metric]]:
+    def step(
+        self, mini: DataProto, places: torch.Tensor, lr: float
+    ) -> tuple[dict[str, Metric], dict[str, Metric]]:
         """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the order of the whole
         batch. Returns metrics that are shares of sums over the mini-batch, and the others."""
         engine, objective = self.engine, self.objective
@@ -168,7 +189,10 @@ class _Updater:
         rows = mini if bool(computed.all()) else mini.select_idxs(computed)
         routing = None
         if routers.count:
-            weight, z_weight = objective.router_aux_loss_coef / routers.count, objective.router_z_loss_coef
+            weight, z_weight = (
+                objective.router_aux_loss_coef / routers.count,
+                objective.router_z_loss_coef,
+            )
             share = float(engine.loss_scale[0]) / max(num_tokens, 1)
             weights = {"loss_weight": weight * share, "z_weight": z_weight * share}
             routing = Routing(**weights, sums=routers.new_sums(engine.device))
@@ -183,20 +207,34 @@ class _Updater:
         of_routers = {} if routing is None else _router_metrics(engine, routing)
         # After the look: momentum moves the weights even where no row does.
         result = engine.optimizer_step(lr)
-        prefix, merged, is_scaled = objective.name, merge_metrics(parts), engine.dtype == torch.float16
+        prefix, merged, is_scaled = (
+            objective.name,
+            merge_metrics(parts),
+            engine.dtype == torch.float16,
+        )
         of_first_rank = {
             f"{prefix}/grad_norm": Metric(result.grad_norm),
             f"{prefix}/lr": Metric(lr, "last"),
             f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
-            **({f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")} if is_scaled else {}),
+            **(
+                {f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")}
+                if is_scaled
+                else {}
+            ),
             **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
         }
         of_this_rank = {
-            f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
+            f"{prefix}/packed_tokens": Metric(
+                sum(loss.packed.num_tokens for loss in losses), "sum"
+            ),
             f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
             f"perf/flops/{prefix}": Metric(flops, "sum"),
         }
-        shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
+        shares = {
+            name: Metric(metric.value)
+            for name, metric in merged.items()
+            if metric.reduction == "sum"
+        }
         others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
         return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
 
@@ -207,20 +245,30 @@ class _Updater:
         row has one, entropy and mismatch are still reported, and are the same however the rows are spread."""
         rows = [
             (place, RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens))
-            for place, row in zip(places.tolist(), row_tokens(mini, self.engine.image_tokens), strict=True)
+            for place, row in zip(
+                places.tolist(), row_tokens(mini, self.engine.image_tokens), strict=True
+            )
             if len(row.trained)
         ]
-        everywhere = sorted(chain.from_iterable(self.engine.replicas.gather(rows)), key=itemgetter(0))
+        everywhere = sorted(
+            chain.from_iterable(self.engine.replicas.gather(rows)), key=itemgetter(0)
+        )
         first, *_ = micro_batches([length for _, length in everywhere], self.micro) or [[]]
         row_at = {place: row for row, place in enumerate(places.tolist())}
-        looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
+        looked_at = [
+            row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at
+        ]
         losses = list(self._losses(mini.select_idxs(looked_at), counts, routing))
-        outputs = self.engine.forward([loss.packed for loss in losses], Question(self.temperature, with_entropy=True))
+        outputs = self.engine.forward(
+            [loss.packed for loss in losses], Question(self.temperature, with_entropy=True)
+        )
         for loss, scores in zip(losses, outputs, strict=False):
             loss(scores)
         return [loss.metrics for loss in losses]
 
-    def _losses(self, rows: DataProto, counts: LossCounts, routing: Routing | None) -> Iterator[MicroBatchLoss]:
+    def _losses(
+        self, rows: DataProto, counts: LossCounts, routing: Routing | None
+    ) -> Iterator[MicroBatchLoss]:
         objective = self.objective
         fields = objective.fields(rows)
         for indices, packed in _packed(self.engine, rows, self.micro, routing):
@@ -255,7 +303,9 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
             got = f"routes of which {share:.0%} differ from what training's own routers choose"
             expected = f"at most {_MOST_DIFFERING:.0%} in the first mini-batch"
             fix = "The engine does not report what it chooses, or generates with other weights: set router_replay=off."
-            raise EngineError("actor_rollout_ref.actor.router_replay", got=got, expected=expected, fix=fix)
+            raise EngineError(
+                "actor_rollout_ref.actor.router_replay", got=got, expected=expected, fix=fix
+            )
         routers.is_checked = True
     return metrics
 
@@ -269,7 +319,10 @@ def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
         return parts
     read = iter(torch.stack(waiting).tolist())
     plain = iter([next(read) if isinstance(number, torch.Tensor) else number for number in numbers])
-    return [{name: Metric(next(plain), one.reduction, next(plain)) for name, one in part.items()} for part in parts]
+    return [
+        {name: Metric(next(plain), one.reduction, next(plain)) for name, one in part.items()}
+        for part in parts
+    ]
 
 
 def _packed(
@@ -302,7 +355,9 @@ def _packed(
             if routes is not None:
                 told = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
                 for number, places in packed.places.items():
-                    own = routes[indices[number]][data.batch["attention_mask"][indices[number]] != 0]
+                    own = routes[indices[number]][
+                        data.batch["attention_mask"][indices[number]] != 0
+                    ]
                     told[torch.from_numpy(places)] = own[: len(places)]
                 told = told.to(engine.device)
             packed = replace(packed, routing=replace(routing, told=told))

@@ -20,9 +20,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterShape, is_adapter, read_adapter
+from quadriga.config.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterShape,
+    is_adapter,
+    read_adapter,
+)
 from quadriga.errors import CheckpointError
-from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, open_weights, share_with_readers
+from quadriga.models.weight_files import (
+    RenamedFiles,
+    SafetensorFiles,
+    WeightFiles,
+    open_weights,
+    share_with_readers,
+)
 
 ADAPTER_NAME = "default"
 _IN_PEFT = re.compile(r"^(?:base_model\.model\.)?(.+)\.weight$")
@@ -46,12 +58,16 @@ def factor_names(weight: str) -> tuple[str, str]:
     return f"{module}.lora_A.{ADAPTER_NAME}.weight", f"{module}.lora_B.{ADAPTER_NAME}.weight"
 
 
-def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float) -> torch.Tensor:
+def merge(
+    weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float
+) -> torch.Tensor:
     """W + scale B A of a weight [out, in], A [r, in] and B [out, r], computed in float32; in the weight's dtype."""
     return weight.float().add(factor_b.float() @ factor_a.float(), alpha=scale).to(weight.dtype)
 
 
-def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(
+    weights: Iterable[tuple[str, torch.Tensor]], scale: float
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's parameters, with the adapter merged: one weight [out, in] of W [out, in], A [r, in] and B [out, r]. One
     weight and its adapter are held at a time: a model has them side by side."""
     held: dict[str, torch.Tensor] = {}
@@ -108,14 +124,19 @@ def open_model(folder: str | Path) -> WeightFiles:
     if not Path(shape.base).is_dir():
         got = f"the base model {shape.base!r}, which is no folder here"
         fix = "Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model."
-        raise CheckpointError(str(folder / ADAPTER_CONFIG), got, "the folder of the model it was trained on", fix)
+        raise CheckpointError(
+            str(folder / ADAPTER_CONFIG), got, "the folder of the model it was trained on", fix
+        )
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 
 def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
     """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
     own = f".{ADAPTER_NAME}.weight"
-    tensors = {f"base_model.model.{name.replace(own, '.weight')}": one.contiguous() for name, one in factors.items()}
+    tensors = {
+        f"base_model.model.{name.replace(own, '.weight')}": one.contiguous()
+        for name, one in factors.items()
+    }
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     share_with_readers(folder)
 
@@ -132,4 +153,6 @@ def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str
         "bias": "none",
         "base_model_name_or_path": shape.base,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(
+        json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )

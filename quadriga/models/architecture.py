@@ -28,7 +28,9 @@ from quadriga.models.fused import fuse
 from quadriga.models.heads import LogitRule
 from quadriga.models.vision import is_vision
 
-BOUND = 1e-4  # nats by which log-probs in float32 may differ from those of transformers' own forward
+BOUND = (
+    1e-4  # nats by which log-probs in float32 may differ from those of transformers' own forward
+)
 _NARROWED: dict[str, Any] = {
     "sliding_window": 5, "attention_chunk_size": 6, "attention_window_size": 5, "window_size": 5,
     "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "logits_soft_cap": 2.0,
@@ -41,10 +43,23 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 """What configurations call the number of experts of a layer."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Of configurations that say with one number how their kinds of layers alternate.
-_PERIODS = ("first_k_dense_replace", "full_attention_interval", "attn_layer_period", "expert_layer_period")
+_PERIODS = (
+    "first_k_dense_replace",
+    "full_attention_interval",
+    "attn_layer_period",
+    "expert_layer_period",
+)
 _LAYERS, _WIDTH = 2, 128
 # What a loaded model's configuration may have otherwise than the one in its folder.
-_UNIMPORTANT = ("dtype", "architectures", "transformers_version", "pad_token_id", "num_labels", "id2label", "label2id")
+_UNIMPORTANT = (
+    "dtype",
+    "architectures",
+    "transformers_version",
+    "pad_token_id",
+    "num_labels",
+    "id2label",
+    "label2id",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,15 @@ class Way:
 
 
 # What models raise that do not know this attention, or an argument of it: they are computed in another way.
-_NOT_TAKEN = (EngineError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_NOT_TAKEN = (
+    EngineError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 PACKED = Way(ATTENTION_NAME, "sdpa")
 _found: dict[str, Way] = {}
 
@@ -79,7 +102,11 @@ def tensor_plan(text: PreTrainedConfig) -> dict[str, str] | None:
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
     if (head := model.get_output_embeddings()) is None:
-        raise EngineError(f"model {type(model).__name__}", "no projection to the vocabulary", "a causal language model")
+        raise EngineError(
+            f"model {type(model).__name__}",
+            "no projection to the vocabulary",
+            "a causal language model",
+        )
     return head
 
 
@@ -92,7 +119,11 @@ def length_limit(config: PreTrainedConfig) -> int | None:
     """Tokens of a row from which on its rotary positions depend on its length, so that it is computed alone."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]
-    limits = [one.get("original_max_position_embeddings") for one in kinds if one.get("rope_type") == "longrope"]
+    limits = [
+        one.get("original_max_position_embeddings")
+        for one in kinds
+        if one.get("rope_type") == "longrope"
+    ]
     return min((limit for limit in limits if limit), default=None)
 
 
@@ -136,7 +167,9 @@ def small_config(config: PreTrainedConfig, *, width: int | None = None) -> PreTr
             setattr(small, name, _NARROWED[name])
     for name in EXPERT_COUNTS:
         if isinstance(own := getattr(small, name, None), int):
-            groups, chosen = (getattr(small, one, None) or 1 for one in ("n_group", "num_experts_per_tok"))
+            groups, chosen = (
+                getattr(small, one, None) or 1 for one in ("n_group", "num_experts_per_tok")
+            )
             setattr(small, name, min(own, groups * max(4, chosen)))
     for name in _TOKENS:
         if getattr(small, name, None) is not None:
@@ -149,7 +182,11 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
     number = int(small.num_hidden_layers)
     if number < 2:
         return
-    lists = {name: one for name, one in vars(small).items() if isinstance(one, list) and len(one) == number}
+    lists = {
+        name: one
+        for name, one in vars(small).items()
+        if isinstance(one, list) and len(one) == number
+    }
     kinds = list(zip(*lists.values(), strict=True))
     needed = [1 + (getattr(small, name, None) or 0) for name in _PERIODS]
     kept = min(number, max(_LAYERS, 1 + max(map(kinds.index, kinds), default=0), *needed))
@@ -162,7 +199,8 @@ def sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
     """Prompts, two of which are alike, with a response each: ragged, of 8 to 16 tokens."""
     generator = torch.Generator().manual_seed(0)
     first, second, *responses = (
-        torch.randint(1, vocabulary, (size,), generator=generator).tolist() for size in (9, 4, 3, 7, 5)
+        torch.randint(1, vocabulary, (size,), generator=generator).tolist()
+        for size in (9, 4, 3, 7, 5)
     )
     return [(first, responses[0]), (first, responses[1]), (second, responses[2])]
 
@@ -186,12 +224,23 @@ def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
         positions += range(len(prompt), len(prompt) + len(response) - 1)
         predictors += [shared.start + shared.length - 1, *range(start, len(tokens))]
     targets = [token for _, response in rows for token in response]
-    places = [(number, column) for number, (_, one) in enumerate(rows) for column in range(len(one))]
+    places = [
+        (number, column) for number, (_, one) in enumerate(rows) for column in range(len(one))
+    ]
     tensors = (torch.tensor(one, device=device) for one in (tokens, positions, predictors, targets))
     ids, at, sources, wanted = tensors
     numbers, columns = torch.tensor(places, device=device).unbind(1)
     shape = len(rows), max(len(one) for _, one in rows)
-    what = (ids[None], at[None], tuple(segments), sources, np.array(predictors), wanted, numbers, columns)
+    what = (
+        ids[None],
+        at[None],
+        tuple(segments),
+        sources,
+        np.array(predictors),
+        wanted,
+        numbers,
+        columns,
+    )
     return PackedBatch(*what, shape, len(tokens) ** 2)
 
 
@@ -211,11 +260,18 @@ class _Trial:
         except Exception as error:
             wanted = "an architecture that this version of transformers computes here"
             fix = "Install what it names, or take another actor_rollout_ref.model.path; docs/models.md lists them."
-            raise EngineError(f"model {self.name}", got=first_line(error), expected=wanted, fix=fix) from error
+            raise EngineError(
+                f"model {self.name}", got=first_line(error), expected=wanted, fix=fix
+            ) from error
         if (off := _difference(products, exact)) > BOUND:
             got = f"logits that are not the products of its head with its states: log-probs differ by {off:.2g} nats"
             expected = "products with one matrix, which may be scaled and capped"
-            raise EngineError(f"model {self.name}", got, expected, "Take a model of an architecture in docs/models.md.")
+            raise EngineError(
+                f"model {self.name}",
+                got,
+                expected,
+                "Take a model of an architecture in docs/models.md.",
+            )
         found = {name: self.off(name, exact) for name in (ATTENTION_NAME, "sdpa")}
         generating = "eager" if found["sdpa"] else "sdpa"
         if not (reason := found[ATTENTION_NAME]):
@@ -240,7 +296,10 @@ class _Trial:
         """The same random model at each call."""
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            self.config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=self.trust_remote_code
+            self.config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=self.trust_remote_code,
         )
         generator = torch.Generator().manual_seed(0)
         for one in model.parameters():
@@ -250,16 +309,22 @@ class _Trial:
 
     def alone(self, model: PreTrainedModel) -> torch.Tensor:
         """Log-probs [M] of the response tokens, each row computed alone, by the head's own weight."""
-        return torch.cat([_log_probs(model, packed_rows([row], torch.device("cpu"))) for row in self.rows])
+        return torch.cat(
+            [_log_probs(model, packed_rows([row], torch.device("cpu"))) for row in self.rows]
+        )
 
 
-def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+def own_log_probs(
+    model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]
+) -> torch.Tensor:
     """Log-probs [M] of the response tokens of rows that transformers' own forward computes one at a time."""
     found = []
     for prompt, response in rows:
         tokens = torch.tensor([prompt + response], device=model.device)
         log_probs = model(input_ids=tokens, use_cache=False).logits[0].float().log_softmax(-1)
-        found.append(log_probs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None])[:, 0])
+        found.append(
+            log_probs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+        )
     return torch.cat(found)
 
 
@@ -268,7 +333,11 @@ def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     options = {"attention_plan": batch.plan} if is_packed(model) else {}
     body, head = backbone(model), head_of(model)
     states = body(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, use_cache=False, **options
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        **options,
     ).last_hidden_state[0]
     logits = LogitRule.of(model.config).apply(head(states[batch.predictors]).float())
     return logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]

@@ -31,7 +31,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
-from quadriga.models.flash import Rows, Scores, Segment, Sums, flash_backward, flash_forward, has_cuda_kernel
+from quadriga.models.flash import (
+    Rows,
+    Scores,
+    Segment,
+    Sums,
+    flash_backward,
+    flash_forward,
+    has_cuda_kernel,
+)
 from quadriga.models.varlen import PackedRuns, VarlenAttention
 from quadriga.models.vision import PackedImages
 
@@ -45,7 +53,9 @@ class AttentionOptions:
 
     window: int | None = None  # a token sees this many keys, its own included; None: all before it
     softcap: float | None = None  # c of c * tanh(score / c); None: scores are not capped
-    sinks: Tensor | None = None  # [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453)
+    sinks: Tensor | None = (
+        None  # [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453)
+    )
 
 
 PLAIN = AttentionOptions()
@@ -55,7 +65,13 @@ class AttentionPlan(Protocol):
     """Knows which tokens of a call may see which keys."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Attention of layer `layer`: query [B, H, N, D], key and value [B, K, N, D], rotated -> [B, N, H, D]."""
         ...
@@ -75,7 +91,10 @@ def _attention(
         fix = "Pass attention_plan=..., or load the model with another attention implementation."
         raise EngineError("attention", got="a call of the model without attention_plan", fix=fix)
     if given.get("position_bias") is not None:
-        got, expected = "a bias for each pair of positions", "scores in a window, capped or with sinks"
+        got, expected = (
+            "a bias for each pair of positions",
+            "scores in a window, capped or with sinks",
+        )
         raise EngineError(f"attention of {type(module).__name__}", got=got, expected=expected)
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     if missing := query.shape[-1] - width:
@@ -84,7 +103,9 @@ def _attention(
             value = pad(value, (0, missing))
         else:
             query, key = pad(query, (0, -missing)), pad(key, (0, -missing))
-    options = AttentionOptions(given.get("sliding_window"), given.get("softcap"), given.get("s_aux"))
+    options = AttentionOptions(
+        given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
+    )
     mixed = attention_plan.attend(module.layer_idx, query, key, value, scale, options)
     return mixed[..., :width], None
 
@@ -96,7 +117,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: No
 
 _BLOCK_TOKENS = {"cpu": 1024}  # by the device
 _BLOCK_TOKENS_ELSEWHERE = 4096
-_WIDE_TOKENS = 8192  # up to here results for the backward pass are kept in float32, where the kernel's are
+_WIDE_TOKENS = (
+    8192  # up to here results for the backward pass are kept in float32, where the kernel's are
+)
 
 
 @dataclass(frozen=True)
@@ -116,14 +139,25 @@ class PackedBatch:
     images: PackedImages | None = None  # of the prompts
     # Packed tokens of each row with targets: its prompt, and what follows up to the last predictor.
     places: Mapping[int, Any] = field(default_factory=dict)
-    routing: Routing | None = None  # through a mixture of experts; None: as its routers choose, uncounted
+    routing: Routing | None = (
+        None  # through a mixture of experts; None: as its routers choose, uncounted
+    )
 
     @classmethod
     def filler(cls, device: torch.device) -> "PackedBatch":
         """A micro-batch for a rank that has no rows left while others have: tokens [1, 1] and targets [1]."""
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         on_host = np.zeros(1, dtype=np.int64)
-        return cls(nothing[None], nothing[None], (Segment(0, 1),), nothing, on_host, *(nothing,) * 3, (1, 1), 1)
+        return cls(
+            nothing[None],
+            nothing[None],
+            (Segment(0, 1),),
+            nothing,
+            on_host,
+            *(nothing,) * 3,
+            (1, 1),
+            1,
+        )
 
     @cached_property
     def plan(self) -> "PackedAttention":
@@ -151,7 +185,9 @@ class PackedBatch:
 
     def unpack(self, values: Tensor) -> Tensor:
         """[M, ...] -> [b, T, ...], zero where nothing was predicted."""
-        return values.new_zeros(*self.shape, *values.shape[1:]).index_put((self.rows, self.columns), values)
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put(
+            (self.rows, self.columns), values
+        )
 
 
 class PackedAttention:
@@ -213,24 +249,46 @@ class PackedAttention:
 
     def _side_by_side(self, members: list[Segment]) -> "_Block":
         """Segments of similar length, those with the same prefix next to each other."""
-        members = sorted(members, key=lambda one: (one.prefix.start, one.start) if one.prefix else (0, 0))
+        members = sorted(
+            members, key=lambda one: (one.prefix.start, one.start) if one.prefix else (0, 0)
+        )
         queries = Rows([(one.start, one.length) for one in members], self.device)
         parts, start = [_Part(queries, slice(None), is_causal=True)], 0
         for prefix, same in groupby(members, attrgetter("prefix")):
             stop = start + len(list(same))
-            parts += _in_full(self._pieces_of(prefix), slice(start, stop), prefix.length) if prefix else []
+            parts += (
+                _in_full(self._pieces_of(prefix), slice(start, stop), prefix.length)
+                if prefix
+                else []
+            )
             start = stop
-        return _Block(queries, parts, [self._pieces_of(one)[0] for one in members if one.prefix is None])
+        return _Block(
+            queries, parts, [self._pieces_of(one)[0] for one in members if one.prefix is None]
+        )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """[1, H, N, D], [1, K, N, D] twice -> [1, N, H, D]."""
-        query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
+        query, key, value = (
+            part.squeeze(0).transpose(0, 1) for part in (query, key, value)
+        )  # [N, heads, D]
         if has_cuda_kernel(query) and options.softcap is None:
-            window = options.window if (options.window or self.runs.longest) < self.runs.longest else None
+            window = (
+                options.window
+                if (options.window or self.runs.longest) < self.runs.longest
+                else None
+            )
             if window is None or not self.runs.has_prefixes:
-                return VarlenAttention.apply(query, key, value, options.sinks, self.runs, scale, window)[None]
+                return VarlenAttention.apply(
+                    query, key, value, options.sinks, self.runs, scale, window
+                )[None]
         how = _How(scale, options.window, options.softcap, self.masks)
         return _Attention.apply(query, key, value, options.sinks, self.blocks, how)[None]
 
@@ -244,7 +302,9 @@ class _Attention(torch.autograd.Function):
         # computed again.
         is_wide = query.device.type == "cpu" and len(query) <= _WIDE_TOKENS
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
-        log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H] of the exponentials
+        log_sums = query.new_empty(
+            query.shape[:2], dtype=torch.float32
+        )  # [N, H] of the exponentials
         for block in blocks:
             found = block.results(block.queries.take(query), (query, key, value), sinks, how)
             for one, whole in zip(found, (out, log_sums), strict=True):
@@ -256,7 +316,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *inputs, sinks, out, log_sums = ctx.saved_tensors
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels take heads without gaps
+        grad = (
+            grad if grad.stride(-1) == 1 else grad.contiguous()
+        )  # kernels take heads without gaps
         sums, grads = Sums.with_gradients(inputs, shares_memory=len(out) > _WIDE_TOKENS)
         # In float32 blocks add to what the block of a key has written, else that one is the last, and adds the sums.
         for block in ctx.blocks if grads[0].dtype == torch.float32 else reversed(ctx.blocks):
@@ -298,7 +360,9 @@ class _Part:
         key = (how.window, self.distance, 1 if self.is_causal else num_rows, length, size)
         if key not in how.masks:
             places = torch.arange(length, device=queries.device)[:, None] + self.distance
-            behind = places - torch.arange(size, device=queries.device)  # how far each key is behind each query
+            behind = places - torch.arange(
+                size, device=queries.device
+            )  # how far each key is behind each query
             is_hidden = (behind >= how.window) | ((behind < 0) if self.is_causal else False)
             mask = torch.zeros(length, size, device=queries.device).masked_fill_(is_hidden, HIDDEN)
             how.masks[key] = mask.repeat(key[2], 1)
@@ -373,7 +437,10 @@ class _Block:
             out, total = self.results(queries, inputs, sinks, how)
         if self.queries.padding is not None:
             total = total.masked_fill(self.queries.padding[..., None], torch.inf)
-        asked, added = torch.empty(0), sums.taken([one for one in self.runs if one is not self.queries])
+        asked, added = (
+            torch.empty(0),
+            sums.taken([one for one in self.runs if one is not self.queries]),
+        )
         for part, scores in self.seen(queries, how):
             merged = [part.of_rows(one) for one in (grad, out, total)]
             found, *taken = flash_backward(merged, part.inputs(queries, inputs), scores)
@@ -393,7 +460,10 @@ class _Block:
 def _in_full(keys: Sequence[Rows], rows: slice, position: int) -> list[_Part]:
     """The runs [1, S] of a sequence, one after the other, that rows see whose first token is at this position of it."""
     starts = accumulate((one.shape[1] for one in keys), initial=0)
-    return [_Part(one, rows, distance=position - start) for one, start in zip(keys, starts, strict=False)]
+    return [
+        _Part(one, rows, distance=position - start)
+        for one, start in zip(keys, starts, strict=False)
+    ]
 
 
 def _buckets(
@@ -402,13 +472,17 @@ def _buckets(
     """Segments of similar length and prefix together, in order: those without a prefix write their gradients first,
     the others add to them. What is longer than `block_tokens` is alone."""
     buckets: list[list[Segment]] = []
-    keys = [(one.prefix is None, one.length, one.prefix.length if one.prefix else 0) for one in segments]
+    keys = [
+        (one.prefix is None, one.length, one.prefix.length if one.prefix else 0) for one in segments
+    ]
     for number in sorted(range(len(segments)), key=keys.__getitem__, reverse=True):
         segment = segments[number]
         current = buckets[-1] if buckets else []
         if current and (current[0].prefix is None) == (segment.prefix is None):
             total = sum(member.length for member in current) + segment.length
-            if current[0].length * (len(current) + 1) <= min(block_tokens, (1 + max_padding) * total):
+            if current[0].length * (len(current) + 1) <= min(
+                block_tokens, (1 + max_padding) * total
+            ):
                 current.append(segment)
                 continue
         buckets.append([segment])

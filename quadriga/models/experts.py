@@ -45,7 +45,11 @@ def router_of(mixture: Any) -> Any:
 
 def _told_mixtures(model: nn.Module) -> dict[str, Any]:
     found = {name: one for name, one in model.named_modules() if is_mixture(one)}
-    return {name: one for name, one in found.items() if {"num_experts", "top_k"} <= vars(router_of(one)).keys()}
+    return {
+        name: one
+        for name, one in found.items()
+        if {"num_experts", "top_k"} <= vars(router_of(one)).keys()
+    }
 
 
 def dtype_of_routes(num_experts: int) -> torch.dtype:
@@ -76,7 +80,9 @@ class RouteRecorder:
 class Routing:
     """How the tokens of a packed batch go through the routers."""
 
-    told: Tensor | None = None  # [N, L, k] experts to go through, -1 (or None for all): the router's own choice
+    told: Tensor | None = (
+        None  # [N, L, k] experts to go through, -1 (or None for all): the router's own choice
+    )
     loss_weight: float = 0.0  # what the load-balancing loss of a predicted token counts in the loss
     z_weight: float = 0.0  # what the z-loss of a predicted token in a layer counts in the loss
     keeps: bool = False  # whether `chosen` is kept
@@ -108,7 +114,9 @@ class RoutedTokens:
         self.is_told = own[:, 0] >= 0
         return own
 
-    def see(self, mixture: int, logits: Tensor, scores: Tensor, chosen: Tensor, own: Tensor | None) -> Tensor:
+    def see(
+        self, mixture: int, logits: Tensor, scores: Tensor, chosen: Tensor, own: Tensor | None
+    ) -> Tensor:
         """Count what a router chose, [n, E] and [n, k] three times. Returns the scores, which carry the gradients of
         the load-balancing loss and the z-loss. `own`: what it would have chosen, where it was told."""
         routing, is_first = self.routing, mixture not in self.chosen
@@ -128,7 +136,14 @@ class RoutedTokens:
                 self._count(routing.sums[mixture], log_probs, picked, own, losses)
         return scores
 
-    def _count(self, sums: Tensor, log_probs: Tensor, picked: Tensor, own: Tensor | None, losses: list[Tensor]) -> None:
+    def _count(
+        self,
+        sums: Tensor,
+        log_probs: Tensor,
+        picked: Tensor,
+        own: Tensor | None,
+        losses: list[Tensor],
+    ) -> None:
         """Add the predicted tokens [m, E] and [m, k] to the sums [E + 6] of a mixture."""
         num_experts, zero = log_probs.shape[1], sums.new_zeros(())
         told = differing = zero
@@ -146,7 +161,9 @@ class RoutedTokens:
         num_experts = probs.shape[1]
         counts = probs.new_zeros(len(self.lengths), num_experts)
         ones = probs.new_ones(picked.shape)
-        counts.view(-1).index_add_(0, (self.rows[:, None] * num_experts + picked).flatten(), ones.flatten())
+        counts.view(-1).index_add_(
+            0, (self.rows[:, None] * num_experts + picked).flatten(), ones.flatten()
+        )
         self.add_up(counts)
         shares = counts / (self.lengths * picked.shape[1]).clamp(min=1)[:, None]
         return num_experts * (shares[self.rows] * probs).sum()
@@ -159,18 +176,26 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         self.num_experts = self.top_k = self.count = 0
-        self.is_checked = False  # whether routes from elsewhere have been compared with what these would choose
+        self.is_checked = (
+            False  # whether routes from elsewhere have been compared with what these would choose
+        )
         for name, mixture in _told_mixtures(model).items():
             router, layer = router_of(mixture), model.get_submodule(name.rpartition(".")[0])
             route = _Route(router, self.count)
             layer.register_forward_pre_hook(route.begin, with_kwargs=True)
             layer.register_forward_hook(route.end, always_call=True)
             router.forward = partial(route, router.forward)
-            self.num_experts, self.top_k, self.count = router.num_experts, router.top_k, self.count + 1
+            self.num_experts, self.top_k, self.count = (
+                router.num_experts,
+                router.top_k,
+                self.count + 1,
+            )
 
     def new_sums(self, device: torch.device) -> Tensor:
         """Zeros [L, E + 6] for `Routing.sums`."""
-        return torch.zeros(self.count, self.num_experts + _NUM_SUMS, dtype=torch.float64, device=device)
+        return torch.zeros(
+            self.count, self.num_experts + _NUM_SUMS, dtype=torch.float64, device=device
+        )
 
     def require(self, routes: Tensor) -> None:
         """Refuse routes [B, P + T, L, k] of another model. Raises EngineError: says what they are."""
@@ -178,9 +203,17 @@ class Routers:
         fix = "The rollout generates with another model, or its engine reports routes in another form."
         if shape != expected:
             told = f"{self.count} layers with {self.top_k} experts each"
-            raise EngineError("router_replay", f"routes of {' x '.join(map(str, shape))} for each token", told, fix)
+            raise EngineError(
+                "router_replay",
+                f"routes of {' x '.join(map(str, shape))} for each token",
+                told,
+                fix,
+            )
         if routes.numel() and int(routes.max()) >= self.num_experts:
-            got, told = f"expert {int(routes.max())} in a route", f"one of {self.num_experts}, counted from 0"
+            got, told = (
+                f"expert {int(routes.max())} in a route",
+                f"one of {self.num_experts}, counted from 0",
+            )
             raise EngineError("router_replay", got=got, expected=told, fix=fix)
 
 
@@ -211,8 +244,13 @@ class _Route:
         routing = tokens.routing
         if told is None and not (routing.keeps or routing.loss_weight or routing.z_weight):
             return output
-        got, fix = type(self.router).__name__, "Set router_replay=off, router_aux_loss_coef=0 and router_z_loss_coef=0."
-        raise EngineError("router_replay", got, "a router that chooses experts by torch.topk, and says which", fix)
+        got, fix = (
+            type(self.router).__name__,
+            "Set router_replay=off, router_aux_loss_coef=0 and router_z_loss_coef=0.",
+        )
+        raise EngineError(
+            "router_replay", got, "a router that chooses experts by torch.topk, and says which", fix
+        )
 
 
 class _Told(TorchFunctionMode):
@@ -223,9 +261,14 @@ class _Told(TorchFunctionMode):
         self.told, self.num_experts = told, num_experts
         self.own: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or args[0].shape != (len(self.told), self.num_experts):
+        if func not in (torch.topk, Tensor.topk) or args[0].shape != (
+            len(self.told),
+            self.num_experts,
+        ):
             return found
         self.own = found.indices
         chosen = torch.where(self.told >= 0, self.told, self.own)

@@ -53,13 +53,18 @@ def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
     return found[0].transpose(1, 2), found[1].transpose(1, 2)
 
 
-def flash_backward(results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores) -> Sequence[Tensor]:
+def flash_backward(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
+) -> Sequence[Tensor]:
     """Gradients of the inputs of `flash_forward`: the share of these keys in those of all that the queries see.
     `results`: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
     has none."""
     (grad, out, log_sums), (query, key, _) = results, inputs
     if has_cuda_kernel(query) and how.is_plain:
-        rng = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # without dropout unread
+        rng = (
+            query.new_empty(2, dtype=torch.uint64),
+            query.new_empty((), dtype=torch.uint64),
+        )  # without dropout unread
         sums, sizes = log_sums.transpose(1, 2).contiguous(), (query.shape[1], key.shape[1])
         call = (grad, *inputs, out, sums, None, None, *sizes, 0.0, how.is_causal, *rng)
         return _aten._flash_attention_backward(*call, scale=how.scale)
@@ -80,7 +85,9 @@ def plain_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
     return ((scores - log_sums[..., None]).exp() @ values).to(inputs[0].dtype), log_sums
 
 
-def plain_backward(results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores) -> Sequence[Tensor]:
+def plain_backward(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
+) -> Sequence[Tensor]:
     """Gradients of the inputs of `plain_forward`, given the merged results."""
     grad, out, log_sums = (one.float() for one in results)
     rest = (grad * out).sum(-1, keepdim=True)
@@ -102,14 +109,21 @@ def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
     if how.bias is not None:
         scores = scores + how.bias
     if how.is_causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     return scores, value
 
 
 def has_cuda_kernel(query: Tensor) -> bool:
     """Whether CUDA's flash kernels take these queries."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_half and query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
+    return (
+        query.is_cuda
+        and is_half
+        and query.shape[-1] in range(8, 257, 8)
+        and _capability(query.device) >= (8, 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,9 @@ class Rows:
             indices = starts + np.where(real, np.arange(width), 0)
             # [b, L]; places in the packed tokens; those of all rows, one after the other; their places in padded rows
             host = (~real, indices.ravel(), indices[real], np.flatnonzero(real))
-            self.padding, self.indices, self.tokens, self.slots = (torch.from_numpy(one).to(device) for one in host)
+            self.padding, self.indices, self.tokens, self.slots = (
+                torch.from_numpy(one).to(device) for one in host
+            )
 
     def take(self, tokens: Tensor) -> Tensor:
         """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
@@ -167,7 +183,9 @@ class Sums(dict[Rows, Sequence[Tensor]]):
     memory: Tensor | None = None
 
     @classmethod
-    def with_gradients(cls, inputs: Sequence[Tensor], *, shares_memory: bool) -> tuple["Sums", list[Tensor]]:
+    def with_gradients(
+        cls, inputs: Sequence[Tensor], *, shares_memory: bool
+    ) -> tuple["Sums", list[Tensor]]:
         """No sums yet, and room for the gradients of query [N, H, D], key and value [N, K, D].
         `shares_memory`: the sums lie in it, if it is enough for them."""
         (num_tokens, num_heads, size), num_keys, sums = inputs[0].shape, inputs[1].shape[1], cls()
@@ -188,7 +206,9 @@ class Sums(dict[Rows, Sequence[Tensor]]):
         else:
             room = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
             parts = room.split(found[0].numel())
-            self[keys] = [part.view(one.shape).copy_(one) for part, one in zip(parts, found, strict=False)]
+            self[keys] = [
+                part.view(one.shape).copy_(one) for part, one in zip(parts, found, strict=False)
+            ]
 
     def taken(self, runs: Iterable[Rows]) -> list[tuple[Rows, list[Tensor]]]:
         """Those of these runs, which end here: what is written next may lie in their memory."""

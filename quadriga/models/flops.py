@@ -36,7 +36,9 @@ class ModelCost:
     @cached_property
     def attention_tokens(self) -> float:
         """The tokens of a sequence at which attention costs as much as the layers."""
-        return self.num_block_parameters / self.attention_width if self.attention_width else math.inf
+        return (
+            self.num_block_parameters / self.attention_width if self.attention_width else math.inf
+        )
 
     @property
     def head(self) -> float:
@@ -48,21 +50,32 @@ class ModelCost:
         flops = 0.0 if self.vision_encoder is None else self.vision_encoder.update_flops(grids)
         return flops / (6 * self.num_block_parameters)
 
-    def forward_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
+    def forward_flops(
+        self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
+    ) -> float:
         """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""
         blocks = 2 * self.num_block_parameters * num_tokens
         head = 2 * self.num_head_parameters * num_predicted
         attention = 2 * self.attention_width * sum_of_squared_lengths
         return float(blocks + head + attention)
 
-    def update_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
+    def update_flops(
+        self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
+    ) -> float:
         """Operations of a forward and a backward pass; a frozen matrix takes part in only half of the latter."""
-        spared = self.num_frozen_block_parameters * num_tokens + self.num_frozen_head_parameters * num_predicted
-        return 3 * self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths) - 2.0 * spared
+        spared = (
+            self.num_frozen_block_parameters * num_tokens
+            + self.num_frozen_head_parameters * num_predicted
+        )
+        return (
+            3 * self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths) - 2.0 * spared
+        )
 
     def update_flops_of(self, packed: PackedBatch) -> float:
         """Operations of an update on a packed micro-batch of tokens [1, N], its images included."""
-        flops = self.update_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+        flops = self.update_flops(
+            packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths
+        )
         if packed.images is None or self.vision_encoder is None:
             return flops
         return flops + self.vision_encoder.update_flops(packed.images.grids)
@@ -75,7 +88,9 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     # A matrix multiplies a token once, whatever module it is in; convolutions and states are next to nothing.
     others = {id(one.weight) for one in backbone(model).modules() if isinstance(one, nn.Embedding)}
     others |= {id(one) for mixture in mixtures(model) for one in mixture.experts.parameters()}
-    matrices = [one for one in backbone(model).parameters() if one.dim() == 2 and id(one) not in others]
+    matrices = [
+        one for one in backbone(model).parameters() if one.dim() == 2 and id(one) not in others
+    ]
     multiplied = [(one.numel(), one.requires_grad) for one in matrices]
     for mixture in mixtures(model):
         chosen = getattr(router_of(mixture), "top_k", None) or config.num_experts_per_tok
@@ -89,7 +104,9 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         num_head_parameters=sum(one.numel() for one in head.parameters()),
         attention_width=config.num_hidden_layers * num_heads * head_size,
         num_frozen_block_parameters=sum(size for size, is_trained in multiplied if not is_trained),
-        num_frozen_head_parameters=sum(one.numel() for one in head.parameters() if not one.requires_grad),
+        num_frozen_head_parameters=sum(
+            one.numel() for one in head.parameters() if not one.requires_grad
+        ),
         vision_encoder=VisionEncoderCost.of(model),
     )
 

@@ -46,7 +46,11 @@ class RMSNorm(torch.autograd.Function):
         hidden, weight, scale = ctx.saved_tensors
         if ctx.by_triton:
             grad_hidden, grad_weight = fused_triton.norm_gradients(grad, hidden, weight, scale)
-            return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+            return (
+                grad_hidden,
+                grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+                None,
+            )
         normed = hidden.float().mul_(scale)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -94,7 +98,9 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     ]
     # Their forward reads the module's parameters when it is called: FSDP replaces them.
     for module in norms:
-        module.forward = MethodType(lambda norm, x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon), module)
+        module.forward = MethodType(
+            lambda norm, x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon), module
+        )
     # down(silu(gate(x)) * up(x)) and nothing else, as in the Llama family.
     parts = {"gate_proj", "up_proj", "down_proj", "act_fn"}
     mlps = [
@@ -104,5 +110,7 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
         and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
     ]
     for module in mlps:
-        module.forward = MethodType(lambda m, x: m.down_proj(GatedSiLU.apply(m.gate_proj(x), m.up_proj(x))), module)
+        module.forward = MethodType(
+            lambda m, x: m.down_proj(GatedSiLU.apply(m.gate_proj(x), m.up_proj(x))), module
+        )
     return {"norms": len(norms), "mlps": len(mlps)}

@@ -14,7 +14,17 @@ _PARTS = 512  # most programs of a norm's backward pass, each with a sum for the
 
 
 @triton.jit
-def _norm_kernel(hidden, weight, result, scales, num_rows, size, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _norm_kernel(
+    hidden,
+    weight,
+    result,
+    scales,
+    num_rows,
+    size,
+    epsilon,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     exists = (rows < num_rows)[:, None] & (columns < size)[None, :]
     places = rows[:, None].to(tl.int64) * size + columns[None, :]
@@ -28,7 +38,17 @@ def _norm_kernel(hidden, weight, result, scales, num_rows, size, epsilon, ROWS: 
 
 @triton.jit
 def _norm_gradients_kernel(
-    grad, hidden, weight, scales, result, sums, num_rows, size, rows_of_part, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    grad,
+    hidden,
+    weight,
+    scales,
+    result,
+    sums,
+    num_rows,
+    size,
+    rows_of_part,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     part, columns = tl.program_id(0), tl.arange(0, COLUMNS)
     factors = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
@@ -55,7 +75,11 @@ def _gate_kernel(gate, up, result, num_numbers, NUMBERS: tl.constexpr):
     exists = places < num_numbers
     wide = tl.load(gate + places, mask=exists, other=0.0).to(tl.float32)
     bent = (wide * tl.sigmoid(wide)).to(result.dtype.element_ty).to(tl.float32)
-    tl.store(result + places, bent * tl.load(up + places, mask=exists, other=0.0).to(tl.float32), mask=exists)
+    tl.store(
+        result + places,
+        bent * tl.load(up + places, mask=exists, other=0.0).to(tl.float32),
+        mask=exists,
+    )
 
 
 @triton.jit
@@ -72,7 +96,9 @@ def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMB
     tl.store(grad_up + places, bent * outer, mask=exists)
 
 
-def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(
+    hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D], [D] -> [..., D], and what each row was multiplied with, [R] float32."""
     hidden = hidden.contiguous()
     size, result = hidden.shape[-1], torch.empty_like(hidden)
@@ -106,14 +132,22 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def gated_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gated_gradients(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     found, size = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
-    _gate_gradients_kernel[(triton.cdiv(size, _NUMBERS),)](grad, gate, up, *found, size, NUMBERS=_NUMBERS)
+    _gate_gradients_kernel[(triton.cdiv(size, _NUMBERS),)](
+        grad, gate, up, *found, size, NUMBERS=_NUMBERS
+    )
     return found
 
 
 def _tile(size: int) -> dict[str, int]:
     columns = triton.next_power_of_2(size)
-    return {"ROWS": max(1, _NUMBERS // columns), "COLUMNS": columns, "num_warps": 4 if columns <= 2048 else 8}
+    return {
+        "ROWS": max(1, _NUMBERS // columns),
+        "COLUMNS": columns,
+        "num_warps": 4 if columns <= 2048 else 8,
+    }

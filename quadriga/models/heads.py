@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # on a CPU
 _CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the gradient of the weight for each chunk
-_TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
+_TOKEN_BLOCK = {
+    "cpu": 16
+}  # tokens whose logits are handled while they are in the cache, by the device
 _TOKEN_BLOCK_ELSEWHERE = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
 
@@ -64,20 +66,26 @@ class LogitRule:
     def of(cls, config: Any) -> "LogitRule":
         """The rule of a configuration. Which models it holds for is tried, not known: see `models/probe.py`."""
         text = config.get_text_config()
-        scales = [getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+        scales = [
+            getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")
+        ]
         divisor = getattr(text, "logits_scaling", None) or 1.0
         if text.model_type in _MULTIPLIED:
             divisor = 1.0 / divisor
         if text.model_type in _UNUSED_SCALE:
             scales = []
-        caps = [getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+        caps = [
+            getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")
+        ]
         return cls(math.prod(scales) / divisor, next((cap for cap in caps if cap), None))
 
     def apply(self, logits: Tensor) -> Tensor:
         """[..., V] float32, changed in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        )
 
 
 PLAIN_LOGITS = LogitRule()
@@ -93,7 +101,9 @@ class TokenScores:
     entropy: Tensor | None  # [M] float32 in nats
     top_log_probs: Tensor | None = None  # [M, k] float32, the largest ones in descending order
     top_ids: Tensor | None = None  # [M, k] int64, their tokens
-    sum_pi_squared: Tensor | None = None  # [M] float32, the probability of drawing the same token twice
+    sum_pi_squared: Tensor | None = (
+        None  # [M] float32, the probability of drawing the same token twice
+    )
 
 
 def token_scores(
@@ -134,10 +144,14 @@ def token_scores(
     is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
     use_triton = is_half and not needs_logits and launches_triton(hidden.device)
-    chunk_tokens = chunk_tokens or (CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE)
+    chunk_tokens = chunk_tokens or (
+        CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE
+    )
     if rule.softcap is None:
         temperature, rule = temperature / rule.scale, PLAIN_LOGITS
-    call = _Call(temperature, rule, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
+    call = _Call(
+        temperature, rule, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton
+    )
     log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
     entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
     return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
@@ -175,7 +189,9 @@ class _Call:
     use_triton: bool
 
 
-def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None) -> Tensor:
+def head_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None
+) -> Tensor:
     """Float32 logits [C, V] of hidden [C, D], weight [V, D], in the dtype of `hidden` or widened to float32, and bias
     [V]. They may be written to the workspace [C, V]: a CPU would map memory of this size anew each time."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
@@ -184,8 +200,12 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, work
         logits = torch.mm(hidden.float(), weight.t(), out=workspace)
     else:
         wide = hidden.float()
-        logits = wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
-        with exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
+        logits = (
+            wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
+        )
+        with (
+            exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext()
+        ):
             for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
                 block = slice(start, start + _VOCABULARY_BLOCK)
                 torch.mm(wide, weight[block].float().t(), out=logits[:, block])
@@ -225,13 +245,17 @@ class _TokenScores(torch.autograd.Function):
             wanted = (call.with_entropy, call.with_sum_pi_squared)
             parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, *wanted)
         else:
-            parts, ctx.kept, top = _statistics(hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3]))
+            parts, ctx.kept, top = _statistics(
+                hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3])
+            )
         whole = parts[0] if len(parts) == 1 else _combine(parts)
         if call.shard is not None and len(targets):
             whole = _combine(_gather(whole, call.shard.group))
             if top[0] is not None:
                 # The likeliest tokens over all ranks: [M, k] each, out of every rank's.
-                values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in top)
+                values, ids = (
+                    _gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in top
+                )
                 values, order = values.topk(call.top_k, dim=-1)
                 top = values, ids.gather(-1, order)
         normalizer, entropy, chosen, squares, *others = whole
@@ -252,11 +276,15 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
-        grad_log_probs = normalizer.new_zeros(places.shape) if grad_log_probs is None else grad_log_probs
+        grad_log_probs = (
+            normalizer.new_zeros(places.shape) if grad_log_probs is None else grad_log_probs
+        )
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32 if weight.is_cuda else weight.dtype)
+            grad_weight = torch.zeros_like(
+                weight, dtype=torch.float32 if weight.is_cuda else weight.dtype
+            )
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         outer = (grad_log_probs, grad_entropy, normalizer, entropy)
         chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
@@ -285,7 +313,9 @@ def _combine(parts: Tensor) -> Tensor:
     shares = (normalizers - normalizer).exp()
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
     squares = (shares.square() * squares).sum(0)
-    return torch.stack([normalizer, entropy, chosen.amax(0), squares, *(one.amax(0) for one in others)])
+    return torch.stack(
+        [normalizer, entropy, chosen.amax(0), squares, *(one.amax(0) for one in others)]
+    )
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -325,7 +355,10 @@ def _statistics(
                 call.rule.apply(block)
             if call.temperature != 1.0:
                 block.div_(call.temperature)
-            wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
+            wanted = (
+                entropy if call.with_entropy else None,
+                squares if call.with_sum_pi_squared else None,
+            )
             _block_statistics(block, normalizer, *wanted)
             found = block.new_full(place.shape, -torch.inf)
             if num_rows:
@@ -335,11 +368,15 @@ def _statistics(
         if top[0] is not None:
             best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
             top[0][rows, : best.values.shape[1]] = best.values
-            top[1][rows, : best.values.shape[1]] = best.indices + (call.shard.start if call.shard else 0)
+            top[1][rows, : best.values.shape[1]] = best.indices + (
+                call.shard.start if call.shard else 0
+            )
     return result[None], workspace if keep else None, top
 
 
-def _block_statistics(logits: Tensor, normalizer: Tensor, entropy: Tensor | None, squares: Tensor | None) -> None:
+def _block_statistics(
+    logits: Tensor, normalizer: Tensor, entropy: Tensor | None, squares: Tensor | None
+) -> None:
     """Write normalisers [C], entropies [C] and sums of squared probabilities [C] of logits [C, V']."""
     if not logits.shape[1]:
         normalizer.fill_(-torch.inf)
@@ -357,16 +394,29 @@ def _block_statistics(logits: Tensor, normalizer: Tensor, entropy: Tensor | None
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, outer: _Outer, call: _Call, kept: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    places: Tensor,
+    outer: _Outer,
+    call: _Call,
+    kept: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first:
     `kept`, if not None, is the workspace with its logits over the temperature."""
     size, step = call.chunk_tokens, _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
     cuts = enumerate(_cut(size, hidden, places, *outer))
-    chunks = [(slice(number * size, number * size + len(parts[0])), parts) for number, parts in cuts]
+    chunks = [
+        (slice(number * size, number * size + len(parts[0])), parts) for number, parts in cuts
+    ]
     if call.use_triton:
         for rows, (states, place, *numbers) in chunks:
-            yield rows, heads_triton.logit_gradients(call.temperature, states, weight, bias, place, tuple(numbers))
+            yield (
+                rows,
+                heads_triton.logit_gradients(
+                    call.temperature, states, weight, bias, place, tuple(numbers)
+                ),
+            )
         return
     shape = min(size, len(hidden)), weight.shape[0]
     workspace = hidden.new_empty(shape, dtype=torch.float32) if kept is None else kept
@@ -407,7 +457,9 @@ def _block_gradients(
     """Replace logits z [C, V'] by (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the gradients of
     log-prob and entropy; of several targets the first g stands for each in its place, the second for their sum."""
     log_p = logits.sub_(normalizer[:, None])
-    places, of_targets = (one if one.dim() > 1 else one[:, None] for one in (places, grad_log_probs / temperature))
+    places, of_targets = (
+        one if one.dim() > 1 else one[:, None] for one in (places, grad_log_probs / temperature)
+    )
     outer = of_targets.sum(1)
     if grad_entropy is None:
         log_p.exp_().mul_(-outer[:, None])

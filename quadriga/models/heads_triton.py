@@ -54,8 +54,12 @@ def _statistics_kernel(
     place = tl.load(places + tokens, mask=tokens < num_tokens, other=-1)
     peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)
     total = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak)
-    mean = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak) (z - peak), not yet divided by the total
-    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak)^2, not yet divided by the total's square
+    mean = tl.zeros(
+        (TOKENS,), dtype=tl.float32
+    )  # of exp(z - peak) (z - peak), not yet divided by the total
+    squares = tl.zeros(
+        (TOKENS,), dtype=tl.float32
+    )  # of exp(z - peak)^2, not yet divided by the total's square
     chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
@@ -81,9 +85,17 @@ def _statistics_kernel(
     log_total = tl.log(total)
     to = result + part * 4 * num_tokens + tokens
     tl.store(to, peak + log_total, mask=tokens < num_tokens)
-    tl.store(to + num_tokens, log_total - mean / total if WITH_ENTROPY else mean, mask=tokens < num_tokens)
+    tl.store(
+        to + num_tokens,
+        log_total - mean / total if WITH_ENTROPY else mean,
+        mask=tokens < num_tokens,
+    )
     tl.store(to + 2 * num_tokens, chosen, mask=tokens < num_tokens)
-    tl.store(to + 3 * num_tokens, squares / (total * total) if WITH_SQUARES else squares, mask=tokens < num_tokens)
+    tl.store(
+        to + 3 * num_tokens,
+        squares / (total * total) if WITH_SQUARES else squares,
+        mask=tokens < num_tokens,
+    )
 
 
 @triton.jit
@@ -105,10 +117,16 @@ def _gradients_kernel(
     slope = tl.zeros((TOKENS, ROWS), dtype=tl.float32) + outer[:, None]
     if WITH_ENTROPY:
         height = tl.load(grad_entropy + tokens, mask=exists, other=0.0)
-        slope += height[:, None] * (log_p + tl.load(entropy + tokens, mask=exists, other=0.0)[:, None])
+        slope += height[:, None] * (
+            log_p + tl.load(entropy + tokens, mask=exists, other=0.0)[:, None]
+        )
     grad = tl.where(rows[None, :] == place[:, None], outer[:, None], 0.0) - tl.exp(log_p) * slope
     to = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
-    tl.store(to, (grad * scale).to(result.dtype.element_ty), mask=exists[:, None] & (rows[None, :] < num_rows))
+    tl.store(
+        to,
+        (grad * scale).to(result.dtype.element_ty),
+        mask=exists[:, None] & (rows[None, :] < num_rows),
+    )
 
 
 def statistics(
@@ -155,7 +173,9 @@ def logit_gradients(
     hidden, weight = _dense(hidden), _dense(weight)
     result = hidden.new_empty(num_tokens, num_rows)
     if num_tokens and num_rows:
-        grad_log_probs, grad_entropy, normalizer, entropy = (None if one is None else one.contiguous() for one in outer)
+        grad_log_probs, grad_entropy, normalizer, entropy = (
+            None if one is None else one.contiguous() for one in outer
+        )
         _gradients_kernel[(triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_rows, _ROWS))](
             hidden, weight, bias, places, grad_log_probs, grad_entropy, normalizer, entropy, result, num_tokens,
             num_rows, hidden.shape[1], hidden.stride(0), weight.stride(0), 1 / temperature,

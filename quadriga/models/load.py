@@ -64,17 +64,26 @@ def load_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = way_of(config, trust_remote_code=trust_remote_code)
     attention = {ATTENTION_NAME: way.attention, "sdpa": way.generating}.get(attention, attention)
-    how = {"dtype": dtype, "attn_implementation": attention_of(config, attention), "ignore_mismatched_sizes": True}
+    how = {
+        "dtype": dtype,
+        "attn_implementation": attention_of(config, attention),
+        "ignore_mismatched_sizes": True,
+    }
     with explained(path):
         model, info = from_pretrained(path, config, trust_remote_code=trust_remote_code, **how)
     head = set() if needs_head else {id(one) for one in head_of(model).parameters()}
-    shapes = {name: f" of shape {list(one)}, but of {list(other)}" for name, other, one in info["mismatched_keys"]}
+    shapes = {
+        name: f" of shape {list(one)}, but of {list(other)}"
+        for name, other, one in info["mismatched_keys"]
+    }
     without = {*info["missing_keys"], *shapes}
     if missing := sorted(name for name in without if id(model.get_parameter(name)) not in head):
         got = f"no weights for {len(missing)} parameters, first {missing[0]}{shapes.get(missing[0], '')}"
         fix = "Get the whole model, or take what does not belong to it from its config.json and override_config. "
         fix += "actor_rollout_ref.model.path, or the key of another role, names it."
-        raise EngineError(f"model {path}", got, "all weights of the model; the missing ones would be random", fix)
+        raise EngineError(
+            f"model {path}", got, "all weights of the model; the missing ones would be random", fix
+        )
     if not way.reason:
         fuse(model)
     return model.to(device).eval()
@@ -87,26 +96,39 @@ def model_folder(path: str | Path) -> Path | None:
     if Path(path).is_dir():
         return Path(path)
     with explained(path):
-        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.py"]))
+        folder = Path(
+            snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.py"])
+        )
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+def _auto_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
 
 def from_pretrained(
-    path: str | Path, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+    path: str | Path,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder or hub name, and transformers' report of its loading (`missing_keys` and the like).
     Raises CheckpointError: a checkpoint's weights are missing or damaged."""
     options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        model, info = _auto_class(config).from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+        model, info = _auto_class(config).from_pretrained(
+            path, trust_remote_code=trust_remote_code, **options
+        )
     else:
         with torch.device("meta"):
-            model_class = type(_auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+            model_class = type(
+                _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            )
         weights = open_model(path)
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
         model, info = model_class.from_pretrained(None, state_dict=state, **options)
@@ -121,13 +143,18 @@ def from_pretrained(
 
 
 def load_config(
-    path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
 ) -> PreTrainedConfig:
     """The configuration of a model, with some entries replaced. EngineError: there is none.
 
     `tie_word_embeddings` is what the weights are: false where the files have a head that differs from the embedding."""
     with explained(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **(override_config or {})
+        )
     if getattr(config, "tie_word_embeddings", False) and _has_untied_head(Path(path)):
         _say_untied(config)
     return config
@@ -148,7 +175,9 @@ def _has_untied_head(folder: Path) -> bool:
         if _HEAD not in shapes:
             return False
         head = weights.read(_HEAD)
-        tables = [name for name, shape in shapes.items() if name != _HEAD and shape == shapes[_HEAD]]
+        tables = [
+            name for name, shape in shapes.items() if name != _HEAD and shape == shapes[_HEAD]
+        ]
         return bool(tables) and not any(torch.equal(head, weights.read(name)) for name in tables)
     except CheckpointError:
         return False  # loading the weights says what is wrong with them
@@ -168,8 +197,13 @@ def skeleton_causal_lm(
     with explained(path):
         # Only parameters are empty. Buffers are small, and most of them are in no file.
         with register_module_parameter_registration_hook(_as_empty):
-            how = {"dtype": torch.float32, "attn_implementation": attention_of(config, way.attention)}
-            model = (auto_class or _auto_class(config)).from_config(config, trust_remote_code=trust_remote_code, **how)
+            how = {
+                "dtype": torch.float32,
+                "attn_implementation": attention_of(config, way.attention),
+            }
+            model = (auto_class or _auto_class(config)).from_config(
+                config, trust_remote_code=trust_remote_code, **how
+            )
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
     if not way.reason:
@@ -179,14 +213,20 @@ def skeleton_causal_lm(
 
 def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """The parameter without values, on "meta", which transformers does not initialize."""
-    empty = parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    empty = (
+        parameter
+        if parameter.is_meta
+        else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    )
     # Initialization has no effect on "meta", but takes half of the time in which a model without values is made.
     empty._is_hf_initialized = True
     return empty
 
 
 @contextmanager
-def explained(path: str | Path, kind: str = "causal language model", fix: str = _FIX) -> Iterator[None]:
+def explained(
+    path: str | Path, kind: str = "causal language model", fix: str = _FIX
+) -> Iterator[None]:
     """What transformers raises while it loads a model of some kind becomes an EngineError."""
     try:
         yield

@@ -31,7 +31,9 @@ _TARGETS = "actor_rollout_ref.model.target_modules"
 _NUM_NAMED = 12
 
 
-def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Callable[[str], torch.Tensor]:
+def add_adapter(
+    model: PreTrainedModel, section: ModelConfig, seed: int
+) -> Callable[[str], torch.Tensor]:
     """Put the adapter of a configuration into a model; the model's own parameters are frozen.
 
     Args:
@@ -43,20 +45,28 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
     to start from is of another kind."""
     device = next(model.parameters()).device
     _inject(model, adapter_shape(section))
-    factors = {name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)}
+    factors = {
+        name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)
+    }
     read: Callable[[str], torch.Tensor] = partial(_new_value, factors, seed)
     if section.lora_adapter_path is not None:
         folder = Path(section.lora_adapter_path).expanduser()
         files = AdapterFiles(folder)
         read, found = files.read, files.shapes
-        if unlike := sorted(name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name)):
+        if unlike := sorted(
+            name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name)
+        ):
             sizes = [shapes.get(unlike[0]) for shapes in (found, factors)]
             got, expected = ("none" if size is None else f"shape {tuple(size)}" for size in sizes)
             got = f"{len(unlike)} tensors unlike this model's, first {unlike[0]}: {got}"
             fix = "Start from the model that the adapter was trained on."
             raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
     for name, size in factors.items():
-        value = torch.empty(size, device="meta") if device.type == "meta" else read(name).to(device, torch.float32)
+        value = (
+            torch.empty(size, device="meta")
+            if device.type == "meta"
+            else read(name).to(device, torch.float32)
+        )
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, nn.Parameter(value))
     return read
@@ -67,14 +77,18 @@ def adapter_of(model: nn.Module) -> AdapterShape | None:
     if (own := getattr(model, "peft_config", {}).get(ADAPTER_NAME)) is None:
         return None
     modules = (own.target_modules, own.exclude_modules)
-    return AdapterShape(own.r, own.lora_alpha, *modules, own.use_rslora, own.base_model_name_or_path)
+    return AdapterShape(
+        own.r, own.lora_alpha, *modules, own.use_rslora, own.base_model_name_or_path
+    )
 
 
 def describe_adapter(model: PreTrainedModel) -> str:
     """The adapter of a model in words."""
     shape = adapter_of(model)
     assert shape is not None, "only a model with an adapter is described"
-    num_learned = sum(parameter.numel() for name, parameter in model.named_parameters() if is_factor(name))
+    num_learned = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if is_factor(name)
+    )
     return (
         f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_layers(model))} modules: "
         f"{num_learned / 1e6:.2f} M parameters learn"
@@ -99,7 +113,9 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
     """Write PEFT's `adapter_config.json` of the adapter in a model."""
     facts = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(
+        json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
@@ -107,10 +123,19 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
     try:
         peft = import_module("peft")
     except ImportError as error:
-        where, got = "actor_rollout_ref.model.lora_rank", f"an adapter, without a working peft ({error})"
-        raise ConfigError(where, got=got, expected="peft 0.17 or newer", fix="pip install -e '.[peft]'") from error
+        where, got = (
+            "actor_rollout_ref.model.lora_rank",
+            f"an adapter, without a working peft ({error})",
+        )
+        raise ConfigError(
+            where, got=got, expected="peft 0.17 or newer", fix="pip install -e '.[peft]'"
+        ) from error
     head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=shape.rank,
@@ -135,7 +160,9 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
             setattr(config, key, sorted(modules))
     for base in (layer.get_base_layer() for layer in _layers(model)):
         if type(base) is not nn.Linear or base is head:
-            what = "the head" if base is head else f"a module {str(base).splitlines()[0].rstrip('(')}"
+            what = (
+                "the head" if base is head else f"a module {str(base).splitlines()[0].rstrip('(')}"
+            )
             fix = "The embedding, the head and experts are computed in other ways: name other modules in a list."
             got = f"{shape.target_modules!r}, which takes in {what}"
             raise EngineError(_TARGETS, got=got, expected="linear modules below the head", fix=fix)
@@ -154,7 +181,9 @@ def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> 
         if not is_known:
             raise ValueError("a regular expression that fits no module's whole name")
         return
-    unknown = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
+    unknown = [
+        one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)
+    ]
     if unknown:
         raise ValueError(f"no module named {', '.join(unknown)}")
 
@@ -171,4 +200,6 @@ def _new_value(factors: Mapping[str, torch.Size], seed: int, name: str) -> torch
         return torch.zeros(size)
     number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
     bound = 1 / math.sqrt(size[1])
-    return torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+    return torch.empty(size).uniform_(
+        -bound, bound, generator=torch.Generator().manual_seed(number)
+    )

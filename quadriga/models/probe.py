@@ -17,7 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from quadriga.errors import EngineError
-from quadriga.models.architecture import BOUND, backbone, is_packed, own_log_probs, packed_rows, sample_rows, way_of
+from quadriga.models.architecture import (
+    BOUND,
+    backbone,
+    is_packed,
+    own_log_probs,
+    packed_rows,
+    sample_rows,
+    way_of,
+)
 from quadriga.models.attention import PackedBatch
 from quadriga.models.load import load_causal_lm, load_config
 from quadriga.models.scorers import NumberScorer, PolicyScorer, Question, RewardScorer
@@ -30,13 +38,19 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     and of what the head makes of them, as a share of the largest. None: not in float32, or a model of images.
     Raises EngineError: it is over the bound; names the architecture and the worst token."""
     model, where = scorer.model, f"{name}, {type(scorer.model).__name__}"
-    if next(model.parameters()).dtype != torch.float32 or getattr(model.config, "vision_config", None) is not None:
+    if (
+        next(model.parameters()).dtype != torch.float32
+        or getattr(model.config, "vision_config", None) is not None
+    ):
         return None
     rows = sample_rows(model.config.get_text_config().vocab_size)
     groups = [rows] if is_packed(model) else [[row] for row in rows]
     batches = [packed_rows(group, model.device) for group in groups]
     if isinstance(scorer, PolicyScorer):
-        kind, found = "log-probs", torch.cat([scorer(batch, Question())["log_probs"] for batch in batches])
+        kind, found = (
+            "log-probs",
+            torch.cat([scorer(batch, Question())["log_probs"] for batch in batches]),
+        )
         with _as_in_transformers(model):
             expected = own_log_probs(model, rows)
     else:
@@ -48,25 +62,35 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
         raise EngineError(where, got, "finite numbers", fix)
     off = (found - expected).abs().nan_to_num(nan=torch.inf).view(len(found), -1).amax(-1)
     if (largest := float(off.max())) > BOUND:
-        places = [(row, place) for row, (_, response) in enumerate(rows) for place in range(len(response))]
+        places = [
+            (row, place) for row, (_, response) in enumerate(rows) for place in range(len(response))
+        ]
         row, place = places[int(off.argmax())]
         got = f"{kind} that differ by {largest:.2g}, most at token {place} of response {row} of a small batch"
         fix = "Take a model of another architecture; `quadriga doctor --model PATH` repeats this check alone."
-        raise EngineError(where, got=got, expected=f"those of transformers' own forward, within {BOUND}", fix=fix)
+        raise EngineError(
+            where, got=got, expected=f"those of transformers' own forward, within {BOUND}", fix=fix
+        )
     return largest
 
 
 def _read_by_a_head(
-    scorer: NumberScorer, rows: Sequence[tuple[list[int], list[int]]], batches: Sequence[PackedBatch]
+    scorer: NumberScorer,
+    rows: Sequence[tuple[list[int], list[int]]],
+    batches: Sequence[PackedBatch],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States [M, D] at predicted tokens and, as a further column, what the head makes of them: of the batches, and of
     the rows alone. Each is a share of its largest number, and of 1 where this is less."""
     model, head = scorer.model, cast(Any, scorer.model.get_submodule(scorer.head))
     states: list[torch.Tensor] = []
-    hook = backbone(model).register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state[0]))
+    hook = backbone(model).register_forward_hook(
+        lambda *call: states.append(call[-1].last_hidden_state[0])
+    )
     try:
         numbers = torch.cat([scorer(batch, Question())[scorer.output] for batch in batches])
-        ours = torch.cat([one[batch.predictors] for one, batch in zip(states, batches, strict=True)])
+        ours = torch.cat(
+            [one[batch.predictors] for one, batch in zip(states, batches, strict=True)]
+        )
         states.clear()
         scores = []
         with _as_in_transformers(model):
@@ -74,10 +98,14 @@ def _read_by_a_head(
             for prompt, response in rows:
                 tokens = torch.tensor([prompt + response[:-1]], device=model.device)
                 output = call(input_ids=tokens, use_cache=False)
-                scores.append(output.logits[0] if isinstance(scorer, RewardScorer) else head(states[-1][-1]))
+                scores.append(
+                    output.logits[0] if isinstance(scorer, RewardScorer) else head(states[-1][-1])
+                )
     finally:
         hook.remove()
-    alone = torch.cat([one[len(prompt) - 1 :] for one, (prompt, _) in zip(states, rows, strict=True)])
+    alone = torch.cat(
+        [one[len(prompt) - 1 :] for one, (prompt, _) in zip(states, rows, strict=True)]
+    )
     ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
     expected = head(alone)
     expected[ends] = torch.stack(scores)  # transformers' classifier gives one for each row
@@ -90,7 +118,9 @@ def _read_by_a_head(
 def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model computes with its own modules and eager attention, and no token is padding."""
     attention, padding = model.config._attn_implementation, model.config.pad_token_id
-    replaced = [(one, vars(one).pop("forward")) for one in model.modules() if "forward" in vars(one)]
+    replaced = [
+        (one, vars(one).pop("forward")) for one in model.modules() if "forward" in vars(one)
+    ]
     model.config._attn_implementation, model.config.pad_token_id = "eager", None
     try:
         yield
@@ -112,7 +142,11 @@ def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterato
     model = load_causal_lm(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
     start = time.perf_counter()
     off = probe(PolicyScorer(model), "model")
-    found = "not compared: it takes images" if off is None else f"off by at most {off:.1g} nats, {BOUND} allowed"
+    found = (
+        "not compared: it takes images"
+        if off is None
+        else f"off by at most {off:.1g} nats, {BOUND} allowed"
+    )
     yield f"log-probs beside transformers' own forward, on its weights in float32: {found}; {_seconds(start)}"
 
 

@@ -27,7 +27,11 @@ _FIX = "Set reward_model.model.path to a model that was trained to score: a sequ
 
 
 def load_reward_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A sequence classifier in evaluation mode: its head `score` is [1, D], its attention an `AttentionPlan`.
     `path`: a folder with config.json and weights, or a name that transformers can resolve.
@@ -36,15 +40,23 @@ def load_reward_model(
     directions."""
     disable_progress_bar()
     if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
-        source = load_causal_lm(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False)
+        source = load_causal_lm(
+            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False
+        )
         folder, missing = model_folder(path), ["score.weight"]
         if folder is not None and missing[0] in (files := open_model(folder)).shapes:
             add_score(source).score.weight.data.copy_(files.read(missing.pop()))
         require_judge(path, source, missing)
         return source
-    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code, "dtype": dtype}
+    options = {
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": trust_remote_code,
+        "dtype": dtype,
+    }
     with explained(path, "sequence classifier", _FIX):
-        model, info = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **options)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, output_loading_info=True, **options
+        )
     require_judge(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
     if is_packed(model):
@@ -58,7 +70,9 @@ def add_score(model: PreTrainedModel) -> PreTrainedModel:
     model.score = nn.Linear(size, 1, bias=False, dtype=weight.dtype, device=weight.device)
     torch.nn.init.zeros_(model.score.weight)
     model.config.num_labels = 1
-    model.config.architectures = [f"{type(model).__name__.partition('For')[0]}ForSequenceClassification"]
+    model.config.architectures = [
+        f"{type(model).__name__.partition('For')[0]}ForSequenceClassification"
+    ]
     return model
 
 
@@ -68,19 +82,30 @@ def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) 
     head, kind, fix = getattr(model, "score", None), type(model).__name__, _FIX
     if missing:
         folder = Path(path).expanduser()
-        files = sorted(file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+        files = sorted(
+            file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)
+        )
         place = f"in {', '.join(files)}" if files else "among its weights"
-        got, expected = f"no classification head: {missing[0]} is not {place}", "a head to score with"
+        got, expected = (
+            f"no classification head: {missing[0]} is not {place}",
+            "a head to score with",
+        )
         if not any(name.startswith("score.") for name in missing):
             got = f"no weights for {len(missing)} parameters: {missing[0]} is not {place}"
-            expected, fix = "all weights of the model; the missing ones would be random", "Get the whole model."
+            expected, fix = (
+                "all weights of the model; the missing ones would be random",
+                "Get the whole model.",
+            )
     elif not isinstance(head, nn.Linear):
         got = f"{kind}, which has no projection named score"
         expected = "a decoder with a head at the last token, such as LlamaForSequenceClassification"
     elif head.out_features != 1:
         got, expected = f"a classifier with {head.out_features} labels", "one label, the score"
     elif any(getattr(module, "is_causal", True) is False for module in backbone(model).modules()):
-        got, expected = f"{kind}, whose tokens see those behind them", "a decoder with causal attention"
+        got, expected = (
+            f"{kind}, whose tokens see those behind them",
+            "a decoder with causal attention",
+        )
     else:
         return
     raise EngineError(f"reward model {path}", got=got, expected=expected, fix=fix)
@@ -100,9 +125,16 @@ def fresh_reward_model(
     Raises EngineError: it cannot be loaded, or transformers has no classifier of its architecture."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
-        return load_reward_model(path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "override_config": override_config}
-    source = load_causal_lm(path, dtype=torch.float32, device=device, needs_head=not is_vision(config), **how)
+        return load_reward_model(
+            path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code
+        )
+    how: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "override_config": override_config,
+    }
+    source = load_causal_lm(
+        path, dtype=torch.float32, device=device, needs_head=not is_vision(config), **how
+    )
     if is_vision(config):
         return add_score(source)
     config.num_labels, config.pad_token_id = 1, pad_token_id

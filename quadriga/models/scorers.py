@@ -58,7 +58,9 @@ class Sharing:
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
         """The tokens [1, num_tokens] of this rank for the routers of a mixture of experts."""
-        return RoutedTokens(batch.routing, 0, batch.predictors, batch.rows, batch.num_predicted, lambda values: None)
+        return RoutedTokens(
+            batch.routing, 0, batch.predictors, batch.rows, batch.num_predicted, lambda values: None
+        )
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """[n, ...] of each rank -> [N, ...] on all."""
@@ -82,7 +84,9 @@ class Scorer(nn.Module, ABC):
         """The names of the outputs, which are [M] each, or [M, k] of the likeliest tokens."""
 
     @abstractmethod
-    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
+    def score(
+        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
+    ) -> dict[str, torch.Tensor]:
         """Float32 [M] by name, of hidden states [n, D]."""
 
     def forward(
@@ -92,16 +96,22 @@ class Scorer(nn.Module, ABC):
         `received`: [1, n, D] of the stage before, where this one has no embedding.
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
-        tokens: dict[str, Any] = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+        tokens: dict[str, Any] = (
+            {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+        )
         if batch.images is not None and received is None:
-            tokens = decoder_inputs(self.model, input_ids, batch.images, self.sharing.first_token(batch))
+            tokens = decoder_inputs(
+                self.model, input_ids, batch.images, self.sharing.first_token(batch)
+            )
         (body,) = self._backbone
         if is_packed(self.model):
             tokens["attention_plan"] = plan
         routed = None if batch.routing is None else self.sharing.routed(batch, input_ids.shape[1])
         if routed is not None:
             tokens["routed_tokens"] = routed
-        hidden = body(**tokens, position_ids=position_ids, attention_mask=None, use_cache=False).last_hidden_state
+        hidden = body(
+            **tokens, position_ids=position_ids, attention_mask=None, use_cache=False
+        ).last_hidden_state
         if routed is not None:
             self.keep_routes(routed)
         return self.score(hidden[0], batch, question) if self.sharing.has_head else hidden
@@ -126,7 +136,9 @@ class PolicyScorer(Scorer):
         }
         return ("log_probs", *(name for name, is_wanted in wanted.items() if is_wanted))
 
-    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
+    def score(
+        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
+    ) -> dict[str, torch.Tensor]:
         head = cast(Any, self.model.get_output_embeddings())
         states, targets, join = self.sharing.scored(hidden, batch, in_parts=True)
         scores = token_scores(
@@ -143,7 +155,10 @@ class PolicyScorer(Scorer):
         )
         found = {name: values for name, values in vars(scores).items() if values is not None}
         if targets.dim() > 1:
-            found |= {"log_probs": scores.log_probs[:, 0], "other_log_probs": scores.log_probs[:, 1:]}
+            found |= {
+                "log_probs": scores.log_probs[:, 0],
+                "other_log_probs": scores.log_probs[:, 1:],
+            }
         return {name: join(values) for name, values in found.items()}
 
 
@@ -156,7 +171,9 @@ class NumberScorer(Scorer):
     def output_names(self, question: Question) -> tuple[str, ...]:
         return (self.output,)
 
-    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
+    def score(
+        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
+    ) -> dict[str, torch.Tensor]:
         states, _, join = self.sharing.scored(hidden, batch, in_parts=False)
         head = cast(Any, self.model.get_submodule(self.head))
         # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
@@ -173,7 +190,9 @@ class ValueScorer(NumberScorer):
     def __init__(self, model: PreTrainedModel) -> None:
         size, dtype = model.config.get_text_config().hidden_size, next(model.parameters()).dtype
         model.set_output_embeddings(nn.Identity())
-        model.value_head = nn.ModuleDict({"linear": nn.Linear(size, 1, dtype=dtype, device=model.device)})
+        model.value_head = nn.ModuleDict(
+            {"linear": nn.Linear(size, 1, dtype=dtype, device=model.device)}
+        )
         nn.init.zeros_(model.value_head["linear"].weight)
         nn.init.zeros_(model.value_head["linear"].bias)
         super().__init__(model)

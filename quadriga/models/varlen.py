@@ -31,7 +31,9 @@ class PackedRuns:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.own = Runs([one.length for one in segments], device)
-        self.longest = max(one.length + (one.prefix.length if one.prefix else 0) for one in segments)
+        self.longest = max(
+            one.length + (one.prefix.length if one.prefix else 0) for one in segments
+        )
         groups: dict[Segment, list[Segment]] = {}
         for one in segments:
             if one.prefix is not None:
@@ -39,7 +41,9 @@ class PackedRuns:
         self.has_prefixes = bool(groups)
         if groups:  # [R] and [P], places in the packed tokens
             self.rows, self.keys = _places(chain(*groups.values()), device), _places(groups, device)
-            self.continued = Runs([sum(one.length for one in group) for group in groups.values()], device)
+            self.continued = Runs(
+                [sum(one.length for one in group) for group in groups.values()], device
+            )
             self.prefixes = Runs([one.length for one in groups], device)
 
     def continuing(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
@@ -78,12 +82,22 @@ class VarlenAttention(torch.autograd.Function):
     def backward(ctx, grad):
         *inputs, sinks, out, sums = ctx.saved_tensors
         runs, scale = ctx.runs, ctx.scale
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels take heads without gaps
+        grad = (
+            grad if grad.stride(-1) == 1 else grad.contiguous()
+        )  # kernels take heads without gaps
         grads = _backward((grad, out, sums), inputs, runs.own, runs.own, True, scale, ctx.left)
         if runs.has_prefixes:
-            merged = [*runs.continuing(grad), *runs.continuing(out), sums.index_select(1, runs.rows)]
-            more = _backward(merged, runs.continuing(*inputs), runs.continued, runs.prefixes, False, scale)
-            for whole, one, places in zip(grads, more, (runs.rows, runs.keys, runs.keys), strict=True):
+            merged = [
+                *runs.continuing(grad),
+                *runs.continuing(out),
+                sums.index_select(1, runs.rows),
+            ]
+            more = _backward(
+                merged, runs.continuing(*inputs), runs.continued, runs.prefixes, False, scale
+            )
+            for whole, one, places in zip(
+                grads, more, (runs.rows, runs.keys, runs.keys), strict=True
+            ):
                 whole.index_copy_(0, places, one.add_(whole.index_select(0, places)))
         grad_sinks = None
         if sinks is not None:
@@ -94,10 +108,24 @@ class VarlenAttention(torch.autograd.Function):
 
 
 def _forward(
-    inputs: Sequence[Tensor], queries: Runs, keys: Runs, is_causal: bool, scale: float, left: int | None = None
+    inputs: Sequence[Tensor],
+    queries: Runs,
+    keys: Runs,
+    is_causal: bool,
+    scale: float,
+    left: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result, and log-sum-exps [H, tokens]; `left`: how many keys before its own a query sees."""
-    call = (*inputs, queries.offsets, keys.offsets, queries.longest, keys.longest, 0.0, is_causal, False)
+    call = (
+        *inputs,
+        queries.offsets,
+        keys.offsets,
+        queries.longest,
+        keys.longest,
+        0.0,
+        is_causal,
+        False,
+    )
     window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
     out, sums, *_ = _aten._flash_attention_forward(*call, scale=scale, **window)
     return out, sums
@@ -109,7 +137,21 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the inputs from those of the merged result, itself, and its log-sum-exps [H, tokens]."""
     grad, out, sums = results
-    rng = out.new_empty(2, dtype=torch.uint64), out.new_empty((), dtype=torch.uint64)  # without dropout unread
-    call = (grad, *inputs, out, sums, queries.offsets, keys.offsets, queries.longest, keys.longest, 0.0, is_causal)
+    rng = (
+        out.new_empty(2, dtype=torch.uint64),
+        out.new_empty((), dtype=torch.uint64),
+    )  # without dropout unread
+    call = (
+        grad,
+        *inputs,
+        out,
+        sums,
+        queries.offsets,
+        keys.offsets,
+        queries.longest,
+        keys.longest,
+        0.0,
+        is_causal,
+    )
     window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
     return list(_aten._flash_attention_backward(*call, *rng, scale=scale, **window))

@@ -34,7 +34,11 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 """What the model takes of images, and the same of videos."""
 ONE_TOKEN = ("glm4v",)
 """Models with one token for embeddings of images and of videos, whose encoder takes each frame as an image."""
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
@@ -76,12 +80,17 @@ class ImageTokens:
         settings = cast(Any, config)
         image, merged = settings.image_token_id, settings.vision_config.spatial_merge_size**2
         if settings.model_type in ONE_TOKEN:
-            return cls((image, image), merged, (settings.video_start_token_id, settings.video_end_token_id))
+            return cls(
+                (image, image), merged, (settings.video_start_token_id, settings.video_end_token_id)
+            )
         return cls((image, settings.video_token_id), merged)
 
     def count(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """E: embeddings of the images and videos of a prompt."""
-        return sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs) // self.patches_per_token
+        return (
+            sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs)
+            // self.patches_per_token
+        )
 
     def places(
         self, tokens: np.ndarray, inputs: Mapping[str, torch.Tensor], size: int | None = None
@@ -104,8 +113,14 @@ class ImageTokens:
         for token, is_own, name in zip(self.token_ids, kinds, GRIDS, strict=True):
             grids, own = inputs.get(name), np.flatnonzero(is_own)
             count = 0 if grids is None else int(grids.prod(-1).sum()) // self.patches_per_token
-            if not np.count_nonzero(own < (len(tokens) if size is None else size)) <= count <= len(own):
-                problems.append(f"{len(own)} tokens with id {token} for {count} embeddings of {name.split('_')[0]}s")
+            if (
+                not np.count_nonzero(own < (len(tokens) if size is None else size))
+                <= count
+                <= len(own)
+            ):
+                problems.append(
+                    f"{len(own)} tokens with id {token} for {count} embeddings of {name.split('_')[0]}s"
+                )
             found.append(own[:count])
         return np.concatenate(found), ", ".join(problems)
 
@@ -135,7 +150,8 @@ def packed_images(
     if not images:
         return None
     pixels, grids = (
-        [inputs[name] for inputs, _ in images for name in kinds if name in inputs] for kinds in (PIXELS, GRIDS)
+        [inputs[name] for inputs, _ in images for name in kinds if name in inputs]
+        for kinds in (PIXELS, GRIDS)
     )
     return PackedImages(
         torch.cat(pixels).to(device),
@@ -223,16 +239,24 @@ class VisionEncoderCost:
         if not is_vision(model.config):
             return None
         settings, body = cast(Any, model.config).vision_config, vision_encoder(model)
-        mergers = [part for name, part in body.named_children() if "merger" in name or name == "downsample"]
+        mergers = [
+            part for name, part in body.named_children() if "merger" in name or name == "downsample"
+        ]
         of_tokens = sum(_num_multiplied(merger) for merger in mergers)
         whole = getattr(settings, "fullatt_block_indexes", None)
         merged = settings.spatial_merge_size
-        side = None if whole is None else settings.window_size // merged // settings.patch_size * merged
+        side = (
+            None
+            if whole is None
+            else settings.window_size // merged // settings.patch_size * merged
+        )
         return cls(
             num_patch_parameters=_num_multiplied(body) - of_tokens,
             num_token_parameters=of_tokens,
             width=body.blocks[0].attn.qkv.out_features // 3,
-            windows=tuple(None if whole is None or layer in whole else side for layer in range(settings.depth)),
+            windows=tuple(
+                None if whole is None or layer in whole else side for layer in range(settings.depth)
+            ),
             patches_per_token=merged**2,
             is_frozen=not any(parameter.requires_grad for parameter in body.parameters()),
         )
@@ -247,7 +271,9 @@ class VisionEncoderCost:
             for window, num_layers in Counter(self.windows).items():
                 # Patches see each other in squares with this side; what the sides leave over makes smaller pieces.
                 side = window or max(height, width)
-                rows, columns = (size // side * side**2 + (size % side) ** 2 for size in (height, width))
+                rows, columns = (
+                    size // side * side**2 + (size % side) ** 2 for size in (height, width)
+                )
                 total += 4 * self.width * num_layers * time * rows * columns
         return float(total)
 
@@ -258,10 +284,16 @@ class VisionEncoderCost:
 
 def _num_multiplied(module: nn.Module) -> int:
     """Numbers in the matrices of a module."""
-    return sum(one.weight.numel() for one in module.modules() if isinstance(one, (nn.Linear, nn.Conv2d, nn.Conv3d)))
+    return sum(
+        one.weight.numel()
+        for one in module.modules()
+        if isinstance(one, (nn.Linear, nn.Conv2d, nn.Conv3d))
+    )
 
 
-def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | None = None) -> None:
+def copy_processor(
+    config: PreTrainedConfig, target: Path, source: str | Path | None = None
+) -> None:
     """Copy the settings by which images become patches [S, X]; of a text model there are none.
 
     As they are: to load and save them would need torchvision.
@@ -272,7 +304,9 @@ def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | 
     """
     if not is_vision(config):
         return
-    raising = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    raising = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+    }
     for name in PROCESSOR_FILES:
         found = cached_file(source or config.name_or_path, name, **raising)
         if found is not None and Path(found).resolve() != (target / name).resolve():

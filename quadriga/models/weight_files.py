@@ -41,7 +41,9 @@ _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 class WeightFiles(Protocol):
     """Tensors by name; each is read when it is needed."""
 
-    shapes: dict[str, torch.Size]  # the whole shape [...] of each, however it was cut, in the order of the files
+    shapes: dict[
+        str, torch.Size
+    ]  # the whole shape [...] of each, however it was cut, in the order of the files
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor [...], in the dtype in which it was written.
@@ -58,7 +60,10 @@ def open_weights(folder: str | Path) -> WeightFiles:
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if (index := folder / INDEX).is_file():
         try:
-            files = [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+            files = [
+                folder / file
+                for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(index, error) from error
         # Not resolved: in a hub's cache files are links to where their content is.
@@ -66,9 +71,15 @@ def open_weights(folder: str | Path) -> WeightFiles:
             if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
                 raise _leads_outside(index, file)
         if missing := [file for file in files if not file.exists()]:
-            raise CheckpointError(str(missing[0]), "no such file", f"the file that {INDEX} names", _ANOTHER)
-    if unreadable := [file for file in files if not file.is_file()]:  # a named pipe would be waited for
-        raise CheckpointError(str(unreadable[0]), "no regular file", "whole files of weights", _ANOTHER)
+            raise CheckpointError(
+                str(missing[0]), "no such file", f"the file that {INDEX} names", _ANOTHER
+            )
+    if unreadable := [
+        file for file in files if not file.is_file()
+    ]:  # a named pipe would be waited for
+        raise CheckpointError(
+            str(unreadable[0]), "no regular file", "whole files of weights", _ANOTHER
+        )
     if not files:
         got = "neither *.safetensors nor a distributed checkpoint"
         fix = "A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents."
@@ -117,7 +128,11 @@ class DistributedFiles:
     def __init__(self, folder: Path, prefix: str) -> None:
         self._reader, self._prefix = ChunkReader(folder), prefix
         tensors = self._reader.tensors.items()
-        self.shapes = {name.removeprefix(prefix): entry.size for name, entry in tensors if name.startswith(prefix)}
+        self.shapes = {
+            name.removeprefix(prefix): entry.size
+            for name, entry in tensors
+            if name.startswith(prefix)
+        }
 
     def read(self, name: str) -> torch.Tensor:
         name = f"{self._prefix}{name}"
@@ -152,20 +167,28 @@ class ChunkReader(FileSystemReader):
         except Exception as error:
             raise _unreadable(path, error) from error
         if not isinstance(listed, Metadata) or listed.storage_data is None:
-            raise DamagedCheckpointError(str(path), type(listed).__name__, "a list of chunks", _ANOTHER)
+            raise DamagedCheckpointError(
+                str(path), type(listed).__name__, "a list of chunks", _ANOTHER
+            )
         ends: dict[str, int] = {}
         for chunk in listed.storage_data.values():
-            ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
+            ends[chunk.relative_path] = max(
+                ends.get(chunk.relative_path, 0), chunk.offset + chunk.length
+            )
         for name, end in sorted(ends.items()):
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 raise _leads_outside(path, folder / name)
             size = (folder / name).stat().st_size if (folder / name).is_file() else None
             if size is None or size < end:
                 got = "no such file" if size is None else f"{size} bytes"
-                raise DamagedCheckpointError(str(folder / name), got, f"at least {end} bytes", _ANOTHER)
+                raise DamagedCheckpointError(
+                    str(folder / name), got, f"at least {end} bytes", _ANOTHER
+                )
         self.listed: Metadata = listed
         entries = listed.state_dict_metadata.items()
-        self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self.tensors = {
+            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
         stored_bytes = Counter[str]()
         for index, chunk in listed.storage_data.items():
             stored_bytes[index.fqn] += chunk.length
@@ -195,7 +218,9 @@ def share_with_readers(folder: Path) -> None:
         file.chmod(folder.stat().st_mode & 0o666)
 
 
-def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
+def write_safetensors(
+    folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32
+) -> None:
     """Write tensors [...] to `model-00001-of-0000N.safetensors` and their index, at most a shard in memory."""
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
@@ -214,7 +239,9 @@ def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     # The error of a missing file names it.
     path = Path(error.filename) if isinstance(error, OSError) and error.filename else path
-    return DamagedCheckpointError(str(path), got=reason, expected="whole files of weights", fix=_ANOTHER)
+    return DamagedCheckpointError(
+        str(path), got=reason, expected="whole files of weights", fix=_ANOTHER
+    )
 
 
 def _leads_outside(listing: Path, file: Path) -> CheckpointError:
@@ -227,14 +254,24 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     _CLASSES = frozenset(
         {
-            *((metadata.__name__, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties")),
-            *((metadata.__name__, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+            *(
+                (metadata.__name__, name)
+                for name in ("Metadata", "TensorStorageMetadata", "TensorProperties")
+            ),
+            *(
+                (metadata.__name__, name)
+                for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
+            ),
             (metadata.__name__, "_MEM_FORMAT_ENCODING"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.serialization", "_get_layout"),
             ("torch", "Size"),
             # Where torch's own writer wrote to. Python 3.13 has the classes in another module.
-            *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+            *(
+                (module, name)
+                for module in ("pathlib", "pathlib._local")
+                for name in ("PosixPath", "WindowsPath")
+            ),
         }
     )
 

@@ -35,7 +35,9 @@ class ConvertedFiles:
     """The weights of other files with the names and shapes that a model's module has; the model may be on "meta". With
     `to_files` from the module's names to those that `save_pretrained` of transformers writes."""
 
-    def __init__(self, files: WeightFiles, model: PreTrainedModel, *, to_files: bool = False) -> None:
+    def __init__(
+        self, files: WeightFiles, model: PreTrainedModel, *, to_files: bool = False
+    ) -> None:
         self._files, self._model = files, model
         transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
         if to_files:
@@ -47,7 +49,9 @@ class ConvertedFiles:
         prefix, own = (None, None) if to_files else (model.base_model_prefix, model.state_dict())
         groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
         for name in sorted(files.shapes, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, own, reverse=to_files)
+            target, pattern = rename_source_key(
+                name, renamings, converters, prefix, own, reverse=to_files
+            )
             converter = next((one for one in converters if pattern in one.source_patterns), None)
             groups.setdefault(target, (converter, []))[1].append((name, pattern or name))
         self._groups = groups

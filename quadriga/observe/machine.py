@@ -50,12 +50,22 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         fast, slow = f"{name} multiplies it in hardware", f"{name} has no bfloat16 units"
     else:
-        has_bf16, fast, slow = False, "", f"nothing is known about bfloat16 on {device.type} devices"
+        has_bf16, fast, slow = (
+            False,
+            "",
+            f"nothing is known about bfloat16 on {device.type} devices",
+        )
     if requested == "float16":
         is_slow = device.type == "cpu" and not has_bf16
-        return Choice(torch.float16, f"float16: asked for{f' (slow here: float32: {slow})' if is_slow else ''}")
+        return Choice(
+            torch.float16,
+            f"float16: asked for{f' (slow here: float32: {slow})' if is_slow else ''}",
+        )
     if requested == "bfloat16":
-        return Choice(torch.bfloat16, f"bfloat16: asked for{'' if has_bf16 else f' (slow here: float32: {slow})'}")
+        return Choice(
+            torch.bfloat16,
+            f"bfloat16: asked for{'' if has_bf16 else f' (slow here: float32: {slow})'}",
+        )
     if has_bf16:
         return Choice(torch.bfloat16, f"bfloat16: {fast}")
     return Choice(torch.float32, f"float32: {slow}")
@@ -64,7 +74,9 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
 def resident_bytes() -> tuple[int, int]:
     """Memory of this process in RAM, and the most it has held; without /proc (macOS) twice the latter."""
     # Linux counts in KiB, macOS in bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     fields = (_field(Path("/proc/self/status"), key) for key in ("VmRSS", "VmHWM"))
     held, most = (int(field.split()[0]) * 1024 if field else peak for field in fields)
     return held, most
@@ -85,7 +97,9 @@ def release_free_memory() -> bool:
 
 def num_usable_cores() -> int:
     """CPU cores this process may use, by its affinity and the limit of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
@@ -95,7 +109,11 @@ def num_usable_cores() -> int:
 def available_bytes() -> int:
     """Memory that this process can have without swapping, of the machine and of its control group."""
     field = _field(Path("/proc/meminfo"), "MemAvailable")
-    free = int(field.split()[0]) * 1024 if field else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = (
+        int(field.split()[0]) * 1024
+        if field
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     limit, held = (_read(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
     return min(free, int(limit) - int(held)) if limit.isdigit() and held.isdigit() else free
 
@@ -104,7 +122,11 @@ def is_in_memory(folder: Path) -> bool:
     """Whether a folder is on a file system in memory, by the kernel's list of mounts; False where there is none."""
     lines = enumerate(line.split() for line in _read(Path("/proc/self/mounts")).splitlines())
     place = folder.resolve()
-    found = [(len(where), number, kind) for number, (_, where, kind, *_) in lines if place.is_relative_to(where)]
+    found = [
+        (len(where), number, kind)
+        for number, (_, where, kind, *_) in lines
+        if place.is_relative_to(where)
+    ]
     return max(found, default=(0, 0, ""))[2] in ("tmpfs", "ramfs")
 
 
@@ -152,5 +174,8 @@ def taking_part(where: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        got, fix = str(error).strip().partition("\n")[0], "Look for the error of another rank: it left this one alone."
+        got, fix = (
+            str(error).strip().partition("\n")[0],
+            "Look for the error of another rank: it left this one alone.",
+        )
         raise PeerLostError(where, got=got, expected="all ranks to take part", fix=fix) from error

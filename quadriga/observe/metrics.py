@@ -25,7 +25,9 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
-            raise ValueError(f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}.")
+            raise ValueError(
+                f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}."
+            )
         # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
         # or a device alive and can be sent and written anywhere. item() reads a loss that has its graph in silence.
         # What an accelerator has yet to compute is read later, with all the others of a step.
@@ -34,9 +36,13 @@ class Metric:
             if getattr(number, "is_cuda", False):
                 object.__setattr__(self, name, number.detach())
             else:
-                object.__setattr__(self, name, float(number.item() if hasattr(number, "item") else number))
+                object.__setattr__(
+                    self, name, float(number.item() if hasattr(number, "item") else number)
+                )
         if isinstance(self.weight, float) and not 0 <= self.weight < math.inf:
-            raise ValueError(f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0.")
+            raise ValueError(
+                f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0."
+            )
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -69,7 +75,9 @@ def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str,
 def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     kinds = {metric.reduction for metric in metrics}
     if len(kinds) > 1:
-        raise ValueError(f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts.")
+        raise ValueError(
+            f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts."
+        )
     reduction, weight = metrics[0].reduction, math.fsum(metric.weight for metric in metrics)
     values = [metric.value for metric in metrics]
     if reduction in ("mean", "sum"):

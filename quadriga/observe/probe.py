@@ -53,11 +53,28 @@ EXTRAS = (
     Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", ".[gguf]"),
     Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", ".[plot]", is_quick=True),
     Extra("math-verify", "math_verify", "0.8", "grades mathematics", ".[math]", is_quick=True),
-    Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", ".[reasoning-gym]"),
-    Extra("ray", "ray", "2.60", "worker processes, on one machine or many", ".[ray]", is_quick=True),
-    Extra("megatron-core", "megatron.core", "0.16.1", "the training engine megatron", ".[megatron]"),
+    Extra(
+        "reasoning-gym",
+        "reasoning_gym",
+        "0.1.20",
+        "verifiable tasks and their graders",
+        ".[reasoning-gym]",
+    ),
+    Extra(
+        "ray", "ray", "2.60", "worker processes, on one machine or many", ".[ray]", is_quick=True
+    ),
+    Extra(
+        "megatron-core", "megatron.core", "0.16.1", "the training engine megatron", ".[megatron]"
+    ),
     Extra("peft", "peft", "0.17", "trains adapters in place of weights", ".[peft]"),
-    Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", ".[tensorboard]", is_quick=True),
+    Extra(
+        "tensorboard",
+        "tensorboard",
+        "2.16",
+        "tracks runs in event files",
+        ".[tensorboard]",
+        is_quick=True,
+    ),
     Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", ".[wandb]"),
     Extra("mlflow", "mlflow", "2.16", "tracks runs with MLflow", ".[mlflow]"),
     Extra("swanlab", "swanlab", "0.6", "tracks runs with SwanLab", ".[swanlab]"),
@@ -69,7 +86,9 @@ def probe_capabilities(
 ) -> list[Capability]:
     """Look at each optional package, in the order given; `try_all` imports also those that take seconds to load."""
     with ThreadPoolExecutor(NUM_IMPORTS) as pool:
-        return list(pool.map(lambda extra: _probe(extra, timeout_s, extra.is_quick or try_all), extras))
+        return list(
+            pool.map(lambda extra: _probe(extra, timeout_s, extra.is_quick or try_all), extras)
+        )
 
 
 def release_numbers(text: str) -> tuple[int, ...]:
@@ -90,7 +109,9 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
     else:
         command = [sys.executable, "-c", f"import {extra.module}"]
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            )
             last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             problem = f"does not import: {last_line}" if done.returncode else ""
         except subprocess.TimeoutExpired:

@@ -30,7 +30,9 @@ def check_tool(tool: str | None, device: torch.device) -> None:
     if tool in ("torch_memory", "nsys") and device.type != "cuda":
         got = f"{tool} in a process on {device}"
         fix = "Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations."
-        raise ConfigError("global_profiler.tool", got=got, expected="a CUDA device, which it records", fix=fix)
+        raise ConfigError(
+            "global_profiler.tool", got=got, expected="a CUDA device, which it records", fix=fix
+        )
 
 
 class Recording:

@@ -51,9 +51,13 @@ class Headline(NamedTuple):
 
 # The sources are the names of the trainer's metrics; a test of the trainer holds the two together.
 HEADLINES = (
-    Headline("reward", ("critic/rewards/mean", "critic/score/mean", "reward/mean"), (".3f", 1000, ".3g")),
+    Headline(
+        "reward", ("critic/rewards/mean", "critic/score/mean", "reward/mean"), (".3f", 1000, ".3g")
+    ),
     Headline("loss", ("actor/pg_loss", "train/loss"), "+.4f"),
-    Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), (".1e", 0.001, ".4f")),
+    Headline(
+        "kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), (".1e", 0.001, ".4f")
+    ),
     Headline("entropy", ("actor/entropy",), (".3f", 1000, ".3g")),
     Headline("grad", ("actor/grad_norm", "train/grad_norm"), (".3f", 1000, ".3g")),
     Headline("lr", ("actor/lr", "train/lr"), ".1e"),
@@ -73,13 +77,17 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
             if isinstance(form, tuple):
                 below, limit, above = form
                 # Zero is no small number: it is written in full.
-                form = below if abs(value) < limit and not (value == 0 and below == ".1e") else above
+                form = (
+                    below if abs(value) < limit and not (value == 0 and below == ".1e") else above
+                )
             # A narrow space would be finer typography, but a log is also read by grep and on plain terminals.
             fields[label] = format(value, form).replace(",", " ")
         elif value is not None:
             fields[label] = str(value)
     parts = [name for name in metrics if name.startswith(COMPONENT_PREFIX)][:NUM_COMPONENTS]
-    return fields | {f"reward.{name.removeprefix(COMPONENT_PREFIX)}": f"{metrics[name]:.3f}" for name in parts}
+    return fields | {
+        f"reward.{name.removeprefix(COMPONENT_PREFIX)}": f"{metrics[name]:.3f}" for name in parts
+    }
 
 
 def join_field(label: str, value: str) -> str:
@@ -109,7 +117,11 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
         parts = name.removeprefix(VALIDATION_PREFIX).split("/")
         at = max((index for index, part in enumerate(parts) if "@" in part), default=0)
         if name.startswith(VALIDATION_PREFIX) and at >= 2:
-            source, variable, statistic = "/".join(parts[: at - 1]), parts[at - 1], "/".join(parts[at:])
+            source, variable, statistic = (
+                "/".join(parts[: at - 1]),
+                parts[at - 1],
+                "/".join(parts[at:]),
+            )
             results.append(ValidationResult(source, variable, statistic, value))
     return results
 
@@ -173,7 +185,9 @@ class Progress(AbstractContextManager["Progress"]):
         left_s, since_s = self.left_s, self._clock() - marked_s
         left = "" if left_s is None else f"{clock_text(max(0.0, left_s - since_s))} left"
         doing = self._activity()
-        return Text(left, style="cyan").append(f"{' · ' if left and doing else ''}{doing}", style="dim")
+        return Text(left, style="cyan").append(
+            f"{' · ' if left and doing else ''}{doing}", style="dim"
+        )
 
     def begin(self) -> None:
         """The first step begins now: what went before it, such as a validation, does not enter the pace."""
@@ -190,7 +204,9 @@ class Progress(AbstractContextManager["Progress"]):
             shown = [name for name in BAR_FIELDS if name in fields] or list(fields)
             # Beside the bar and the fields above a component of the reward takes about 20 columns.
             room = max(0, (self._console.width - 80) // 20)
-            shown += [name for name in fields if name.startswith("reward.") and name not in shown][:room]
+            shown += [name for name in fields if name.startswith("reward.") and name not in shown][
+                :room
+            ]
             text = GAP.join(join_field(name, fields[name]) for name in shown)
             self._bar.update(self._task, completed=step, total=self.total, fields=text)
             return
@@ -244,20 +260,33 @@ class Picture:
 
     def _repr_svg_(self) -> str:
         places = [place for points in self.curves.values() for place in points] or [(0.0, 0.0)]
-        (first, last), (low, high) = ((min(values), max(values)) for values in zip(*places, strict=True))
+        (first, last), (low, high) = (
+            (min(values), max(values)) for values in zip(*places, strict=True)
+        )
         x_scale = (WIDTH - LEFT - 12) / ((last - first) or 1)
         y_scale = (HEIGHT - ABOVE - BELOW) / ((high - low) or 1)
         top, bottom = ABOVE, HEIGHT - BELOW
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">']
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">'
+        ]
         for y, value in ((top, high), (bottom, low)):
             parts.append(f'<path d="M{LEFT} {y}H{WIDTH - 12}" stroke="#e4e7ec"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end" {INK}>{value:.3g}</text>')
+            parts.append(
+                f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end" {INK}>{value:.3g}</text>'
+            )
         for x, step, anchor in ((LEFT, first, "start"), (WIDTH - 12, last, "end")):
-            parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}" {INK}>step {step:g}</text>')
+            parts.append(
+                f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}" {INK}>step {step:g}</text>'
+            )
         for number, (name, points) in enumerate(self.curves.items()):
             color = COLORS[number % len(COLORS)]
-            line = " ".join(f"{LEFT + (x - first) * x_scale:.1f},{bottom - (y - low) * y_scale:.1f}" for x, y in points)
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+            line = " ".join(
+                f"{LEFT + (x - first) * x_scale:.1f},{bottom - (y - low) * y_scale:.1f}"
+                for x, y in points
+            )
+            parts.append(
+                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.8"/>'
+            )
             dot = line.rpartition(" ")[2].split(",")
             parts.append(f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.6" fill="{color}"/>')
             place = f'x="{LEFT + 180 * number}" y="14" font-family="sans-serif" font-size="12"'

@@ -23,7 +23,9 @@ EXPIRY_VARIABLES = (
 """Each holds, where a provider sets it, the second since 1970 at which it takes the machine back."""
 
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
-stop_requested = threading.Event()  # where it is set, the training of this process ends after the step in work
+stop_requested = (
+    threading.Event()
+)  # where it is set, the training of this process ends after the step in work
 
 
 @contextmanager
@@ -66,5 +68,7 @@ def expiry() -> float:
                 seconds.append(float(int(text)))
             except ValueError as error:
                 found = f"{name}: got {text!r}, expected a whole number of seconds since 1970"
-                raise ConfigError(found, fix="Take the variable away where no provider sets it.") from error
+                raise ConfigError(
+                    found, fix="Take the variable away where no provider sets it."
+                ) from error
     return min(seconds)

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from quadriga.observe.watchdog import NOTICE_S, waiting
 
 BAR_WIDTH = 32
-SHOWN_GAP_S = 0.5  # a gap between two parts is shown when it is long enough for a person to wonder about
+SHOWN_GAP_S = (
+    0.5  # a gap between two parts is shown when it is long enough for a person to wonder about
+)
 
 
 class PhaseTimer:
@@ -86,7 +88,10 @@ class Timeline:
         """Say every few seconds, until `close`, which parts are waited for."""
         wait = waiting(
             f"the {self._title}",
-            lambda: ", ".join(part.name for part in self._parts if part.end_s is None) or "its next part",
+            lambda: (
+                ", ".join(part.name for part in self._parts if part.end_s is None)
+                or "its next part"
+            ),
             NOTICE_S,
         )
         self._reports.enter_context(wait)

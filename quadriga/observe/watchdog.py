@@ -28,9 +28,15 @@ NOTICE_S = 4.0  # of a start-up and an end, where a person looks on
 _OURS = str(Path(__file__).resolve().parents[1])
 # The longest first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
-    sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
+    sorted(
+        {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+        key=len,
+        reverse=True,
+    )
 )
-LAST_REPORT_S = 1.0  # the block's end does not wait longer than this for a detail function that is itself stuck
+LAST_REPORT_S = (
+    1.0  # the block's end does not wait longer than this for a detail function that is itself stuck
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +58,21 @@ class _Wait:
             if self not in opened:  # it has ended, and what its detail looks at with it
                 return
             inner = opened[opened.index(self) + 1 :]
-            speaks_as_often = [one for one in inner if one.thread == self.thread and one.period_s <= self.period_s]
+            speaks_as_often = [
+                one for one in inner if one.thread == self.thread and one.period_s <= self.period_s
+            ]
             if any(now - one.start >= self.period_s for one in speaks_as_often):
                 return
             seconds = round(now - self.start)
-            duration = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
+            duration = (
+                f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
+            )
             try:
-                state = f": {self.detail()}" if self.detail else place_of(sys._current_frames().get(self.thread))
+                state = (
+                    f": {self.detail()}"
+                    if self.detail
+                    else place_of(sys._current_frames().get(self.thread))
+                )
             except Exception as error:
                 # The wait matters more than its description: the report goes on and says why it is short.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
@@ -87,10 +101,14 @@ class _Watch(threading.Thread):
                 wait.due = now + wait.period_s
                 if wait.reports.acquire(blocking=False):
                     name = f"waiting for {wait.what}"
-                    report = threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True)
+                    report = threading.Thread(
+                        target=wait.report, args=(self.waits,), name=name, daemon=True
+                    )
                     try:
                         report.start()
-                    except RuntimeError:  # there may be no more threads: a slow detail then holds up other reports
+                    except (
+                        RuntimeError
+                    ):  # there may be no more threads: a slow detail then holds up other reports
                         wait.report(self.waits)
             self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
             self.wake.wait(self.wakes_at - now)
@@ -114,7 +132,16 @@ def waiting(
     if period_s <= 0:
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")
     start = time.monotonic()
-    wait = _Wait(what, detail, period_s, emit, threading.get_ident(), start, start + period_s, threading.Lock())
+    wait = _Wait(
+        what,
+        detail,
+        period_s,
+        emit,
+        threading.get_ident(),
+        start,
+        start + period_s,
+        threading.Lock(),
+    )
     watch = _watches.get(os.getpid()) or _watches.setdefault(os.getpid(), _Watch())
     watch.waits[wait] = None
     if wait.due < watch.wakes_at:

@@ -53,7 +53,11 @@ def from_tensordict(
                 arrays[key][row] = value
     # Without any column, the TensorDict's batch size still counts the rows.
     has_rows = tensors or not arrays
-    batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device) if has_rows else None
+    batch = (
+        TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device)
+        if has_rows
+        else None
+    )
     return cls(batch=batch, non_tensor_batch=arrays, meta_info={**facts, **(meta_info or {})})
 
 
@@ -65,11 +69,17 @@ def to_tensordict(data: "DataProto") -> TensorDict:
     for key in [*arrays, *facts]:
         if key in tensors or (key in arrays and key in facts):
             where = f"to_tensordict: {key!r}"
-            raise ProtocolError(where, got="two entries of this name", expected="one", fix="Rename one.")
+            raise ProtocolError(
+                where, got="two entries of this name", expected="one", fix="Rename one."
+            )
     for key, array in arrays.items():
         entries = [NonTensorData(value, batch_size=[]) for value in array]
         joined.set(key, NonTensorStack(*entries) if entries else NonTensorStack(batch_size=[0]))
-    types = {key: (a.dtype.str, a.shape[1:]) for key, a in arrays.items() if a.dtype != object or a.ndim > 1}
+    types = {
+        key: (a.dtype.str, a.shape[1:])
+        for key, a in arrays.items()
+        if a.dtype != object or a.ndim > 1
+    }
     for key, value in (facts | ({ARRAY_TYPES: types} if types else {})).items():
         joined.set(key, NonTensorData(value, batch_size=[rows]))
     return joined
@@ -87,7 +97,10 @@ def get_data_info(data: "DataProto") -> str:
                 lines.append(f"{indent}{key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
         return lines
 
-    arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in data.non_tensor_batch.items()]
+    arrays = [
+        f"  {key}: ndarray{array.shape} ({array.dtype})"
+        for key, array in data.non_tensor_batch.items()
+    ]
     facts = [f"  {key}: {type(value).__name__}" for key, value in data.meta_info.items()]
     tensors = [] if data.batch is None else tensor_lines(data.batch, "  ")
     return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
@@ -102,7 +115,9 @@ def print_size(data: "DataProto", prefix: str = "") -> None:
         entries = value.values() if isinstance(value, Mapping) else ()
         return sys.getsizeof(value) + sum(object_bytes(entry) for entry in entries)
 
-    in_tensors = 0 if data.batch is None else sum(column.nbytes for column in data.batch.values(True, True))
+    in_tensors = (
+        0 if data.batch is None else sum(column.nbytes for column in data.batch.values(True, True))
+    )
     in_arrays = 0
     for array in data.non_tensor_batch.values():
         # Rows that share one object, as repeated rows do, are counted once.
@@ -116,7 +131,9 @@ def one_line(data: "DataProto") -> str:
     """Rows, and each column with shape and dtype: what `repr` gives."""
     parts = [f"{len(data)} rows"]
     for key, value in () if data.batch is None else data.batch.items():
-        kind = "" if isinstance(value, TensorDict) else f" {str(value.dtype).removeprefix('torch.')}"
+        kind = (
+            "" if isinstance(value, TensorDict) else f" {str(value.dtype).removeprefix('torch.')}"
+        )
         parts.append(f"{key} {tuple(value.shape)}{kind}")
     parts += [f"{key} {array.shape} {array.dtype}" for key, array in data.non_tensor_batch.items()]
     facts = f"; meta_info: {', '.join(data.meta_info)}" if data.meta_info else ""

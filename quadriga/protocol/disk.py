@@ -78,10 +78,16 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
             if file.read(len(_PICKLED)) == _PICKLED:
                 got = "a pickle of an older version, which may run any code"
                 fix = "Delete it and have it written again."
-                raise ProtocolError(where, got=got, expected="a DataProto as it is saved today", fix=fix)
+                raise ProtocolError(
+                    where, got=got, expected="a DataProto as it is saved today", fix=fix
+                )
         with safe_open(filepath, framework="pt") as opened:
             if (found := (opened.metadata() or {}).get(_KEY)) != _VERSION:
-                got = "another kind of file" if found is None else f"one of the format {found}, not {_VERSION}"
+                got = (
+                    "another kind of file"
+                    if found is None
+                    else f"one of the format {found}, not {_VERSION}"
+                )
                 raise ProtocolError(where, got=got, expected="a saved DataProto", fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         rows, batch, arrays, facts = _Reader(tensors).from_json(tensors["layout"].numpy().tobytes())
@@ -90,7 +96,11 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
         raise
     # Damaged bytes may be anything at all: a name that is missing, a shape that does not fit, a list for a number.
     except Exception as error:
-        found = str(error) if isinstance(error, OSError) else f"another kind of file, or a damaged one ({error})"
+        found = (
+            str(error)
+            if isinstance(error, OSError)
+            else f"another kind of file, or a damaged one ({error})"
+        )
         raise ProtocolError(where, got=found, expected="a saved DataProto", fix=fix) from error
 
 
@@ -119,7 +129,9 @@ class _Writer:
             rows = 0 if data.batch is None else len(data)
             layout = [rows, batch, list(arrays.items()), list(facts.items())]
             # UTF-8 that keeps a lone surrogate, and two of them apart, as escapes would not.
-            text = json.dumps(layout, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+            text = json.dumps(layout, ensure_ascii=False, separators=(",", ":")).encode(
+                "utf-8", "surrogatepass"
+            )
             self._add("layout", text)
         except (RecursionError, ValueError) as error:
             # Too deep or in itself, or an integer of more digits than Python reads.
@@ -141,7 +153,9 @@ class _Writer:
         distinct = {id(value): value for value in array}
         numbers, values = {key: number for number, key in enumerate(distinct)}, [*distinct.values()]
         rows = [numbers[id(value)] for value in array]
-        if set(map(type, values)) == {list} and {int}.issuperset(map(type, chain.from_iterable(values))):
+        if set(map(type, values)) == {list} and {int}.issuperset(
+            map(type, chain.from_iterable(values))
+        ):
             with suppress(OverflowError):  # one has over 64 bits
                 flat = np.fromiter(chain.from_iterable(values), np.int64)
                 return {"$column": [rows, {"$lists": [self._encode(flat), list(map(len, values))]}]}
@@ -157,11 +171,19 @@ class _Writer:
         if kind in _PLAIN:
             return value
         if kind is list:
-            return value if _PLAIN.issuperset(map(type, value)) else [self._encode(entry) for entry in value]
+            return (
+                value
+                if _PLAIN.issuperset(map(type, value))
+                else [self._encode(entry) for entry in value]
+            )
         if kind is dict:
-            if {str}.issuperset(map(type, value)) and not (len(value) == 1 and next(iter(value)).startswith("$")):
+            if {str}.issuperset(map(type, value)) and not (
+                len(value) == 1 and next(iter(value)).startswith("$")
+            ):
                 return {key: self._encode(entry) for key, entry in value.items()}
-            return {"$dict": [[self._encode(key), self._encode(entry)] for key, entry in value.items()]}
+            return {
+                "$dict": [[self._encode(key), self._encode(entry)] for key, entry in value.items()]
+            }
         if kind in _COLLECTIONS:
             return {_COLLECTIONS[kind]: [self._encode(entry) for entry in value]}
         if kind in _TEXTS:
@@ -194,7 +216,13 @@ class _Writer:
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
         raise self._refusal(f"an object of the class {kind.__module__}.{kind.__qualname__}")
 
-    def _add(self, name: str, memory: Any, dtype: torch.dtype = torch.uint8, shape: list[int] | None = None) -> None:
+    def _add(
+        self,
+        name: str,
+        memory: Any,
+        dtype: torch.dtype = torch.uint8,
+        shape: list[int] | None = None,
+    ) -> None:
         self._memory.append((name, dtype, [len(memory)] if shape is None else shape, memory))
 
     def _refusal(self, got: str) -> ProtocolError:
@@ -215,9 +243,13 @@ class _Reader:
             "$scalar": lambda found: np.frombuffer(bytes.fromhex(found[1]), found[0])[0],
             "$tensor": self._tensor,
             "$column": lambda found: object_array(found[1])[np.array(found[0], np.int64)],
-            "$lists": lambda found: [part.tolist() for part in np.split(found[0], np.cumsum(found[1]))[:-1]],
+            "$lists": lambda found: [
+                part.tolist() for part in np.split(found[0], np.cumsum(found[1]))[:-1]
+            ],
             "$objects": lambda found: object_array(found[1]).reshape(found[0]),
-            "$array": lambda found: np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy(),
+            "$array": lambda found: (
+                np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy()
+            ),
             "$bytes": self._bytes,
             "$image": self._image,
         }

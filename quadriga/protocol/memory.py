@@ -66,7 +66,11 @@ def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) ->
     """A contiguous tensor over bytes (uint8, contiguous), without a copy."""
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize]).view(dtype).view(tuple(shape))
+    return (
+        torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize])
+        .view(dtype)
+        .view(tuple(shape))
+    )
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

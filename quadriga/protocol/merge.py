@@ -32,7 +32,11 @@ def deep_equal(left: Any, right: Any) -> bool:
         if left is right or (id(left), id(right)) in seen:
             continue
         if isinstance(left, torch.Tensor):
-            if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+            if (
+                not isinstance(right, torch.Tensor)
+                or left.shape != right.shape
+                or left.dtype != right.dtype
+            ):
                 return False
             right = right.to(left.device)
             if not torch.equal(left, right) and unequal(left, right).any():
@@ -47,7 +51,12 @@ def deep_equal(left: Any, right: Any) -> bool:
             if not are_arrays or left.shape != right.shape or np.any(unequal(left, right)):
                 return False
         else:
-            both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
+            both_nan = (
+                isinstance(left, float)
+                and isinstance(right, float)
+                and math.isnan(left)
+                and math.isnan(right)
+            )
             if not (both_nan or left == right):
                 return False
     return True
@@ -99,14 +108,19 @@ def _check_same_tensor(name: str, left: Any, right: Any) -> None:
     if left is right:
         return
     if left.shape != right.shape or left.dtype != right.dtype:
-        raise _conflict(name, f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}")
+        raise _conflict(
+            name, f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
+        )
     right = right.to(left.device)
     if not torch.equal(left, right):
         rows = unequal(left, right)
         rows = rows.flatten(1).any(dim=1) if left.dim() > 1 else rows
         if rows.any():
             numbers = rows.nonzero()
-            raise _conflict(name, f"values that differ in {len(numbers)} row(s), the first being row {int(numbers[0])}")
+            raise _conflict(
+                name,
+                f"values that differ in {len(numbers)} row(s), the first being row {int(numbers[0])}",
+            )
 
 
 def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
@@ -124,7 +138,9 @@ def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
     return left
 
 
-def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def union_numpy_dict(
+    left: dict[str, np.ndarray], right: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Add the arrays of `right` to `left`, in place, and return `left`.
     Raises ProtocolError: an array of both is not equal, compared row by row and deeply; `left` is then as it was."""
     for key in [key for key in right if key in left]:
@@ -166,9 +182,14 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key == METRICS or key not in merged:
                 merged[key] = value
             elif not deep_equal(merged[key], value):
-                where, got = f"concat: meta_info[{key!r}]", f"{merged[key]!r:.80} and, in part {number}, {value!r:.80}"
+                where, got = (
+                    f"concat: meta_info[{key!r}]",
+                    f"{merged[key]!r:.80} and, in part {number}, {value!r:.80}",
+                )
                 fix = "Report what differs between parts as a metric or as a column."
-                raise ProtocolError(where, got=got, expected="the same value in every part", fix=fix)
+                raise ProtocolError(
+                    where, got=got, expected="the same value in every part", fix=fix
+                )
         measured = part.get(METRICS) or {}
         for entries in measured if isinstance(measured, list) else [measured]:
             for name, value in entries.items():
@@ -181,7 +202,9 @@ def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
     for number, part in enumerate(parts):
         if set(part.keys()) != first:
             got = f"columns {sorted(part.keys())} in part {number} and {sorted(first)} in part 0"
-            raise ProtocolError(f"concat: {kind}", got=got, expected="the same columns in every part")
+            raise ProtocolError(
+                f"concat: {kind}", got=got, expected="the same columns in every part"
+            )
 
 
 def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
@@ -199,16 +222,23 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
         shape, dtype = values[0].shape[1:], values[0].dtype
         for number, value in enumerate(values):
             if value.shape[1:] != shape or value.dtype != dtype:
-                where, got = f"concat: column {key!r}", f"{tuple(value.shape)} {value.dtype} in part {number}"
+                where, got = (
+                    f"concat: column {key!r}",
+                    f"{tuple(value.shape)} {value.dtype} in part {number}",
+                )
                 expected = f"(rows, {', '.join(map(str, shape))}) {dtype} as in part 0"
-                raise ProtocolError(where, got=got, expected=expected, fix="Pad the parts to one length first.")
+                raise ProtocolError(
+                    where, got=got, expected=expected, fix="Pad the parts to one length first."
+                )
         is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
         is_small = sum(value.nbytes for value in values) < HUGE_PAGES_FROM_BYTES
         if not is_plain or (is_small and not any(map(is_lent, values))):
             columns[key] = torch.cat(values)
             continue
         columns[key] = column = allocate((rows, *shape), dtype)
-        for target, value in zip(column.split([len(value) for value in values]), values, strict=True):
+        for target, value in zip(
+            column.split([len(value) for value in values]), values, strict=True
+        ):
             copy_into(target, value)
     return TensorDict(columns, batch_size=[rows], device=parts[0].device)
 
@@ -222,5 +252,7 @@ def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nda
         for number, part in enumerate(parts):
             if part[key].shape[1:] != first.shape[1:]:
                 where, got = f"concat: column {key!r}", f"shape {part[key].shape} in part {number}"
-                raise ProtocolError(where, got=got, expected=f"shape (rows, *{first.shape[1:]}) as in part 0")
+                raise ProtocolError(
+                    where, got=got, expected=f"shape (rows, *{first.shape[1:]}) as in part 0"
+                )
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}

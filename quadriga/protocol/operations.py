@@ -22,7 +22,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Append copies of the first rows, cyclically, until `size_divisor` divides the number of rows.
     Returns the data (the same object if there is nothing to add, or no row to copy) and the number of rows added."""
     if size_divisor < 1:
-        raise ProtocolError(f"pad_dataproto_to_divisor: got divisor {size_divisor}, expected 1 or more")
+        raise ProtocolError(
+            f"pad_dataproto_to_divisor: got divisor {size_divisor}, expected 1 or more"
+        )
     rows = len(data)
     pad_size = -rows % size_divisor
     if pad_size == 0:
@@ -33,7 +35,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows, as a view."""
     if not 0 <= pad_size <= len(data):
-        raise ProtocolError(f"unpad_dataproto: got pad_size {pad_size}, expected 0 to {len(data)}, the rows there are")
+        raise ProtocolError(
+            f"unpad_dataproto: got pad_size {pad_size}, expected 0 to {len(data)}, the rows there are"
+        )
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 
@@ -42,17 +46,23 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     For work on groups that must stay together, such as the responses to one prompt."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
-        raise ProtocolError(f"fold_batch_dim: got {rows} rows into {new_batch_size}, expected a divisor of the rows")
+        raise ProtocolError(
+            f"fold_batch_dim: got {rows} rows into {new_batch_size}, expected a divisor of the rows"
+        )
     return _with_leading_dims(data, 1, (new_batch_size, rows // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Inverse of `fold_batch_dim`: the first `batch_dims` dimensions of every column become one."""
     tensors = () if data.batch is None else data.batch.values()
-    shapes = {tuple(value.shape[:batch_dims]) for value in [*tensors, *data.non_tensor_batch.values()]}
+    shapes = {
+        tuple(value.shape[:batch_dims]) for value in [*tensors, *data.non_tensor_batch.values()]
+    }
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         expected = f"the same first {batch_dims} dimensions in every column"
-        raise ProtocolError("unfold_batch_dim", got=f"leading shapes {sorted(shapes)}", expected=expected)
+        raise ProtocolError(
+            "unfold_batch_dim", got=f"leading shapes {sorted(shapes)}", expected=expected
+        )
     rows = torch.Size(next(iter(shapes), (len(data),))).numel()
     return _with_leading_dims(data, batch_dims, (rows,))
 
@@ -65,7 +75,9 @@ def _with_leading_dims(data: DataProto, count: int, dims: tuple[int, ...]) -> Da
 
     batch = None
     if data.batch is not None:
-        batch = TensorDict(map_columns(data.batch, reshaped), batch_size=dims[:1], device=data.batch.device)
+        batch = TensorDict(
+            map_columns(data.batch, reshaped), batch_size=dims[:1], device=data.batch.device
+        )
     arrays = {key: reshaped(array) for key, array in data.non_tensor_batch.items()}
     return DataProto(batch, arrays, dict(data.meta_info))
 
@@ -81,14 +93,18 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     layouts = []
     for part in ranks:
         # Keys of nested columns are tuples.
-        columns = () if part.batch is None else part.batch.items(include_nested=True, leaves_only=True)
+        columns = (
+            () if part.batch is None else part.batch.items(include_nested=True, leaves_only=True)
+        )
         shapes = {name: (tuple(column.shape[1:]), column.dtype) for name, column in columns}
         layouts.append((shapes, sorted(part.non_tensor_batch)))
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             found, wanted = (f"{columns}, {arrays}" for columns, arrays in (layout, layouts[0]))
             where = f"all_gather_data_proto: rank {rank}"
-            raise ProtocolError(where, got=f"columns {found}", expected=f"those of rank 0, {wanted}")
+            raise ProtocolError(
+                where, got=f"columns {found}", expected=f"those of rank 0, {wanted}"
+            )
     gathered = DataProto.concat(ranks)
     data.non_tensor_batch = gathered.non_tensor_batch
     if data.batch is not None:
@@ -110,7 +126,10 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     # One that does not copy its rows must not be given rows that are only lent.
     careful = next((future for future in futures if future.rows_of is None), futures[0])
     outputs = iter(careful.resolve([handle for future in futures for handle in future.futures]))
-    return [replace(one, futures=list(islice(outputs, len(one.futures))), resolve=list).get() for one in futures]
+    return [
+        replace(one, futures=list(islice(outputs, len(one.futures))), resolve=list).get()
+        for one in futures
+    ]
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,9 @@ class DataProtoFuture:
     collect_fn: Callable[[list[Any]], Any]  # makes one value of the list of outputs
     futures: Sequence[Any]  # one handle per worker that was called
     dispatch_fn: Callable[[Any], Any] | None = None  # applied to what was collected
-    resolve: Resolve = resolve_results  # waits for the handles and returns their values; each backend has its own
+    resolve: Resolve = (
+        resolve_results  # waits for the handles and returns their values; each backend has its own
+    )
     # Numbers of the outputs whose rows `collect_fn` joins, in order: a part of the rows is then taken without copying
     # the others. None: `collect_fn` does something else.
     rows_of: Sequence[int] | None = None
@@ -136,7 +157,9 @@ class DataProtoFuture:
     @staticmethod
     def concat(data: Sequence[Any], resolve: Resolve = resolve_results) -> "DataProtoFuture":
         """A future of all rows of the outputs behind the handles `data`."""
-        return DataProtoFuture(DataProto.concat, list(data), resolve=resolve, rows_of=range(len(data)))
+        return DataProtoFuture(
+            DataProto.concat, list(data), resolve=resolve, rows_of=range(len(data))
+        )
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
         """Futures of the parts that `get().chunk(chunks)` would give; waits for nothing."""
@@ -145,7 +168,11 @@ class DataProtoFuture:
     def get(self) -> Any:
         """Wait, collect and return; a worker's error is raised here."""
         outputs = self.resolve(self.futures)
-        parts = [outputs[number] for number in self.rows_of or ()] if self.chunks and self.dispatch_fn is None else []
+        parts = (
+            [outputs[number] for number in self.rows_of or ()]
+            if self.chunks and self.dispatch_fn is None
+            else []
+        )
         if not parts or not all(isinstance(part, DataProto) for part in parts):
             output = self.collect_fn(outputs)
             output = output if self.dispatch_fn is None else self.dispatch_fn(output)

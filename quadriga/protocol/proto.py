@@ -47,16 +47,24 @@ def check_batch(batch: TensorDict) -> int:
     if len(batch.batch_size) != 1:
         found = f"a TensorDict of batch size {tuple(batch.batch_size)}"
         fix = "Build it with batch_size=[number of rows], or fold the others with fold_batch_dim."
-        raise ProtocolError(f"DataProto.batch: got {found}, expected exactly one batch dimension", fix=fix)
+        raise ProtocolError(
+            f"DataProto.batch: got {found}, expected exactly one batch dimension", fix=fix
+        )
     nested = [batch]
     while nested:
         for key, value in nested.pop().items():
             if isinstance(value, TensorDict):
                 nested.append(value)
             elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                got = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+                got = (
+                    f"a {value.layout} tensor"
+                    if isinstance(value, torch.Tensor)
+                    else type(value).__name__
+                )
                 fix = "Put objects into non_tensor_batch (from_tensordict does it), pad nested tensors."
-                raise ProtocolError(f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor", fix=fix)
+                raise ProtocolError(
+                    f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor", fix=fix
+                )
     return batch.batch_size[0]
 
 
@@ -65,7 +73,9 @@ def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> Non
     present = set(present)
     for name in names:
         if name not in present:
-            raise ProtocolError(f"{where}: got no entry {name!r}, expected one of {sorted(present)}")
+            raise ProtocolError(
+                f"{where}: got no entry {name!r}, expected one of {sorted(present)}"
+            )
 
 
 @dataclass
@@ -82,8 +92,12 @@ class DataProto:
     """Columns and facts of a batch.
     Raises ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size."""
 
-    batch: TensorDict | None = None  # tensor columns, with one batch dimension; None: there are none
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # other columns, arrays with the batch first
+    batch: TensorDict | None = (
+        None  # tensor columns, with one batch dimension; None: there are none
+    )
+    non_tensor_batch: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # other columns, arrays with the batch first
     meta_info: dict[str, Any] = field(default_factory=dict)  # what is true of the whole batch
 
     def __post_init__(self) -> None:
@@ -94,20 +108,29 @@ class DataProto:
             where = f"DataProto.non_tensor_batch[{key!r}]"
             if not isinstance(value, np.ndarray):
                 fix = "from_dict(non_tensors=...) turns lists into object arrays."
-                raise ProtocolError(f"{where}: got {type(value).__name__}, expected a numpy array", fix=fix)
+                raise ProtocolError(
+                    f"{where}: got {type(value).__name__}, expected a numpy array", fix=fix
+                )
             if value.ndim == 0:
-                raise ProtocolError(f"{where}: got an array of shape (), expected one entry per row")
+                raise ProtocolError(
+                    f"{where}: got an array of shape (), expected one entry per row"
+                )
             rows = value.shape[0] if rows is None else rows
             if value.shape[0] != rows:
                 first = next(iter(self.non_tensor_batch))
                 source = "the batch size" if self.batch is not None else f"the length of {first!r}"
-                raise ProtocolError(f"{where}: got shape {value.shape}, expected {rows} rows, {source}")
+                raise ProtocolError(
+                    f"{where}: got shape {value.shape}, expected {rows} rows, {source}"
+                )
 
     # ---- construction -------------------------------------------------------------------------
 
     @classmethod
     def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+        cls,
+        data: Mapping[str, Any],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> "DataProto":
         """Sort one dictionary, such as a data loader's batch, into tensors and arrays by their type."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
@@ -134,15 +157,21 @@ class DataProto:
         for data that `unfold_batch_dim` is to unfold.
         `auto_padding`: ask the dispatch for chunks of equal size (module docstring)."""
         if num_batch_dims < 1:
-            raise ProtocolError(f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more")
+            raise ProtocolError(
+                f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more"
+            )
         tensors = dict(tensors or {})
         first = next(iter(tensors), "")
         wanted = tuple(tensors[first].shape[:num_batch_dims]) if tensors else ()
         for key, tensor in tensors.items():
             if tensor.dim() < num_batch_dims or tuple(tensor.shape[:num_batch_dims]) != wanted:
                 sizes = f"batch size {wanted}, that of {first!r}, in at least {num_batch_dims} dimension(s)"
-                found = f"DataProto column {key!r}: got shape {tuple(tensor.shape)}, expected {sizes}"
-                raise ProtocolError(found, fix="Every column needs one entry per row, the batch first.")
+                found = (
+                    f"DataProto column {key!r}: got shape {tuple(tensor.shape)}, expected {sizes}"
+                )
+                raise ProtocolError(
+                    found, fix="Every column needs one entry per row, the batch first."
+                )
         arrays = {
             key: value if isinstance(value, np.ndarray) else columns.object_array(value)
             for key, value in (non_tensors or {}).items()
@@ -180,9 +209,13 @@ class DataProto:
             return DataProtoItem(tensors, arrays, dict(self.meta_info))
         if isinstance(index, (list, np.ndarray, torch.Tensor)):
             return self.select_idxs(index)
-        raise TypeError(f"DataProto rows are chosen by int, slice, list, array or tensor, not {type(index).__name__}")
+        raise TypeError(
+            f"DataProto rows are chosen by int, slice, list, array or tensor, not {type(index).__name__}"
+        )
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
         """Rows start, start + step, ... before end, as a view."""
         rows = slice(start, end, step)
         if step is not None and step < 0:
@@ -190,7 +223,11 @@ class DataProto:
         batch = None
         if self.batch is not None:
             size = len(range(*rows.indices(len(self))))
-            batch = TensorDict(map_columns(self.batch, lambda x: x[rows]), batch_size=[size], device=self.batch.device)
+            batch = TensorDict(
+                map_columns(self.batch, lambda x: x[rows]),
+                batch_size=[size],
+                device=self.batch.device,
+            )
         arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
         return DataProto(batch, arrays, dict(self.meta_info))
 
@@ -203,10 +240,14 @@ class DataProto:
         rows = rows.detach().cpu()
         if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
             found = f"shape {tuple(rows.shape)}, {rows.dtype}"
-            raise ProtocolError(f"row index: got {found}, expected one dimension of integers, or a boolean mask")
+            raise ProtocolError(
+                f"row index: got {found}, expected one dimension of integers, or a boolean mask"
+            )
         if rows.dtype == torch.bool:
             if len(rows) != size:
-                raise ProtocolError(f"row mask: got {len(rows)} entries, expected {size}, one per row")
+                raise ProtocolError(
+                    f"row mask: got {len(rows)} entries, expected {size}, one per row"
+                )
             rows = rows.nonzero().flatten()
         rows = rows.to(torch.int64)
         if len(rows) and (int(rows.min()) < -size or int(rows.max()) >= size):
@@ -222,10 +263,16 @@ class DataProto:
 
     def reorder(self, indices: RowIndex) -> None:
         """Put the rows into the order `indices`, a permutation of all of them, in place."""
-        rows = DataProto.from_dict({"row_index": torch.arange(len(self))}).select_idxs(indices).batch["row_index"]
+        rows = (
+            DataProto.from_dict({"row_index": torch.arange(len(self))})
+            .select_idxs(indices)
+            .batch["row_index"]
+        )
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
             found = f"got {len(rows)} indices that are no permutation of {len(self)} rows, expected each row once"
-            raise ProtocolError(f"DataProto.reorder: {found}", fix="select_idxs takes any choice of rows.")
+            raise ProtocolError(
+                f"DataProto.reorder: {found}", fix="select_idxs takes any choice of rows."
+            )
         ordered = self.select_idxs(rows)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
@@ -234,13 +281,19 @@ class DataProto:
         if repeat_times < 0:
             raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
         rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self.select_idxs(
+            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        )
 
     def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
         """Row i `repeat_times[i]` times, the copies next to each other; 0 leaves the row out."""
         counts, rows = torch.as_tensor(repeat_times, dtype=torch.int64).cpu(), len(self)
         if counts.shape != (rows,) or (counts < 0).any():
-            found = "a negative count" if counts.shape == (rows,) else f"counts of shape {tuple(counts.shape)}"
+            found = (
+                "a negative count"
+                if counts.shape == (rows,)
+                else f"counts of shape {tuple(counts.shape)}"
+            )
             wanted = f"{rows} counts, one per row, 0 or more"
             raise ProtocolError(f"DataProto.sample_level_repeat: got {found}, expected {wanted}")
         return self.select_idxs(torch.arange(rows).repeat_interleave(counts))
@@ -257,7 +310,9 @@ class DataProto:
     def split(self, split_size: int) -> "list[DataProto]":
         """Parts of `split_size` rows, as views; the last may be shorter."""
         if split_size < 1:
-            raise ProtocolError(f"DataProto.split: got parts of {split_size} rows, expected 1 or more")
+            raise ProtocolError(
+                f"DataProto.split: got parts of {split_size} rows, expected 1 or more"
+            )
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -270,12 +325,20 @@ class DataProto:
         if not data:
             raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
-        parts = [part for part in data if len(part)] or [part for part in data if part.has_columns()][:1] or data[:1]
+        parts = (
+            [part for part in data if len(part)]
+            or [part for part in data if part.has_columns()][:1]
+            or data[:1]
+        )
         batches = [part.batch for part in parts if part.batch is not None]
         if batches and len(batches) != len(parts):
-            raise ProtocolError("DataProto.concat: got parts with and without tensors, expected the same columns")
+            raise ProtocolError(
+                "DataProto.concat: got parts with and without tensors, expected the same columns"
+            )
         batch = merge.concat_tensors(batches) if batches else None
-        return DataProto(batch, merge.concat_arrays([part.non_tensor_batch for part in parts]), meta_info)
+        return DataProto(
+            batch, merge.concat_arrays([part.non_tensor_batch for part in parts]), meta_info
+        )
 
     def is_padding_enabled(self) -> bool:
         """Whether `auto_padding=True` requests chunks of equal size from the dispatch."""
@@ -287,9 +350,13 @@ class DataProto:
         if padding_size == 0:
             return
         if padding_candidate not in ("", "first", "last"):
-            raise ProtocolError(f"DataProto.padding: got {padding_candidate!r}, expected 'first', 'last' or ''")
+            raise ProtocolError(
+                f"DataProto.padding: got {padding_candidate!r}, expected 'first', 'last' or ''"
+            )
         if padding_size < 0 or not rows:
-            raise ProtocolError(f"DataProto.padding: got {padding_size} copies of {rows} rows, expected a row to copy")
+            raise ProtocolError(
+                f"DataProto.padding: got {padding_size} copies of {rows} rows, expected a row to copy"
+            )
         copies = torch.full((padding_size,), 0 if padding_candidate == "first" else rows - 1)
         padded = self.select_idxs(torch.cat([torch.arange(rows), copies]))
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
@@ -340,15 +407,23 @@ class DataProto:
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """Give columns, of either kind, other names, in place; returns self."""
         names = [*self._tensor_keys(), *self.non_tensor_batch]
-        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        old, new = (
+            [keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys)
+        )
         check_names("DataProto.rename", old, names)
         mapping = dict(zip(old, new, strict=False))
         if len(old) != len(new) or len({mapping.get(name, name) for name in names}) != len(names):
-            raise ProtocolError(f"DataProto.rename: got {old} to {new}, expected a free name for each column")
+            raise ProtocolError(
+                f"DataProto.rename: got {old} to {new}, expected a free name for each column"
+            )
         if self.batch is not None:
             renamed = {mapping.get(key, key): value for key, value in self.batch.items()}
-            self.batch = TensorDict(renamed, batch_size=self.batch.batch_size, device=self.batch.device)
-        self.non_tensor_batch = {mapping.get(key, key): value for key, value in self.non_tensor_batch.items()}
+            self.batch = TensorDict(
+                renamed, batch_size=self.batch.batch_size, device=self.batch.device
+            )
+        self.non_tensor_batch = {
+            mapping.get(key, key): value for key, value in self.non_tensor_batch.items()
+        }
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -356,15 +431,23 @@ class DataProto:
         Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs."""
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             fix = "Repeat or select rows first."
-            raise ProtocolError(f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix)
+            raise ProtocolError(
+                f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix
+            )
         merged_meta = merge.union_meta_info(dict(self.meta_info), other.meta_info)
         merged_arrays = merge.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
-            self.batch = other.batch.copy() if self.batch is None else merge.union_tensor_dict(self.batch, other.batch)
+            self.batch = (
+                other.batch.copy()
+                if self.batch is None
+                else merge.union_tensor_dict(self.batch, other.batch)
+            )
         self.non_tensor_batch, self.meta_info = merged_arrays, merged_meta
         return self
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
+    def unfold_column_chunks(
+        self, n_split: int, split_keys: Sequence[str] | None = None
+    ) -> "DataProto":
         """Each row becomes `n_split` rows: `split_keys` give one part of their second dimension to each.
         A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B."""
         chosen = set(split_keys or ())
@@ -375,8 +458,13 @@ class DataProto:
             """(B, n_split * W, ...) as (B * n_split, W, ...): the parts of a row one below the other."""
             shape = tuple(column.shape)
             if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
-                where, got = f"unfold_column_chunks: column {key!r}", f"shape {shape} in {n_split} parts"
-                raise ProtocolError(where, got=got, expected="a second dimension that the parts divide")
+                where, got = (
+                    f"unfold_column_chunks: column {key!r}",
+                    f"shape {shape} in {n_split} parts",
+                )
+                raise ProtocolError(
+                    where, got=got, expected="a second dimension that the parts divide"
+                )
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
         others = ([key for key in keys if key not in chosen] for keys in (tensor_keys, arrays))
@@ -416,7 +504,9 @@ class DataProto:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # Its order for a seed is part of the contract.
         order = RandomSampler(range(rows), generator=generator) if rows else ()
-        numbers = DataLoader(range(rows), mini_batch_size, sampler=order, drop_last=end < rows, generator=generator)
+        numbers = DataLoader(
+            range(rows), mini_batch_size, sampler=order, drop_last=end < rows, generator=generator
+        )
         return (self.select_idxs(part) for _ in range(epochs) for part in numbers)
 
     def to(self, device: torch.device | str | int) -> "DataProto":
@@ -426,7 +516,11 @@ class DataProto:
         return self
 
     save_to_disk, load_from_disk = disk.save_to_disk, classmethod(disk.load_from_disk)
-    get_data_info, print_size, __repr__ = columns.get_data_info, columns.print_size, columns.one_line
+    get_data_info, print_size, __repr__ = (
+        columns.get_data_info,
+        columns.print_size,
+        columns.one_line,
+    )
 
     def __copy__(self) -> "DataProto":
         batch = None if self.batch is None else self.batch.copy()
@@ -434,7 +528,9 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
         batch = None if self.batch is None else self.batch.clone()
-        return DataProto(batch, deep_copy(self.non_tensor_batch, memo), deep_copy(self.meta_info, memo))
+        return DataProto(
+            batch, deep_copy(self.non_tensor_batch, memo), deep_copy(self.meta_info, memo)
+        )
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         memo: dict[int, Any] = {}

@@ -32,8 +32,14 @@ class PackedTensor:
         tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         memory = bytes_of(tensor)
         # Older protocols know no buffers: the bytes go into the stream.
-        buffer = pickle.PickleBuffer(memory) if protocol >= OUT_OF_BAND_PROTOCOL else memory.tobytes()
-        return unpack_tensor, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), buffer)
+        buffer = (
+            pickle.PickleBuffer(memory) if protocol >= OUT_OF_BAND_PROTOCOL else memory.tobytes()
+        )
+        return unpack_tensor, (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            buffer,
+        )
 
 
 def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
@@ -70,8 +76,12 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
     return packed
 
 
-def rebuild_proto(cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> Any:
+def rebuild_proto(
+    cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
+) -> Any:
     """Inverse of `DataProto.__reduce_ex__`, called by unpickling; nested columns are dictionaries of columns."""
     batch = None if columns is None else TensorDict(columns, batch_size=[rows])
-    writable = {key: value if value.flags.writeable else value.copy() for key, value in arrays.items()}
+    writable = {
+        key: value if value.flags.writeable else value.copy() for key, value in arrays.items()
+    }
     return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)

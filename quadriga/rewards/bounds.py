@@ -23,9 +23,13 @@ _CLOSING = re.compile(r"\\(?:end\{[^{}]*\}|rfloor|rceil|rbrace|rangle|\})")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
 _BETWEEN_BARS = re.compile(r"\|([^|]*)\|")
 _IDENTITY = re.compile(r"\\operatorname\{eye\}")
-_TOKEN = re.compile(r"(?:[0-9][0-9,]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\\[A-Za-z]+|\\.|\S", re.DOTALL)
+_TOKEN = re.compile(
+    r"(?:[0-9][0-9,]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\\[A-Za-z]+|\\.|\S", re.DOTALL
+)
 _NUMBER = re.compile(r"[0-9]|\.[0-9]")
-_SEPARATORS = frozenset([*"+-=<>,;&", "\\pm", "\\mp", "\\\\", "\\neq", "\\ne", "\\le", "\\leq", "\\ge", "\\geq"])
+_SEPARATORS = frozenset(
+    [*"+-=<>,;&", "\\pm", "\\mp", "\\\\", "\\neq", "\\ne", "\\le", "\\leq", "\\ge", "\\geq"]
+)
 _OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times", "\\div"}
 
 

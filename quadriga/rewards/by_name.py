@@ -43,7 +43,9 @@ class NamedReward:
         is_known = self.is_batch or any(one in (*OF_SAMPLE, *OF_ROW) for one in self.names)
         self.is_positional = len(self.required) == 1 and not is_known
         of_samples = {*OF_SAMPLE, *(BATCH_NAMES[one] for one in OF_SAMPLE)}
-        self.reads_row = not self.is_positional and (self.takes_all or not of_samples.issuperset(self.names))
+        self.reads_row = not self.is_positional and (
+            self.takes_all or not of_samples.issuperset(self.names)
+        )
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse (ConfigError) an argument that nothing has the name of; `columns` are those of the rows."""
@@ -51,7 +53,9 @@ class NamedReward:
         for name in () if self.is_positional else self.required:
             if name not in known:
                 expected = f"one of {', '.join(sorted(known))}; or a single argument, the text of the response"
-                raise ConfigError(f"reward {self.name}", got=f"the argument {name!r}", expected=expected)
+                raise ConfigError(
+                    f"reward {self.name}", got=f"the argument {name!r}", expected=expected
+                )
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
         if self.is_positional:
@@ -63,11 +67,15 @@ class NamedReward:
         lists |= {plural: lists[name] for name, plural in BATCH_NAMES.items()}
         returned = list(_awaited(self.function(**self._chosen(lists))))
         if len(returned) != len(samples):
-            raise ValueError(f"{self.name} returned {len(returned)} scores, expected {len(samples)}")
+            raise ValueError(
+                f"{self.name} returned {len(returned)} scores, expected {len(samples)}"
+            )
         return returned
 
     def _chosen(self, known: dict[str, Any]) -> dict[str, Any]:
-        return known if self.takes_all else {name: known[name] for name in self.names if name in known}
+        return (
+            known if self.takes_all else {name: known[name] for name in self.names if name in known}
+        )
 
 
 class ItemReward:
@@ -95,9 +103,18 @@ class ItemReward:
             return results[0]
         weights, scores = {part.name: part.weight for part in self.parts}, []
         for values in zip(*results, strict=True):
-            said = [(name, value) for name, value in zip(weights, values, strict=True) if value is not None]
-            numbers = {name: float(value["score"] if isinstance(value, dict) else value) for name, value in said}
-            scores.append(weighted(numbers, {name: weights[name] for name in numbers}) if numbers else None)
+            said = [
+                (name, value)
+                for name, value in zip(weights, values, strict=True)
+                if value is not None
+            ]
+            numbers = {
+                name: float(value["score"] if isinstance(value, dict) else value)
+                for name, value in said
+            }
+            scores.append(
+                weighted(numbers, {name: weights[name] for name in numbers}) if numbers else None
+            )
         return scores
 
 
@@ -114,7 +131,9 @@ class BatchReward(ItemReward):
         solutions_messages: Any,
     ) -> list[Any]:
         further = (solutions_with_special_tokens, solutions_messages)
-        return self.score(list(map(facts, data_sources, solution_strs, ground_truths, extra_infos, *further)))
+        return self.score(
+            list(map(facts, data_sources, solution_strs, ground_truths, extra_infos, *further))
+        )
 
 
 def facts(
@@ -149,7 +168,9 @@ def reward_of(given: Any) -> ItemReward:
     for number, one in enumerate(given if isinstance(given, list | tuple) else [given], start=1):
         function, weight = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)
         if not callable(function) or not isinstance(weight, int | float):
-            raise ConfigError(f"reward {number}", got=repr(one), expected="a function, or (function, weight)")
+            raise ConfigError(
+                f"reward {number}", got=repr(one), expected="a function, or (function, weight)"
+            )
         name = getattr(function, "__name__", type(function).__name__)
         if not name.isidentifier() or name in [part.name for part in parts]:
             name = f"reward_{number}"

@@ -50,7 +50,9 @@ def cpu_limit(limit_s: float) -> Iterator[None]:
     if may_end_process:
         signal.setitimer(signal.ITIMER_PROF, limit_s + GRACE_S)
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
-        resource.setrlimit(resource.RLIMIT_DATA, (num_pages * resource.getpagesize() + MEMORY_BYTES, memory[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (num_pages * resource.getpagesize() + MEMORY_BYTES, memory[1])
+        )
     try:
         yield
     finally:

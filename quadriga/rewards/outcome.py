@@ -38,7 +38,9 @@ def raised(error: BaseException) -> Outcome:
     """The outcome of a sample whose grader raised, with the grader's own traceback."""
     # The outermost frame is the grading process's own: it says nothing about the mistake.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
-    return failure("timeout" if isinstance(error, TimeoutError) else "raised", traceback_text(error, inner))
+    return failure(
+        "timeout" if isinstance(error, TimeoutError) else "raised", traceback_text(error, inner)
+    )
 
 
 def read_outcome(returned: Any) -> Outcome:
@@ -53,7 +55,11 @@ def read_outcome(returned: Any) -> Outcome:
     number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
     if not isinstance(number, Real):
         text = repr(value)
-        shown = "None" if value is None else f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+        shown = (
+            "None"
+            if value is None
+            else f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+        )
         return failure("invalid", f"{what} {shown}, expected a number")
     if not abs(number) <= _LARGEST:
         shown = number if isinstance(number, float) else "a number too large for a float"
@@ -65,8 +71,14 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
     """What a batch score function returned: one number or dict a sample, in order."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
-    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_samples:
-        got = type(returned).__name__ + (f" of length {len(returned)}" if hasattr(returned, "__len__") else "")
+    if (
+        not isinstance(returned, Sequence)
+        or isinstance(returned, str)
+        or len(returned) != num_samples
+    ):
+        got = type(returned).__name__ + (
+            f" of length {len(returned)}" if hasattr(returned, "__len__") else ""
+        )
         error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
         return [failure("invalid", error)] * num_samples
     return [read_outcome(entry) for entry in returned]

@@ -27,7 +27,14 @@ from typing import NamedTuple
 
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import UNGRADABLE, Outcome, failure
-from quadriga.rewards.process import LATE, LOADING_LIMIT_S, READY, Arguments, GradingProcess, Printed
+from quadriga.rewards.process import (
+    LATE,
+    LOADING_LIMIT_S,
+    READY,
+    Arguments,
+    GradingProcess,
+    Printed,
+)
 from quadriga.rewards.scoring import ScoreFunction
 
 CHUNK_S = 0.01  # a chunk holds about this much work: quick samples travel together, slow ones alone
@@ -41,13 +48,19 @@ class Round:
     `max_failures`: end once more than this many samples have failed; the rest is "skipped". None: never.
     `timeout_s`: limit of one call in a process; None where it is not processes that grade."""
 
-    def __init__(self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None
+    ) -> None:
         self._outcomes: list[Outcome | None] = [None] * num_samples
         self.done: Future[None] = Future()
         # So that an event loop does not cancel it: it is resolved here.
         self.done.set_running_or_notify_cancel()
         # The lock guards all of it, and which processes have samples of the round.
-        self.lock, self.processes, self.timeout_s = threading.RLock(), set[GradingProcess](), timeout_s
+        self.lock, self.processes, self.timeout_s = (
+            threading.RLock(),
+            set[GradingProcess](),
+            timeout_s,
+        )
         self._max_failures = math.inf if max_failures is None else max_failures
         self._num_left, self._num_failed = num_samples, 0
         if not num_samples:
@@ -98,14 +111,22 @@ class Round:
             # Ctrl-C above all: what is in work then is of no use.
             self.cancel()
             raise
-        skipped = failure("skipped", f"not graded, since {self._num_failed} other samples had failed")
+        skipped = failure(
+            "skipped", f"not graded, since {self._num_failed} other samples had failed"
+        )
         return [outcome or skipped for outcome in self._outcomes]
 
     def progress(self) -> str:
         """What is done, for a report on a long wait."""
         with self.lock:
-            busy = [] if self.done.done() else [time.monotonic() - process.since for process in self.processes]
-        slowest = f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
+            busy = (
+                []
+                if self.done.done()
+                else [time.monotonic() - process.since for process in self.processes]
+            )
+        slowest = (
+            f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
+        )
         in_work = "" if self.timeout_s is None else f", {len(busy)} in work{slowest}"
         num_samples = len(self._outcomes)
         return f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed{in_work}"
@@ -146,7 +167,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._numbers = count()
         self._item_s = CHUNK_S
         self._is_closed = False
-        self.accepted = frozenset[str]()  # names of arguments of the score function, once it was started
+        self.accepted = frozenset[
+            str
+        ]()  # names of arguments of the score function, once it was started
         # Without close(), the processes end with the pool or with the interpreter, whichever is first.
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
@@ -156,7 +179,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self.accepted = process.accepted
         self._idle.append(process)
 
-    def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
+    def begin(
+        self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
+    ) -> Round:
         """Begin to grade while the caller does something else.
         Raises RewardError: the pool is closed.
         `rows`: keyword arguments for the score function, one dict a sample; a function that grades batches gets all in
@@ -164,7 +189,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         `timeout_s`: seconds for each sample; one call for all has so many for each of them together.
         `max_failures`: end once more than this many samples have failed. None: never."""
         if self._is_closed:
-            raise RewardError("grading pool", got="a sample", expected="none, since the pool is closed")
+            raise RewardError(
+                "grading pool", got="a sample", expected="none, since the pool is closed"
+            )
         keys = range(len(rows))
         if self._function.is_batch and rows:
             round_ = Round(len(rows), max_failures, timeout_s * len(rows))
@@ -178,7 +205,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             self._threads.submit(self._lead)
         return round_
 
-    def grade(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> list[Outcome]:
+    def grade(
+        self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
+    ) -> list[Outcome]:
         """The outcome of each sample, in order; arguments and errors as for `begin`."""
         return self.begin(rows, timeout_s=timeout_s, max_failures=max_failures).result()
 
@@ -192,7 +221,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         for process in list(self._processes):
             self._remove(process)
         self._printed.close()
-        self._fail(RewardError("grading pool", got="close()", expected="samples to be graded first"))
+        self._fail(
+            RewardError("grading pool", got="close()", expected="samples to be graded first")
+        )
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -236,10 +267,18 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     call.record(found[1])
                     if all(other.round is not call.round for other in under_way.values()):
                         call.round.leave(process)
-                    self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
-                elif time.monotonic() > max(process.since, oldest.since) + oldest.round.timeout_s + _BLOCKED_S:
+                    self._item_s += 0.1 * (
+                        max(time.monotonic() - process.since, 1e-6) - self._item_s
+                    )
+                elif (
+                    time.monotonic()
+                    > max(process.since, oldest.since) + oldest.round.timeout_s + _BLOCKED_S
+                ):
                     process.stop()
-                    end = failure("timeout", f"{LATE.format(oldest.round.timeout_s)}: it blocks its event loop")
+                    end = failure(
+                        "timeout",
+                        f"{LATE.format(oldest.round.timeout_s)}: it blocks its event loop",
+                    )
                     break
         finally:
             if process.is_ended:
@@ -257,7 +296,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             elif end is not None:
                 at_most = max(1, len(left) // 8)
             with self._lock:
-                self._queue.extendleft(call._replace(at_most=min(call.at_most, at_most)) for call in reversed(left))
+                self._queue.extendleft(
+                    call._replace(at_most=min(call.at_most, at_most)) for call in reversed(left)
+                )
             for call in under_way.values():
                 call.round.leave(process)
 
@@ -269,7 +310,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             size = math.ceil(share)
             if not process.is_async:
                 # Enough to make the round trip cheap, few enough for processes to end together.
-                size = 0 if under_way else min(size, max(1, min(math.ceil(share / 2), int(CHUNK_S / self._item_s))))
+                size = (
+                    0
+                    if under_way
+                    else min(size, max(1, min(math.ceil(share / 2), int(CHUNK_S / self._item_s))))
+                )
             for _ in range(size):
                 calls = [*under_way.values(), *more.values(), self._queue[0]]
                 if len(calls) > min(call.at_most for call in calls):
@@ -281,7 +326,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         call.round.processes.add(process)
                         more[next(self._numbers)] = call._replace(since=time.monotonic())
         if more:
-            chunk = [(number, call.round.timeout_s, call.arguments) for number, call in more.items()]
+            chunk = [
+                (number, call.round.timeout_s, call.arguments) for number, call in more.items()
+            ]
             timeout_s = min(call.round.timeout_s or LOADING_LIMIT_S for call in more.values())
             process.send(chunk, is_idle=not under_way, timeout_s=timeout_s)
             under_way |= more

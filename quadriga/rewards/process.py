@@ -45,11 +45,15 @@ from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, rea
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
 logger = logging.getLogger(__name__)
-LOADING_LIMIT_S = 300.0  # time for starting a process and for importing the score function's file and libraries
+LOADING_LIMIT_S = (
+    300.0  # time for starting a process and for importing the score function's file and libraries
+)
 SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
 
-OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"  # how a process ends whose sample lets no signal through
+OVER_CPU_LIMIT = (
+    f"signal {signal.SIGPROF.name}"  # how a process ends whose sample lets no signal through
+)
 DIED = "the grading process ended with {} while it graded this sample"
 _LOOK_S = 0.05  # a process that awaits samples gets more of them this often
 READY, LOADING, UNUSABLE, BEGUN, GRADED = "ready", "loading", "unusable", "begun", "graded"
@@ -85,7 +89,10 @@ class Printed:
         """Say how much was left out."""
         if self._num_left_out:
             limits = f"{SAMPLE_BYTES:,} of a sample and {MINUTE_BYTES:,} a minute"
-            print(f"\nscore functions printed {self._num_left_out:,} more bytes; {limits} are shown.", flush=True)
+            print(
+                f"\nscore functions printed {self._num_left_out:,} more bytes; {limits} are shown.",
+                flush=True,
+            )
         self._num_left_out = 0
 
 
@@ -106,7 +113,9 @@ class GradingProcess:
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
         self._is_built_in = function.path is None
-        self.accepted = frozenset[str]()  # names of the arguments of each call, known once it is ready
+        self.accepted = frozenset[
+            str
+        ]()  # names of the arguments of each call, known once it is ready
         self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
@@ -116,7 +125,9 @@ class GradingProcess:
         """Whether it waits for samples: it has not ended, and sends nothing."""
         return not self._connection.poll()
 
-    def send(self, message: Any, *, is_idle: bool = False, timeout_s: float = LOADING_LIMIT_S) -> None:
+    def send(
+        self, message: Any, *, is_idle: bool = False, timeout_s: float = LOADING_LIMIT_S
+    ) -> None:
         """Send the score function, or a chunk of samples; a process that takes nothing for `timeout_s` is killed.
         `is_idle`: there are no others with it."""
         # One that was killed since its last sample ends without having begun: no sample is to blame.
@@ -170,7 +181,9 @@ class GradingProcess:
             return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
         where, got = "grading process", f"no sign of life for {LOADING_LIMIT_S:g} s"
         fix = "Look at what runs at import in custom_reward_function.path."
-        raise RewardError(where, got=got, expected="the score function's file and its imports to load", fix=fix)
+        raise RewardError(
+            where, got=got, expected="the score function's file and its imports to load", fix=fix
+        )
 
     def _ended(self) -> Outcome:
         """What the end of the process means for the sample that it had; RewardError where it never got so far."""
@@ -179,9 +192,13 @@ class GradingProcess:
         if self._is_built_in and end == OVER_CPU_LIMIT:
             return failure("ungradable", "a single operation went beyond the limit of CPU time")
         if self.is_ready or is_killed:
-            return failure("skipped" if is_killed or self._may_be_gone else "died", DIED.format(end))
+            return failure(
+                "skipped" if is_killed or self._may_be_gone else "died", DIED.format(end)
+            )
         expected = "a process that starts and loads the score function"
-        raise RewardError("grading process", got=end, expected=expected, fix="Its output above may say why.")
+        raise RewardError(
+            "grading process", got=end, expected=expected, fix="Its output above may say why."
+        )
 
     def _begin_wait(self, timeout_s: float) -> None:
         self.since, self._room = time.monotonic(), SAMPLE_BYTES
@@ -225,7 +242,9 @@ def main(connection_fd: int) -> None:
     """Serve until the driver closes the pipe."""
     connection = Connection(connection_fd)
     cpu_limit.may_end_process = True
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone or is done with this process
+    with suppress(
+        EOFError, BrokenPipeError, ConnectionResetError
+    ):  # the driver is gone or is done with this process
         _serve(connection)
 
 
@@ -254,7 +273,11 @@ def _serve(connection: Connection) -> None:
 
 
 def _serve_in_turn(
-    connection: Connection, function: ScoreFunction, compute_score: Function, accepted: frozenset[str], send: Send
+    connection: Connection,
+    function: ScoreFunction,
+    compute_score: Function,
+    accepted: frozenset[str],
+    send: Send,
 ) -> None:
     loaded: set[str] = set()
     while True:
@@ -272,7 +295,9 @@ def _serve_in_turn(
                 arguments = {key: value for key, value in arguments.items() if key in accepted}
                 try:
                     returned = compute_score(**arguments)
-                    if inspect.iscoroutine(returned):  # of a function that is none itself, such as a lambda around one
+                    if inspect.iscoroutine(
+                        returned
+                    ):  # of a function that is none itself, such as a lambda around one
                         returned = asyncio.run(returned)
                     outcome = _read(returned, function, arguments)
                 except BaseException as error:
@@ -282,11 +307,19 @@ def _serve_in_turn(
 
 
 def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
-    return read_outcomes(returned, len(arguments["solution_strs"])) if function.is_batch else read_outcome(returned)
+    return (
+        read_outcomes(returned, len(arguments["solution_strs"]))
+        if function.is_batch
+        else read_outcome(returned)
+    )
 
 
 async def _serve_many(
-    connection: Connection, function: ScoreFunction, compute_score: Function, accepted: frozenset[str], send: Send
+    connection: Connection,
+    function: ScoreFunction,
+    compute_score: Function,
+    accepted: frozenset[str],
+    send: Send,
 ) -> None:
     """Await the outcomes of samples as they come, until the driver closes the pipe."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()

@@ -94,9 +94,16 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
     def add(cls: ManagerClass) -> ManagerClass:
         taken, home = _classes.get(name, cls), BUILT_IN.get(name, cls.__module__)
         # A file that is loaded again makes its classes anew.
-        if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__) or home != cls.__module__:
+        if (taken.__module__, taken.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ) or home != cls.__module__:
             owner = home if taken is cls else f"{taken.__module__}.{taken.__qualname__}"
-            raise RewardError(f"register({name!r})", got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
+            raise RewardError(
+                f"register({name!r})",
+                got=cls.__qualname__,
+                expected=f"a free name, it is {owner}'s",
+            )
         _classes[name] = cls
         return cls
 
@@ -111,7 +118,10 @@ def get_reward_manager_cls(name: str) -> type:
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:
-        expected, file = f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}", "actor_rollout_ref.model.external_lib"
+        expected, file = (
+            f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
+            "actor_rollout_ref.model.external_lib",
+        )
         fix = f"Your own class: file.py:Class, or @quadriga.rewards.register(name) in a file of {file}."
         raise RewardError("reward_model.reward_manager", got=name, expected=expected, fix=fix)
     return _classes[name]
@@ -145,10 +155,15 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
     and where a reward model alone grades."""
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
-    is_known = is_reference(settings.reward_manager) or settings.reward_manager in {*_classes, *BUILT_IN}
+    is_known = is_reference(settings.reward_manager) or settings.reward_manager in {
+        *_classes,
+        *BUILT_IN,
+    }
     if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone or not is_known:
         return None
     if not getattr(get_reward_manager_cls(settings.reward_manager), "grades_early", False):
         return None
-    share = settings.model_copy(update={"num_workers": max(1, settings.num_workers // num_processes)})
+    share = settings.model_copy(
+        update={"num_workers": max(1, settings.num_workers // num_processes)}
+    )
     return load_reward_manager(config.model_copy(update={"reward_model": share}), tokenizer)

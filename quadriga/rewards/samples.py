@@ -49,7 +49,9 @@ class SampleManager(RewardManager):
     Raises ConfigError: `reward_model.reward_kwargs` holds what the manager does not know."""
 
     options: tuple[str, ...] = ()  # names that `reward_model.reward_kwargs` may hold
-    needs_truths: bool = True  # whether each row must have a ground truth; None stands for one that is not needed
+    needs_truths: bool = (
+        True  # whether each row must have a ground truth; None stands for one that is not needed
+    )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model
@@ -58,14 +60,20 @@ class SampleManager(RewardManager):
             known = ", ".join(self.options) or "it has none"
             expected = f"options of the reward manager {self.settings.reward_manager} ({known})"
             fix = "Arguments of your own score function belong to custom_reward_function.reward_kwargs."
-            raise ConfigError("reward_model.reward_kwargs", got=", ".join(unknown), expected=expected, fix=fix)
+            raise ConfigError(
+                "reward_model.reward_kwargs", got=", ".join(unknown), expected=expected, fix=fix
+            )
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths)
+        samples = read_samples(
+            data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths
+        )
         found = [None] * len(samples.rows) if outcomes is None else list(outcomes)
         missing = [row for row, outcome in enumerate(found) if outcome is None]
         rate = self.settings.max_error_rate
-        work = self.submit([samples.rows[row] for row in missing], allowed_failures(len(samples.rows), rate))
+        work = self.submit(
+            [samples.rows[row] for row in missing], allowed_failures(len(samples.rows), rate)
+        )
 
         def result() -> RewardOutput:
             with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
@@ -78,8 +86,13 @@ class SampleManager(RewardManager):
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         for place, source, reward_model in rows if self.needs_truths else ():
             if ground_truth(reward_model, place) is None and not self.grades_without_truth(source):
-                expected, fix = "one that the data source's grader can compare with", "Correct the data file."
-                raise RewardError(f"{place}, column 'reward_model'", "the ground truth None", expected, fix)
+                expected, fix = (
+                    "one that the data source's grader can compare with",
+                    "Correct the data file.",
+                )
+                raise RewardError(
+                    f"{place}, column 'reward_model'", "the ground truth None", expected, fix
+                )
 
     def grades_without_truth(self, data_source: Any) -> bool:
         """Whether None may be meant as the ground truth of rows of a data source."""
@@ -113,7 +126,9 @@ class SampleManager(RewardManager):
         return outcomes
 
 
-def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True) -> Samples:
+def read_samples(
+    data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True
+) -> Samples:
     """Decode the valid tokens of each response, special tokens left out, and gather its columns. `data` is as for
     `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the ground truth is None
     in all rows. Raises RewardError: a column or a ground truth is missing."""
@@ -130,17 +145,34 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
     # The attention mask, not the response mask: what a tool or the user said in between belongs to `solution_str`.
-    valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
+    valid = (
+        data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
+    )
     lengths = valid.long().sum(dim=-1)
-    token_ids = [row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)]
+    token_ids = [
+        row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)
+    ]
     rows = []
-    places = list(columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))]))
-    masks = data.batch["response_mask"].cpu().numpy() if "response_mask" in data.batch.keys() else None
+    places = list(
+        columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))])
+    )
+    masks = (
+        data.batch["response_mask"].cpu().numpy() if "response_mask" in data.batch.keys() else None
+    )
     whole = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
-    for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):  # quick with arrays
+    for row, text in enumerate(
+        tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    ):  # quick with arrays
         truth = ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
-        facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
-        facts |= {"extra_info": _extra_info(columns, row), "solution_with_special_tokens": whole[row]}
+        facts = {
+            "data_source": columns[reward_fn_key][row],
+            "solution_str": text,
+            "ground_truth": truth,
+        }
+        facts |= {
+            "extra_info": _extra_info(columns, row),
+            "solution_with_special_tokens": whole[row],
+        }
         if masks is not None and not (mask := masks[row][: lengths[row]]).all():
             facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
         if "solution_messages" in columns:
@@ -174,8 +206,14 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
         is_missing = isinstance(truth, float) and math.isnan(truth)
         if "ground_truth" in reward_model and not is_missing:
             return truth
-        got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model)) or 'no key'}"
-    raise RewardError(f"{place}, column {column!r}", got, "a dict with 'ground_truth'", "Correct the data file.")
+        got = (
+            "the ground truth NaN"
+            if is_missing
+            else f"a dict with {', '.join(map(str, reward_model)) or 'no key'}"
+        )
+    raise RewardError(
+        f"{place}, column {column!r}", got, "a dict with 'ground_truth'", "Correct the data file."
+    )
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:
@@ -203,22 +241,33 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         "reward/errors": Metric(num_errors, "sum"),
         "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
         "reward/ungradable": Metric(num_ungradable, "sum"),
-        "reward/error_rate": Metric(num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)),
+        "reward/error_rate": Metric(
+            num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)
+        ),
     }
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
     if taken := names.keys() & {ERROR_COLUMN, *FIELDS}:
-        got, expected = f"{', '.join(sorted(taken))} in the dict it returned", "names that no column of the batch has"
-        raise RewardError("score function", got=got, expected=expected, fix="Rename the entry, or leave it out.")
+        got, expected = (
+            f"{', '.join(sorted(taken))} in the dict it returned",
+            "names that no column of the batch has",
+        )
+        raise RewardError(
+            "score function", got=got, expected=expected, fix="Rename the entry, or leave it out."
+        )
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
         if values and all(isinstance(value, Real) for value in values):
-            metrics[f"reward/extra/{name}"] = Metric(math.fsum(values) / len(values), "mean", weight=len(values))
+            metrics[f"reward/extra/{name}"] = Metric(
+                math.fsum(values) / len(values), "mean", weight=len(values)
+            )
     return RewardOutput(scores, extra, metrics)
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
-    failed = [row for row, outcome in enumerate(outcomes) if outcome.error and outcome.kind != "skipped"]
+    failed = [
+        row for row, outcome in enumerate(outcomes) if outcome.error and outcome.kind != "skipped"
+    ]
     if not failed:
         return
     first = failed[0]
@@ -226,6 +275,12 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
     source = f"{samples.places[first]}, of data source {samples.rows[first]['data_source']}"
     cause = f"The first, {source}: {outcomes[first].error}"
     if len(failed) > allowed_failures(len(outcomes), max_error_rate):
-        got = f"{found} (grading stopped there)" if any(outcome.kind == "skipped" for outcome in outcomes) else found
-        raise RewardError("reward", got, f"at most {max_error_rate:.0%} (reward_model.max_error_rate)", cause)
+        got = (
+            f"{found} (grading stopped there)"
+            if any(outcome.kind == "skipped" for outcome in outcomes)
+            else found
+        )
+        raise RewardError(
+            "reward", got, f"at most {max_error_rate:.0%} (reward_model.max_error_rate)", cause
+        )
     logger.warning("%s and count as 0. %s", found, cause)

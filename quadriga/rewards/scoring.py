@@ -19,7 +19,9 @@ from quadriga.user_file import FILE, PACKAGE, import_file, member_of
 
 GRADERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
-    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"
+    ),
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     "hiyouga/geometry3k": "geometry3k",
@@ -37,7 +39,9 @@ GRADERS_BY_PREFIX: dict[str, str] = {
 }
 """Beginning of a data source's name -> module."""
 
-WITHOUT_TRUTH = frozenset({"reasoning_gym"})  # modules that grade by other columns than the ground truth
+WITHOUT_TRUTH = frozenset(
+    {"reasoning_gym"}
+)  # modules that grade by other columns than the ground truth
 _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
@@ -50,7 +54,12 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
             return name
     known = ", ".join([*GRADERS, *(f"{prefix}..." for prefix in GRADERS_BY_PREFIX)])
     fix = "Set custom_reward_function.path to a file with a compute_score function for this data."
-    raise RewardError(where, got=repr(data_source), expected=f"one that a built-in grader knows ({known})", fix=fix)
+    raise RewardError(
+        where,
+        got=repr(data_source),
+        expected=f"one that a built-in grader knows ({known})",
+        fix=fix,
+    )
 
 
 @cache
@@ -63,11 +72,17 @@ def load_grader(name: str) -> Callable[..., Any]:
         if package is None:
             raise
         got, fix = f"no module named {error.name}", f"Install it: pip install {package}."
-        raise RewardError(f"grader {name}", got=got, expected=f"the package {package}", fix=fix) from error
+        raise RewardError(
+            f"grader {name}", got=got, expected=f"the package {package}", fix=fix
+        ) from error
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Grade one response by the rule that belongs to its data source.
     Returns "score", the reward, and "pred", the answer that was read from the response.
@@ -91,7 +106,10 @@ def default_compute_score(
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-PLURALS = {"solution_with_special_tokens": "solutions_with_special_tokens", "solution_messages": "solutions_messages"}
+PLURALS = {
+    "solution_with_special_tokens": "solutions_with_special_tokens",
+    "solution_messages": "solutions_messages",
+}
 """Further arguments, and their names in batches: passed to functions that name them."""
 POLICY_TEXT = "policy_str"  # entry of a sample's row: what the policy itself wrote, its turns joined by line ends
 _SECTION = "custom_reward_function"
@@ -104,7 +122,9 @@ class ScoreFunction:
     # File that holds it, or "pkg://package.module"; None for the built-in `default_compute_score`.
     path: str | None = None
     name: str = "compute_score"
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of every call
+    reward_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # further keyword arguments of every call
     # Whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
     is_batch: bool = False
 
@@ -156,7 +176,9 @@ class ScoreFunction:
         """The function itself; ConfigError where its file fails, lacks it, or it takes other arguments."""
         function: Callable[..., Any] = default_compute_score
         if self.path is not None:
-            function = member_of(import_file(self.path, f"{_SECTION}.path"), self.name, f"{_SECTION}.name")
+            function = member_of(
+                import_file(self.path, f"{_SECTION}.path"), self.name, f"{_SECTION}.name"
+            )
         # A partial has no frame of its own: a traceback shows the user's function and nothing of ours.
         loaded = partial(function, **self.reward_kwargs)
         try:
@@ -168,7 +190,10 @@ class ScoreFunction:
             signature.bind(**{**dict.fromkeys(self.accepted_by(function)), **self.reward_kwargs})
         except TypeError as error:
             names = tuple(signature.parameters)
-            if (names[:1], names[2:]) == (("data_source",), ("ground_truth",)) and not self.is_batch:
+            if (names[:1], names[2:]) == (
+                ("data_source",),
+                ("ground_truth",),
+            ) and not self.is_batch:
                 # As verl's main_eval calls it: by place, whatever the response is called.
                 return lambda data_source, solution_str, ground_truth, **_: loaded(
                     data_source, solution_str, ground_truth
@@ -176,8 +201,16 @@ class ScoreFunction:
             fix = "Change the function's parameters, add **kwargs to them, or give what it wants in reward_kwargs."
             if not self.is_batch and signature.parameters.keys() & set(BATCH_ARGUMENTS):
                 fix = "A function that takes lists, of a whole batch, needs reward_model.reward_manager=batch."
-            fixed = f" and reward_kwargs ({', '.join(self.reward_kwargs)})" if self.reward_kwargs else ""
+            fixed = (
+                f" and reward_kwargs ({', '.join(self.reward_kwargs)})"
+                if self.reward_kwargs
+                else ""
+            )
             where = f"{_SECTION}.name={self.name}"
-            expected = f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}"
-            raise ConfigError(where, got=f"{self.name}{signature}: {error}", expected=expected, fix=fix) from error
+            expected = (
+                f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}"
+            )
+            raise ConfigError(
+                where, got=f"{self.name}{signature}: {error}", expected=expected, fix=fix
+            ) from error
         return loaded

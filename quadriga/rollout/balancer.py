@@ -74,7 +74,10 @@ class Balancer(RolloutEngine):
     takes_images = True  # each engine says whether it does
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], description: str = "", makers: Sequence[Maker[RolloutEngine]] = ()
+        self,
+        engines: Sequence[RolloutEngine],
+        description: str = "",
+        makers: Sequence[Maker[RolloutEngine]] = (),
     ) -> None:
         super().__init__()
         if not engines:
@@ -102,7 +105,9 @@ class Balancer(RolloutEngine):
         """Whether all engines that the next load reaches have them; those that were made again are among them."""
         for number, made in self._restarts.ended().items():
             if error := made.exception():
-                logger.warning("engine %d of %d did not start again: %s", number, len(self.engines), error)
+                logger.warning(
+                    "engine %d of %d did not start again: %s", number, len(self.engines), error
+                )
                 self._restarts.request(number)
             else:
                 self.engines[number] = made.result()
@@ -115,7 +120,9 @@ class Balancer(RolloutEngine):
         """Whether one of those that get requests has."""
         return any(self.engines[number].has_dropped_weights for number in self.alive)
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         self._require_ready([prompt], [sampling])
         tokens = len(prompt) + sampling.max_tokens
         failed: dict[int, Exception] = {}
@@ -124,7 +131,9 @@ class Balancer(RolloutEngine):
             self.in_flight[number] += tokens
             try:
                 completion = await self.engines[number].generate(prompt, sampling, images)
-            except Exception as error:  # raised again below, if no other engine can serve the request
+            except (
+                Exception
+            ) as error:  # raised again below, if no other engine can serve the request
                 failed[number] = error
             else:
                 self._restarts.lasts(number)
@@ -135,14 +144,18 @@ class Balancer(RolloutEngine):
                 self.in_flight[number] -= tokens
         raise self._none_left(failed)
 
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         """Samples of one prompt stay together where that delays no others."""
         self._require_ready(prompts, sampling)
         given = images or [None] * len(prompts)
 
         def generate(number: int, rows: list[int]) -> list[Completion]:
             return self.engines[number].generate_batch(
-                [prompts[row] for row in rows], [sampling[row] for row in rows], [given[row] for row in rows]
+                [prompts[row] for row in rows],
+                [sampling[row] for row in rows],
+                [given[row] for row in rows],
             )
 
         responses: dict[int, Completion] = {}
@@ -205,10 +218,14 @@ class Balancer(RolloutEngine):
             if names := expected.differences(self.engines[number].fingerprint()):
                 got = f"other weights in {len(names)} tensors: {name_some(names)}"
                 where = f"engine {number} of {len(self.engines)}, made again"
-                self._mark_dead({number: WeightSyncError(where, got=got, expected="those of the others")})
+                self._mark_dead(
+                    {number: WeightSyncError(where, got=got, expected="those of the others")}
+                )
                 continue
             self.counts["rollout/engine_restarts"] += 1
-            logger.warning("engine %d of %d is made again, after: %s", number, len(self.engines), reason)
+            logger.warning(
+                "engine %d of %d is made again, after: %s", number, len(self.engines), reason
+            )
 
     def _make_again(self, number: int) -> RolloutEngine:
         """Another engine in the place of a dead one, whose memory and processes go first."""
@@ -227,7 +244,10 @@ class Balancer(RolloutEngine):
         first, *others = marks
         for number in others:
             if names := marks[first].differences(marks[number]):
-                where, fix = f"engines {first} and {number} of a balancer", "Publish the weights again."
+                where, fix = (
+                    f"engines {first} and {number} of a balancer",
+                    "Publish the weights again.",
+                )
                 got = f"other weights in {len(names)} tensors: {name_some(names)}"
                 raise WeightSyncError(where, got=got, expected="the same in all engines", fix=fix)
         return marks[first]
@@ -256,7 +276,12 @@ class Balancer(RolloutEngine):
         try:
             self.engines[number].close()
         except Exception as error:  # whatever is left of it
-            logger.warning("engine %d of %d, which is dead, did not close: %s", number, len(self.engines), error)
+            logger.warning(
+                "engine %d of %d, which is dead, did not close: %s",
+                number,
+                len(self.engines),
+                error,
+            )
 
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
         """Engines failed at what others have done."""
@@ -277,9 +302,14 @@ class Balancer(RolloutEngine):
             number, error = next(iter(failed.items()))
             if isinstance(error, QuadrigaError):
                 return error
-            where, got = f"engine {number} of {len(self.engines)}", f"{type(error).__name__}: {error}"
+            where, got = (
+                f"engine {number} of {len(self.engines)}",
+                f"{type(error).__name__}: {error}",
+            )
             fix = "No other engine could serve the request either: look at what this one says."
-            told = RolloutError(where, got=got, expected="a response, of this engine or another", fix=fix)
+            told = RolloutError(
+                where, got=got, expected="a response, of this engine or another", fix=fix
+            )
             told.__cause__ = error
             return told
         reasons = "; ".join(f"engine {number}: {error}" for number, error in self.dead.items())
@@ -289,20 +319,27 @@ class Balancer(RolloutEngine):
 
     def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
         """What each engine that is alive returns. One that fails is dead, unless all fail: then the first error."""
-        done, failed = self._on_each(dict.fromkeys(self.alive), lambda number, _: work(self.engines[number]))
+        done, failed = self._on_each(
+            dict.fromkeys(self.alive), lambda number, _: work(self.engines[number])
+        )
         if not done:
             raise self._none_left(failed)
         self._mark_dead(failed)
         return done
 
     def _on_each(
-        self, given: Mapping[int, T], work: Callable[[int, T], R], meanwhile: Callable[[], None] = lambda: None
+        self,
+        given: Mapping[int, T],
+        work: Callable[[int, T], R],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[dict[int, R], dict[int, Exception]]:
         """Work of several engines at the same time, a thread each; results and errors by the engines' numbers."""
         done: dict[int, R] = {}
         failed: dict[int, Exception] = {}
         with ThreadPoolExecutor(max(1, len(given)), "engine") as threads:
-            futures = {number: threads.submit(work, number, share) for number, share in given.items()}
+            futures = {
+                number: threads.submit(work, number, share) for number, share in given.items()
+            }
             try:
                 meanwhile()
                 wait(futures.values())
@@ -319,7 +356,9 @@ class Balancer(RolloutEngine):
         return done, failed
 
 
-def _shares(prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int) -> list[list[int]]:
+def _shares(
+    prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int
+) -> list[list[int]]:
     """Rows for each of `count` engines, of about as many tokens: costly groups first, each to the least loaded."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
@@ -330,7 +369,9 @@ def _shares(prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: in
     pieces = [
         piece
         for group in groups.values()
-        for piece in ([group] if sum(cost[row] for row in group) <= fair else [[row] for row in group])
+        for piece in (
+            [group] if sum(cost[row] for row in group) <= fair else [[row] for row in group]
+        )
     ]
     parts = Parts([0] * count)
     for piece in sorted(pieces, key=lambda piece: -sum(cost[row] for row in piece)):

@@ -38,7 +38,9 @@ class CausalModelEngine(RolloutEngine):
     ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self.eos_token_ids = stop_token_ids(model, None) if eos_token_ids is None else tuple(eos_token_ids)
+        self.eos_token_ids = (
+            stop_token_ids(model, None) if eos_token_ids is None else tuple(eos_token_ids)
+        )
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
 
     @staticmethod
@@ -63,7 +65,10 @@ class CausalModelEngine(RolloutEngine):
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Every parameter under every name that it has (a tied head appears twice), and the buffers of the weights."""
-        named = (*self.model.named_parameters(remove_duplicate=False), *weight_buffers(self.model).items())
+        named = (
+            *self.model.named_parameters(remove_duplicate=False),
+            *weight_buffers(self.model).items(),
+        )
         return [(name, tensor.detach()) for name, tensor in named]
 
     def fingerprint(self) -> Fingerprint:

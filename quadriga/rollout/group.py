@@ -53,7 +53,9 @@ class RolloutGroup:
         with taking_part(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
-                dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), self.ranks[0], self.messages)
+                dist.broadcast(
+                    torch.frombuffer(content, dtype=torch.uint8), self.ranks[0], self.messages
+                )
 
     def hear(self, *, is_idle: bool = False) -> Any:
         """The leader's next message; to an idle member it may be long in coming, while conversations wait for tools."""

@@ -63,7 +63,9 @@ class SamplingParams:
         )
         for name, is_right, expected in checks:
             if not is_right:
-                raise RolloutError(f"sampling {name}", got=str(getattr(self, name)), expected=expected)
+                raise RolloutError(
+                    f"sampling {name}", got=str(getattr(self, name)), expected=expected
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -75,11 +77,18 @@ class SamplingParams:
         """How tokens are drawn, in the words of vLLM and SGLang; without filters where the likeliest one is taken."""
         if self.is_greedy:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or -1, "min_p": self.min_p}
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or -1,
+            "min_p": self.min_p,
+        }
 
     def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end the response. Each of them, where it is generated, is the response's last token."""
-        return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
+        return frozenset(
+            self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,9 @@ class Completion:
         least = 0 if self.finish_reason == "abort" else 1
         if not least <= length <= max_tokens or length != len(self.log_probs):
             got = f"{length} tokens with {len(self.log_probs)} log-probabilities"
-            raise RolloutError(where, got=got, expected=f"{least} to {max_tokens} tokens, each with its own")
+            raise RolloutError(
+                where, got=got, expected=f"{least} to {max_tokens} tokens, each with its own"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,7 +232,9 @@ class RolloutEngine(WeightTarget, ABC):
         """Whether it gave up its weights in its sleep: they have to be published before it generates."""
         return False
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -231,7 +244,9 @@ class RolloutEngine(WeightTarget, ABC):
         return await future
 
     @abstractmethod
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
         Raises RolloutError: a request cannot be served, such as images by an engine that takes none."""
 
@@ -292,9 +307,13 @@ class RolloutEngine(WeightTarget, ABC):
 
     def _require_open(self, action: str) -> None:
         if self._state == "closed":
-            raise RolloutError(f"{self.name}.{action}", got="a closed engine", fix="Make a new one.")
+            raise RolloutError(
+                f"{self.name}.{action}", got="a closed engine", fix="Make a new one."
+            )
 
-    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
+    def _require_ready(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> None:
         """What every engine checks before it generates."""
         self._require_open("generate")
         where = f"{self.name}.generate"
@@ -302,7 +321,9 @@ class RolloutEngine(WeightTarget, ABC):
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
         if self.has_dropped_weights:
             fix = "Publish the weights after its sleep."
-            raise RolloutError(where, got="an engine that dropped its weights in its sleep", fix=fix)
+            raise RolloutError(
+                where, got="an engine that dropped its weights in its sleep", fix=fix
+            )
         if self.weight_version < 0:
             fix = "Load a complete set of weights after the error of the last load."
             raise RolloutError(where, got="weights that were not loaded completely", fix=fix)
@@ -311,11 +332,15 @@ class RolloutEngine(WeightTarget, ABC):
             raise RolloutError(where, got=got, expected="one for each prompt")
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
-                raise RolloutError(where, got=f"prompt {row} without a token", expected="at least one token")
+                raise RolloutError(
+                    where, got=f"prompt {row} without a token", expected="at least one token"
+                )
         if not self.takes_images and any(one is not None for one in images or ()):
             got = "a prompt with images"
             fix = "Set actor_rollout_ref.rollout.name=native, or leave out the rows with images."
-            raise RolloutError(where, got=got, expected=f"text: the engine {self.name} takes no images", fix=fix)
+            raise RolloutError(
+                where, got=got, expected=f"text: the engine {self.name} takes no images", fix=fix
+            )
 
     def _require_length(self, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
         """Refuse a prompt that with its response may have more than `limit` tokens, as `whose` says."""
@@ -325,4 +350,6 @@ class RolloutEngine(WeightTarget, ABC):
             where = f"{self.name}.generate, prompt {row}"
             got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
             fix = "Lower data.max_prompt_length or data.max_response_length, or raise the limit if it is a setting."
-            raise RolloutError(where, got=got, expected=f"at most {limit} together ({whose})", fix=fix)
+            raise RolloutError(
+                where, got=got, expected=f"at most {limit} together ({whose})", fix=fix
+            )

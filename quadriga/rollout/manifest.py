@@ -50,7 +50,9 @@ class Manifest:
     def part(self, wanted: Callable[[str], bool]) -> "Manifest":
         """The weights whose names are wanted, which share nothing with the others."""
         names = [name for name in self.shapes if wanted(name)]
-        return Manifest({name: self.shapes[name] for name in names}, {name: self.same[name] for name in names})
+        return Manifest(
+            {name: self.shapes[name] for name in names}, {name: self.same[name] for name in names}
+        )
 
     def joined(self, other: "Manifest") -> "Manifest":
         """Both together."""
@@ -66,9 +68,15 @@ class Manifest:
         arrived: set[str] = set()
         for name, tensor in weights:
             if self.shapes.get(name) != tuple(tensor.shape):
-                expected = f"shape {self.shapes[name]}" if name in self.shapes else "a weight of the rollout's model"
+                expected = (
+                    f"shape {self.shapes[name]}"
+                    if name in self.shapes
+                    else "a weight of the rollout's model"
+                )
                 fix = "Trainer and rollout must hold the same architecture."
-                raise WeightSyncError(f"weight {name}", got=f"shape {tuple(tensor.shape)}", expected=expected, fix=fix)
+                raise WeightSyncError(
+                    f"weight {name}", got=f"shape {tuple(tensor.shape)}", expected=expected, fix=fix
+                )
             arrived |= self.same[name]
             yield name, tensor
         needed = self.shapes.keys()

@@ -23,7 +23,9 @@ from quadriga.rollout.interface import Sampling, SamplingParams
 
 _BLOCK = 256
 NUM_DRAWS = 24  # numbers for a token: one for each halving, so enough for 2**24 tokens
-_FIRST_TOP = 512  # tokens that a search for top-p sorts at first; the search widens where they are too few
+_FIRST_TOP = (
+    512  # tokens that a search for top-p sorts at first; the search widens where they are too few
+)
 _SLACK = 8  # tokens before the longest stop string: a decoder may treat the first tokens of a sequence in another way
 
 
@@ -58,7 +60,9 @@ class SamplingRules:
         return self.top_p is None and self.top_k is None and self.min_p is None
 
     @classmethod
-    def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "SamplingRules":
+    def from_params(
+        cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu"
+    ) -> "SamplingRules":
         """The rules of rows in the order of `params`."""
 
         def column(values: list[float], neutral: float) -> torch.Tensor | None:
@@ -70,7 +74,9 @@ class SamplingRules:
         drawn = [one for one in params if not one.is_greedy]
         filters = drawn and params  # greedy rows need none, and theirs are neutral
         return cls(
-            temperature=column([1.0 if one.is_greedy else float(one.temperature) for one in params], 1.0),
+            temperature=column(
+                [1.0 if one.is_greedy else float(one.temperature) for one in params], 1.0
+            ),
             top_p=column([1.0 if one.is_greedy else float(one.top_p) for one in filters], 1.0),
             top_k=column([0 if one.is_greedy else max(one.top_k, 0) for one in filters], 0),
             min_p=column([0.0 if one.is_greedy else float(one.min_p) for one in filters], 0.0),
@@ -97,7 +103,9 @@ def sample(
     if rules.temperature is not None:
         logits.div_(rules.temperature)
     decided = likeliest if rules.all_greedy else None  # nothing is left to draw
-    highest = logits.amax(-1, keepdim=True) if decided is None else logits.gather(1, decided[:, None])
+    highest = (
+        logits.amax(-1, keepdim=True) if decided is None else logits.gather(1, decided[:, None])
+    )
     odds = logits.sub_(highest).exp_()
     threshold = _threshold(odds, rules)
     kept = odds if threshold is None else odds.masked_fill(odds < threshold, 0.0)
@@ -165,7 +173,11 @@ def _threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor | None:
         return rules.min_p
     num_tokens = odds.shape[1]
     top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
-    size = _FIRST_TOP if top_k is None else max(int(top_k.max()), _FIRST_TOP if rules.top_p is not None else 1)
+    size = (
+        _FIRST_TOP
+        if top_k is None
+        else max(int(top_k.max()), _FIRST_TOP if rules.top_p is not None else 1)
+    )
     ranked = odds.topk(min(size, num_tokens)).values
     threshold = torch.zeros_like(ranked[:, :1])
     if top_k is not None:
@@ -212,5 +224,13 @@ class StopStrings:
 def require_tokenizer(name: str, sampling: Sampling, tokenizer: Any) -> None:
     """Refuse stop strings where no tokenizer is there to decode tokens."""
     if tokenizer is None and any(params.stop for params in sampling):
-        got, fix = "stop strings, without a tokenizer", "Make the engine with tokenizer=, or use stop_token_ids."
-        raise RolloutError(f"{name}.generate", got=got, expected="an engine that can decode what it generates", fix=fix)
+        got, fix = (
+            "stop strings, without a tokenizer",
+            "Make the engine with tokenizer=, or use stop_token_ids.",
+        )
+        raise RolloutError(
+            f"{name}.generate",
+            got=got,
+            expected="an engine that can decode what it generates",
+            fix=fix,
+        )

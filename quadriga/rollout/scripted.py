@@ -71,12 +71,16 @@ class ScriptedEngine(RolloutEngine):
             where = "actor_rollout_ref.rollout.engine_kwargs"
             expected = "responses_file and nothing else, with rollout.name=scripted"
             fix = "Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=responses.jsonl."
-            raise ConfigError(where, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix)
+            raise ConfigError(
+                where, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix
+            )
         engine = cls(responses, tokenizer=setup.tokenizer)
         engine.description = f"scripted, responses from {responses}"
         return engine
 
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
         completions = []
@@ -87,18 +91,24 @@ class ScriptedEngine(RolloutEngine):
                 end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
                 response = [*tokenizer.encode(response, add_special_tokens=False), *end]
             if not (token_ids := [int(token) for token in response]):
-                raise RolloutError("scripted", got="a response without a token", expected="at least one token")
+                raise RolloutError(
+                    "scripted", got="a response without a token", expected="at least one token"
+                )
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]
             certain = [0.0] * len(token_ids)
-            completions.append(Completion(token_ids, certain, reason, self.weight_version, list(certain)))
+            completions.append(
+                Completion(token_ids, certain, reason, self.weight_version, list(certain))
+            )
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes the version; there is nothing that weights would change."""
         self.weight_version = -1
-        self._arrived = fingerprint(weights)  # a stream may hold its sender until it is read to the end
+        self._arrived = fingerprint(
+            weights
+        )  # a stream may hold its sender until it is read to the end
         self.weight_version = version
 
     def _choose(self, prompt: list[int]) -> CannedResponse:
@@ -108,7 +118,9 @@ class ScriptedEngine(RolloutEngine):
             if not (found := [part for part in self.by_prompt if part in text]):
                 expected = f"one that contains one of {len(self.by_prompt)} scripted parts"
                 fix = 'Add a line for it, or one with the empty prompt "" that fits all.'
-                raise RolloutError("scripted", got=f"the prompt {text[-200:]!r}", expected=expected, fix=fix)
+                raise RolloutError(
+                    "scripted", got=f"the prompt {text[-200:]!r}", expected=expected, fix=fix
+                )
             part = max(found, key=len)
         responses = self.by_prompt[part]
         self._given[part] += 1
@@ -116,7 +128,9 @@ class ScriptedEngine(RolloutEngine):
 
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise RolloutError("scripted", got="texts without a tokenizer", fix="Pass tokenizer=, or token ids.")
+            raise RolloutError(
+                "scripted", got="texts without a tokenizer", fix="Pass tokenizer=, or token ids."
+            )
         return self.tokenizer
 
 
@@ -127,7 +141,9 @@ def _read(path: Path) -> dict[str, list[CannedResponse]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         fix = "Set actor_rollout_ref.rollout.engine_kwargs.responses_file."
-        raise RolloutError(f"scripted {path}", got=str(error), expected="a JSONL file of responses", fix=fix) from error
+        raise RolloutError(
+            f"scripted {path}", got=str(error), expected="a JSONL file of responses", fix=fix
+        ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -137,5 +153,7 @@ def _read(path: Path) -> dict[str, list[CannedResponse]]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             where = f"scripted {path}, line {number}"
             expected = '{"prompt": text, "response": text or token ids}, the prompt being optional'
-            raise RolloutError(where, got=f"{type(error).__name__}: {error}", expected=expected) from error
+            raise RolloutError(
+                where, got=f"{type(error).__name__}: {error}", expected=expected
+            ) from error
     return script

@@ -61,7 +61,9 @@ def generate_sequences(
     started = time.perf_counter()
     token_ids, requests = requests_of(prompts, config, response_length, seed)
     completions = engine.generate_batch(token_ids, requests, images_of(prompts))
-    return completed(prompts, completions, engine.weight_version, response_length, pad_token_id, started)
+    return completed(
+        prompts, completions, engine.weight_version, response_length, pad_token_id, started
+    )
 
 
 def requests_of(
@@ -71,14 +73,20 @@ def requests_of(
     padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     token_ids = [ids[mask.bool()].tolist() for ids, mask in padded]
     limit, requests = config.max_model_len, []
-    for row, (ids, own_seed) in enumerate(zip(token_ids, sequence_seeds(prompts, seed), strict=True)):
+    for row, (ids, own_seed) in enumerate(
+        zip(token_ids, sequence_seeds(prompts, seed), strict=True)
+    ):
         room = response_length if limit is None else min(limit - len(ids), response_length)
         if room < 1:
             where = f"generate_sequences, prompt {row}"
-            expected = f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response"
+            expected = (
+                f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response"
+            )
             fix = "Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len."
             raise RolloutError(where, got=f"{len(ids)} tokens", expected=expected, fix=fix)
-        requests.append(SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed))
+        requests.append(
+            SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed)
+        )
     return token_ids, requests
 
 
@@ -134,7 +142,9 @@ def with_responses(
         routes: [tokens, L, k] of each row's prompt and response, or of the first of these tokens.
         versions: of the weights that wrote each token of each response, or nothing.
     """
-    ids, attention_mask, position_ids = (prompts[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    ids, attention_mask, position_ids = (
+        prompts[name] for name in ("input_ids", "attention_mask", "position_ids")
+    )
     shape = (len(responses), response_length)
     tokens = torch.full(shape, pad_token_id, dtype=ids.dtype)
     attended = torch.zeros(shape, dtype=attention_mask.dtype)
@@ -173,7 +183,9 @@ def with_responses(
     }
 
 
-def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
+def sampling_of(
+    meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int
+) -> dict[str, Any]:
     """The sampling parameters of a call, without the seed: those of training, or of validation where it says so."""
     settings = config.val_kwargs if meta_info.get("validate", False) else config
     return {
@@ -203,8 +215,16 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     for row, uid in enumerate(uids):
         number = seen[uid] if numbers is None else int(numbers[row])
         seen[uid] += 1
-        source = (int(seed), int(meta_info.get("global_steps", 0)), uid, number, bool(meta_info.get("validate", False)))
-        seeds.append(int.from_bytes(hashlib.blake2b(repr(source).encode(), digest_size=8).digest(), "big"))
+        source = (
+            int(seed),
+            int(meta_info.get("global_steps", 0)),
+            uid,
+            number,
+            bool(meta_info.get("validate", False)),
+        )
+        seeds.append(
+            int.from_bytes(hashlib.blake2b(repr(source).encode(), digest_size=8).digest(), "big")
+        )
     return seeds
 
 

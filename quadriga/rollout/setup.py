@@ -46,14 +46,18 @@ class EngineSetup:
     @property
     def bucket_bytes(self) -> int:
         """Memory in which weights travel to one engine: all of a process get them at the same time."""
-        return (self.rollout.update_weights_bucket_megabytes << 20) // self.rollout.data_parallel_size
+        return (
+            self.rollout.update_weights_bucket_megabytes << 20
+        ) // self.rollout.data_parallel_size
 
     def require_no_options(self) -> None:
         """Refuse `rollout.engine_kwargs`, for an engine without options."""
         if self.options:
             where = "actor_rollout_ref.rollout.engine_kwargs"
             expected = f"nothing: the engine {self.rollout.name} has no options of its own"
-            raise ConfigError(where, got=f"{self.rollout.engine_kwargs}", expected=expected, fix="Leave it out.")
+            raise ConfigError(
+                where, got=f"{self.rollout.engine_kwargs}", expected=expected, fix="Leave it out."
+            )
 
     def skeleton(self) -> PreTrainedModel:
         """The model on "meta": its configuration, and names and shapes of its weights."""
@@ -66,14 +70,21 @@ class EngineSetup:
         overrides = dict(section.override_config or {})
         has_file = (Path(section.path) / "config.json").is_file()
         if has_file and not load_config(**self._named_model).tie_word_embeddings:
-            overrides["tie_word_embeddings"] = False  # the file may say otherwise, against the weights
+            overrides["tie_word_embeddings"] = (
+                False  # the file may say otherwise, against the weights
+            )
         return overrides
 
     def load_copy(self, attention: str) -> PreTrainedModel:
         """The model that the actor started from, with all of its weights."""
-        return load_causal_lm(**self._named_model, dtype=self.dtype, device=self.device, attention=attention)
+        return load_causal_lm(
+            **self._named_model, dtype=self.dtype, device=self.device, attention=attention
+        )
 
     @property
     def _named_model(self) -> dict[str, Any]:
         section = self.config.actor_rollout_ref.model
-        return {name: getattr(section, name) for name in ("path", "trust_remote_code", "override_config")}
+        return {
+            name: getattr(section, name)
+            for name in ("path", "trust_remote_code", "override_config")
+        }

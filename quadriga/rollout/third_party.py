@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
+from quadriga.errors import (
+    ConfigError,
+    EngineLostError,
+    QuadrigaError,
+    RolloutError,
+    WeightSyncError,
+    first_line,
+)
 from quadriga.models.experts import mixtures
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
@@ -39,7 +46,9 @@ LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 `raw_logprobs` those of the model, before both. The words are vLLM's."""
 
 
-_CHANGES = threading.RLock()  # of the environment, which all threads share: engines are made again at the same time
+_CHANGES = (
+    threading.RLock()
+)  # of the environment, which all threads share: engines are made again at the same time
 
 
 @contextmanager
@@ -49,7 +58,9 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
     with _CHANGES:
         own = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(own) if own.isdecimal() else torch.get_num_threads()
-        variables |= {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
+        variables |= (
+            {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
+        )
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
@@ -64,7 +75,9 @@ def data_urls(images: Images, engine: str) -> list[str]:
     """The images of a prompt as `data:` URLs of PNG files; a RolloutError where it has videos."""
     if images.videos:
         fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with videos."
-        raise RolloutError(f"{engine}.generate", got="a prompt with videos", expected="text and images", fix=fix)
+        raise RolloutError(
+            f"{engine}.generate", got="a prompt with videos", expected="text and images", fix=fix
+        )
     urls = []
     for picture in images.pictures:
         picture.save(file := io.BytesIO(), "PNG")
@@ -101,7 +114,10 @@ class ThirdPartyEngine(RolloutEngine):
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
-            got, end = f"{self.title} rejected the weights: {reason}", "wait for them, or call abort()"
+            got, end = (
+                f"{self.title} rejected the weights: {reason}",
+                "wait for them, or call abort()",
+            )
             fix = f"{_LOG} Responses that are under way have to end before weights are published: {end}."
             raise WeightSyncError(where, got=got, expected="a load", fix=fix) from error
         first, *others = map(Fingerprint, received)
@@ -111,9 +127,13 @@ class ThirdPartyEngine(RolloutEngine):
                 raise WeightSyncError(where, got=got, expected="the same in each process")
         self._arrived, self.weight_version = first, version
 
-    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
+    def _require_ready(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> None:
         super()._require_ready(prompts, sampling, images)
-        self._require_length(prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
+        self._require_length(
+            prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len"
+        )
 
 
 def require_room(total: int, held: int, to_come: int, share: float) -> None:
@@ -127,23 +147,38 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
     if held + to_come + share * total > total:
         gib, rest = 1 << 30, max(0.0, 1 - (held + to_come) / total)
         training = f"training keeps {(held + to_come) / gib:.1f}"
-        training += f" ({to_come / gib:.1f} of it AdamW's moments from the first step on)" if to_come else ""
+        training += (
+            f" ({to_come / gib:.1f} of it AdamW's moments from the first step on)"
+            if to_come
+            else ""
+        )
         got = f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f}, while {training}"
         fix = "Lower it, give the rollout a pool of its own (trainer.placement), or let more ranks share the weights"
         where = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        raise ConfigError(where, got=got, expected=f"at most {int(rest * 100) / 100:g}", fix=f"{fix} (fsdp_size).")
+        raise ConfigError(
+            where, got=got, expected=f"at most {int(rest * 100) / 100:g}", fix=f"{fix} (fsdp_size)."
+        )
 
 
 def refused(name: str, title: str, what: str) -> RolloutError:
     """The error of an engine that cannot be made."""
-    where, expected = f"rollout.name={name}, at its start", f"a model and settings that {title} takes"
-    fix = f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout"
-    return RolloutError(where, got=what, expected=expected, fix=f"{fix}; {title}'s own traceback stands above.")
+    where, expected = (
+        f"rollout.name={name}, at its start",
+        f"a model and settings that {title} takes",
+    )
+    fix = (
+        f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout"
+    )
+    return RolloutError(
+        where, got=what, expected=expected, fix=f"{fix}; {title}'s own traceback stands above."
+    )
 
 
 def died(name: str, title: str, what: str) -> EngineLostError:
     """The error of requests that an engine will not serve any more."""
-    keys = "actor_rollout_ref.rollout.max_num_seqs, max_num_batched_tokens or gpu_memory_utilization"
+    keys = (
+        "actor_rollout_ref.rollout.max_num_seqs, max_num_batched_tokens or gpu_memory_utilization"
+    )
     got, fix = f"{title}, which {what}", f"{_LOG} Less memory: lower {keys}."
     return EngineLostError(f"{name}.generate", got=got, expected="responses", fix=fix)
 
@@ -151,14 +186,18 @@ def died(name: str, title: str, what: str) -> EngineLostError:
 def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:
     """Raise a RolloutError unless the installed version of a library, "" where there is none, is new enough."""
     if not found:
-        raise RolloutError(where, got=f"no {title} in this environment", expected=f"{least} or newer", fix=fix)
+        raise RolloutError(
+            where, got=f"no {title} in this environment", expected=f"{least} or newer", fix=fix
+        )
     if release_numbers(found) < release_numbers(least):
         raise RolloutError(where, got=f"{title} {found}", expected=f"{least} or newer", fix=fix)
 
 
 def has_filters(sampling: SamplingParams) -> bool:
     """Whether some tokens cannot be drawn; the likeliest one always can."""
-    return not sampling.is_greedy and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+    return not sampling.is_greedy and (
+        sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    )
 
 
 def split_log_probs(
@@ -181,7 +220,10 @@ def require_known_experts(name: str, model: PreTrainedModel, known: Collection[s
     error. Raises RolloutError: says which ones, by `model_type`, are known."""
     kind = model.config.get_text_config().model_type
     if kind not in known and any(mixtures(model)):
-        got, expected = f"a mixture of experts ({type(model).__name__}, model_type {kind!r})", "a model without experts"
+        got, expected = (
+            f"a mixture of experts ({type(model).__name__}, model_type {kind!r})",
+            "a model without experts",
+        )
         expected += f", or one of {', '.join(known)}" if known else ""
         fix = "Generate with native or hf: this library is not known to compute with experts that are published to it."
         raise RolloutError(f"rollout.name={name}", got=got, expected=expected, fix=fix)

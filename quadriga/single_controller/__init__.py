@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     )
     from quadriga.single_controller.resource_pool import ResourcePool
     from quadriga.single_controller.worker import Worker, WorkerPlace, placed
-    from quadriga.single_controller.worker_group import ClassWithInitArgs, LocalWorkerGroup, WorkerGroup, WorkerGroups
+    from quadriga.single_controller.worker_group import (
+        ClassWithInitArgs,
+        LocalWorkerGroup,
+        WorkerGroup,
+        WorkerGroups,
+    )
 
 __all__, __getattr__ = lazy_names(__name__)

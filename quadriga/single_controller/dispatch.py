@@ -44,7 +44,9 @@ class DispatchError(WorkerError):
 class MeshLayout(NamedTuple):
     """Which part of the data each rank of a mesh works on."""
 
-    dp_ranks: tuple[int, ...]  # data-parallel rank of each rank; ranks of one model-parallel group share theirs
+    dp_ranks: tuple[
+        int, ...
+    ]  # data-parallel rank of each rank; ranks of one model-parallel group share theirs
     collected: tuple[int, ...]  # of each data-parallel rank, the rank whose output is collected
 
 
@@ -69,7 +71,9 @@ CollectFn = Callable[[GroupLayout, list[Any]], Any]
 def replicate(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     """Every argument, whole, for every rank."""
     size = group.world_size
-    return [[value] * size for value in args], {key: [value] * size for key, value in kwargs.items()}
+    return [[value] * size for value in args], {
+        key: [value] * size for key, value in kwargs.items()
+    }
 
 
 def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
@@ -79,7 +83,12 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
             length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
             where, got = f"per-rank argument {name}", f"{type(value).__name__}{length}"
             fix = "Dispatch.ONE_TO_ALL sends one value to every rank."
-            raise DispatchError(where, got=got, expected=f"a list of {group.world_size}, one entry per rank", fix=fix)
+            raise DispatchError(
+                where,
+                got=got,
+                expected=f"a list of {group.world_size}, one entry per rank",
+                fix=fix,
+            )
     return list(args), dict(kwargs)
 
 
@@ -97,17 +106,23 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
         else:
             expected = "a DataProto, the future of one, or a plain number, string or None, which every rank gets"
             fix = "What holds for all rows belongs into meta_info."
-            raise DispatchError(f"argument {name}", got=type(value).__name__, expected=expected, fix=fix)
+            raise DispatchError(
+                f"argument {name}", got=type(value).__name__, expected=expected, fix=fix
+            )
         # What has facts alone has no rows to differ.
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
             rows[name] = len(value)
     if len(set(rows.values())) > 1:
-        raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
+        raise DispatchError(
+            "arguments to split", got=f"{rows} rows", expected="the same number in each DataProto"
+        )
     per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in parts.values()]
     return per_rank[: len(args)], dict(zip(kwargs, per_rank[len(args) :], strict=True))
 
 
-def split_rows_with_function(group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any) -> PerRank:
+def split_rows_with_function(
+    group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any
+) -> PerRank:
     """The function, whole, and the ranks' chunks of the other arguments."""
     if not callable(function):
         raise DispatchError("first argument", got=type(function).__name__, expected="a function")
@@ -130,9 +145,14 @@ def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> Data
         return None
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
-            got, expected = type(output).__name__, "a DataProto from each rank that is collected, or None from all"
+            got, expected = (
+                type(output).__name__,
+                "a DataProto from each rank that is collected, or None from all",
+            )
             fix = "Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list."
-            raise DispatchError(f"output {rank} of {len(outputs)}", got=got, expected=expected, fix=fix)
+            raise DispatchError(
+                f"output {rank} of {len(outputs)}", got=got, expected=expected, fix=fix
+            )
     return DataProto.concat(outputs)
 
 
@@ -156,7 +176,9 @@ class _Members(type):
     def __getattr__(cls, name: str) -> "Dispatch":
         members = type.__getattribute__(cls, "members")
         if name not in members:
-            raise AttributeError(f"there is no dispatch mode {name!r}; there are {', '.join(members)}")
+            raise AttributeError(
+                f"there is no dispatch mode {name!r}; there are {', '.join(members)}"
+            )
         return members[name]
 
 
@@ -184,7 +206,12 @@ class Dispatch(metaclass=_Members):
         collect_fn: CollectFn = collect_list,
         mesh: str | None = None,
     ) -> None:
-        self.name, self.dispatch_fn, self.collect_fn, self.mesh = name, dispatch_fn, collect_fn, mesh
+        self.name, self.dispatch_fn, self.collect_fn, self.mesh = (
+            name,
+            dispatch_fn,
+            collect_fn,
+            mesh,
+        )
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}" if self.name else "a dispatch function of its own"
@@ -210,7 +237,9 @@ def update_dispatch_mode(
 ) -> None:
     """Set the functions of a mode: one splits the arguments, the other joins the outputs; `mesh` as in `Dispatch`."""
     if mode not in Dispatch:
-        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}")
+        raise WorkerError(
+            "update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}"
+        )
     mode.dispatch_fn, mode.collect_fn, mode.mesh = dispatch_fn, collect_fn, mesh
 
 
@@ -227,7 +256,9 @@ Dispatch.members |= {
         Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
         Dispatch("DP_COMPUTE", take_per_rank, collect_list),
         Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
-        Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""),
+        Dispatch(
+            "DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""
+        ),
         Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
     )
 }
@@ -245,26 +276,43 @@ def rank_arguments(
         raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
     padding = 0, 0
     given = [*args, *kwargs.values()]
-    if mode.mesh is not None and any(isinstance(each, DataProto) and each.is_padding_enabled() for each in given):
+    if mode.mesh is not None and any(
+        isinstance(each, DataProto) and each.is_padding_enabled() for each in given
+    ):
         chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
         padded = [
-            pad_dataproto_to_divisor(each, chunks) if isinstance(each, DataProto) else (each, 0) for each in given
+            pad_dataproto_to_divisor(each, chunks) if isinstance(each, DataProto) else (each, 0)
+            for each in given
         ]
         given = [each for each, _ in padded]
-        padding = max((pad_size, len(each)) for each, pad_size in padded if isinstance(each, DataProto))
-    per_rank, named = mode.dispatch_fn(group, *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        padding = max(
+            (pad_size, len(each)) for each, pad_size in padded if isinstance(each, DataProto)
+        )
+    per_rank, named = mode.dispatch_fn(
+        group, *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
+    )
     for values in (*per_rank, *named.values()):
         if len(values) != group.world_size:
             got = f"{len(values)} values for an argument"
-            raise DispatchError("dispatch function", got=got, expected=f"{group.world_size}, one per rank")
+            raise DispatchError(
+                "dispatch function", got=got, expected=f"{group.world_size}, one per rank"
+            )
     return [
-        ([values[rank] for values in per_rank], {key: values[rank] for key, values in named.items()})
+        (
+            [values[rank] for values in per_rank],
+            {key: values[rank] for key, values in named.items()},
+        )
         for rank in range(group.world_size)
     ], padding
 
 
 def collect_outputs(
-    outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
+    outputs: list[Any],
+    *,
+    collect_fn: CollectFn,
+    layout: GroupLayout,
+    padding: tuple[int, int],
+    where: str,
 ) -> Any:
     """One result of all ranks' outputs, without the rows that come from padding: `padding` is rows added, and rows
     then; the last rows are cut off, or as many times more as the rows grew."""
@@ -274,7 +322,10 @@ def collect_outputs(
         if not pad_size or not isinstance(result, DataProto):
             return result
         if len(result) % padded_rows:
-            got, expected = f"{len(result)} rows from {padded_rows}", "the same number of rows for each row"
+            got, expected = (
+                f"{len(result)} rows from {padded_rows}",
+                "the same number of rows for each row",
+            )
             fix = "Send the data without auto_padding: chunks are then ragged."
             raise DispatchError("result of padded rows", got=got, expected=expected, fix=fix)
         return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
@@ -326,7 +377,9 @@ def register(
         expected = f"one of {list(Dispatch)}, or a dictionary of dispatch_fn and collect_fn"
         raise WorkerError("@register: dispatch_mode", got=repr(mode), expected=expected)
     if not isinstance(execute_mode, Execute):
-        raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")
+        raise WorkerError(
+            "@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}"
+        )
     is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO
     registration = Registration(mode, blocking, is_rank_zero_only, beside)
 
@@ -334,8 +387,14 @@ def register(
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, DataProtoFuture) for each in (*args, *kwargs.values())):
-                args = tuple(each.get() if isinstance(each, DataProtoFuture) else each for each in args)
-                named = {key: each.get() for key, each in kwargs.items() if isinstance(each, DataProtoFuture)}
+                args = tuple(
+                    each.get() if isinstance(each, DataProtoFuture) else each for each in args
+                )
+                named = {
+                    key: each.get()
+                    for key, each in kwargs.items()
+                    if isinstance(each, DataProtoFuture)
+                }
                 kwargs = {**kwargs, **named}
             return method(self, *args, **kwargs)
 

@@ -24,7 +24,9 @@ class ResourcePool:
     def __init__(self, process_on_nodes: Sequence[int]) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             where = "ResourcePool.process_on_nodes"
-            raise WorkerError(where, got=str(list(process_on_nodes)), expected="at least 1 process per node")
+            raise WorkerError(
+                where, got=str(list(process_on_nodes)), expected="at least 1 process per node"
+            )
         self.process_on_nodes = list(process_on_nodes)
         self.world_size = sum(process_on_nodes)
 
@@ -43,7 +45,10 @@ class NodeResources:
 
     def describe(self, resources: Sequence[str]) -> str:
         """`10.0.0.2 has 2 of 8 CPU free`."""
-        amounts = (f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}" for name in resources)
+        amounts = (
+            f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}"
+            for name in resources
+        )
         return f"{self.address} has {', '.join(amounts)} free"
 
 
@@ -63,9 +68,13 @@ def choose_nodes(
     what one process needs. Nodes of one pool are different nodes of the cluster while it has enough of them; after that
     several share one. Raises NoRoomError: the cluster has not enough; says what each node has and what is missing."""
     free = {node.node_id: dict(node.free) for node in nodes}
-    chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}
+    chosen: dict[str, list[NodeResources | None]] = {
+        name: [None] * len(counts) for name, counts in pools.items()
+    }
     # The largest parts first: they fit in the fewest places.
-    parts = [(count, name, index) for name, counts in pools.items() for index, count in enumerate(counts)]
+    parts = [
+        (count, name, index) for name, counts in pools.items() for index, count in enumerate(counts)
+    ]
     for count, name, index in sorted(parts, key=lambda part: -part[0]):
         wanted = {resource: amount * count for resource, amount in each.items()}
         taken = {node.node_id for node in chosen[name] if node}
@@ -105,8 +114,12 @@ def _not_enough(
     if not is_too_small:
         gaps = [_missing(wanted, free[node.node_id]) for node in nodes]
     least = min(gaps, key=lambda gap: sum(gap.values()), default=wanted)
-    others = ", ".join(f"{other} {list(counts)}" for other, counts in pools.items() if other != name)
-    needed, lacking = (", ".join(f"{gap[each]:g} {each}" for each in gap) for gap in (wanted, least))
+    others = ", ".join(
+        f"{other} {list(counts)}" for other, counts in pools.items() if other != name
+    )
+    needed, lacking = (
+        ", ".join(f"{gap[each]:g} {each}" for each in gap) for gap in (wanted, least)
+    )
     return NoRoomError(
         f"resource pool {name} {list(pools[name])}{f' beside {others}' if others else ''}",
         got="; ".join(node.describe(list(wanted)) for node in nodes) or "a cluster without nodes",
@@ -139,7 +152,11 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     `processes`: how many of the pool's processes are there; they compute at the same time.
     `processes_on_node`: those of all pools there, if that is known; they take turns."""
     if cores < 1 or processes < 1:
-        raise WorkerError("share of cores", got=f"{cores} cores for {processes} processes", expected="at least 1 each")
+        raise WorkerError(
+            "share of cores",
+            got=f"{cores} cores for {processes} processes",
+            expected="at least 1 each",
+        )
     total, num_threads = max(processes_on_node, processes), max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"

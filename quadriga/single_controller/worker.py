@@ -34,7 +34,9 @@ class WorkerPlace:
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
             got = f"rank {self.rank}/{self.world_size}, local rank {self.local_rank}/{self.local_world_size}"
-            raise WorkerError("worker's place", got=got, expected="ranks from 0 to below the world sizes")
+            raise WorkerError(
+                "worker's place", got=got, expected="ranks from 0 to below the world sizes"
+            )
 
     @classmethod
     def from_environment(cls) -> "WorkerPlace":
@@ -44,7 +46,9 @@ class WorkerPlace:
             name = field.name.upper()
             value = os.environ.get(name, str(field.default))
             if isinstance(field.default, int) and not value.isdecimal():
-                raise WorkerError(f"environment variable {name}", got=repr(value), expected="a whole number")
+                raise WorkerError(
+                    f"environment variable {name}", got=repr(value), expected="a whole number"
+                )
             values[field.name] = type(field.default)(value)
         return cls(**values)
 
@@ -87,7 +91,9 @@ class Worker:
         data-parallel rank needs exactly one worker that is collected."""
         self._meshes[mesh_name] = (dp_rank, is_collect)
 
-    def start_profile(self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool) -> None:
+    def start_profile(
+        self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool
+    ) -> None:
         """Record this process, see `Recording`, unless that is being done already, as for another of its roles."""
         if is_wanted and Recording.current is None:
             self._recording = Recording(tool, title, number, origin_ns)
@@ -95,7 +101,9 @@ class Worker:
     def stop_profile(self) -> bytes:
         """End what this worker has begun. Returns the recording; nothing if there is none."""
         recording, self._recording = self._recording, None
-        return recording.finish() if recording is not None and recording is Recording.current else b""
+        return (
+            recording.finish() if recording is not None and recording is Recording.current else b""
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
@@ -103,14 +111,22 @@ class Worker:
         if mesh_name not in self._meshes:
             where = f"{type(self).__name__}: mesh {mesh_name!r}"
             fix = f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model."
-            raise WorkerError(where, got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}", fix=fix)
+            raise WorkerError(
+                where,
+                got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}",
+                fix=fix,
+            )
         return self._meshes[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def execute_with_func_generator(
+        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run `function(worker, chunk, ...)` on every rank: for work that has no method of its own."""
         return function(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(
+        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         return function(*args, **kwargs)

@@ -31,7 +31,13 @@ from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import dispatch
-from quadriga.single_controller.dispatch import Arguments, DispatchError, GroupLayout, MeshLayout, Registration
+from quadriga.single_controller.dispatch import (
+    Arguments,
+    DispatchError,
+    GroupLayout,
+    MeshLayout,
+    Registration,
+)
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
 
@@ -72,12 +78,19 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         self.ranks = list(range(world_size))  # those that are called
         self.name = name or worker_class.__name__
         found = {
-            each: getattr(getattr(worker_class, each, None), dispatch.REGISTRATION, None) for each in dir(worker_class)
+            each: getattr(getattr(worker_class, each, None), dispatch.REGISTRATION, None)
+            for each in dir(worker_class)
         }
-        self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
+        self.methods: dict[str, Registration] = {
+            method: how for method, how in found.items() if how is not None
+        }
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
-            raise WorkerError(worker_class.__name__, f"registered methods {clashes}", "names that no worker group has")
+            raise WorkerError(
+                worker_class.__name__,
+                f"registered methods {clashes}",
+                "names that no worker group has",
+            )
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
@@ -100,7 +113,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
     def use_ranks(self, ranks: Sequence[int]) -> Self:
         """Call these workers alone from here on, for methods in which they do not meet. They keep their ranks."""
-        self.ranks, self.world_size, self.meshes = sorted(ranks), len(ranks), GroupLayout(len(ranks)).meshes
+        self.ranks, self.world_size, self.meshes = (
+            sorted(ranks),
+            len(ranks),
+            GroupLayout(len(ranks)).meshes,
+        )
         return self
 
     def mesh(self, name: str) -> MeshLayout:
@@ -108,11 +125,17 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         if name not in self.meshes:
             places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
             dp_ranks = tuple(dp_rank for dp_rank, _ in places)
-            collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(places) if is_collect)
-            if min(dp_ranks) < 0 or [dp_rank for dp_rank, _ in collected] != list(range(max(dp_ranks) + 1)):
+            collected = sorted(
+                (dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(places) if is_collect
+            )
+            if min(dp_ranks) < 0 or [dp_rank for dp_rank, _ in collected] != list(
+                range(max(dp_ranks) + 1)
+            ):
                 where = f"{self.name}: mesh {name!r}"
                 got = f"data-parallel ranks {dp_ranks}, of which {[dp_rank for dp_rank, _ in collected]} are collected"
-                raise WorkerError(where, got=got, expected=f"one collected rank for each of 0 to {max(dp_ranks)}")
+                raise WorkerError(
+                    where, got=got, expected=f"one collected rank for each of 0 to {max(dp_ranks)}"
+                )
             self.meshes[name] = MeshLayout(dp_ranks, tuple(rank for _, rank in collected))
         return self.meshes[name]
 
@@ -125,11 +148,18 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         if name in self.methods:
             return GroupMethod(self._call, name, self.methods[name])
         if callable(getattr(self.worker_class, name, None)):
-            where, expected = f"{self.worker_class.__name__}.{name}", "one that says how its arguments reach the ranks"
+            where, expected = (
+                f"{self.worker_class.__name__}.{name}",
+                "one that says how its arguments reach the ranks",
+            )
             fix = "Add @register(dispatch_mode=...) to it; an override needs it again."
-            raise NotRegisteredError(where, got="a method without @register", expected=expected, fix=fix)
+            raise NotRegisteredError(
+                where, got="a method without @register", expected=expected, fix=fix
+            )
         known = ", ".join(sorted(self.methods))
-        raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
+        raise NotRegisteredError(
+            f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}"
+        )
 
     def as_worker(self) -> W:
         """A copy of the group, typed as its worker, whose registered methods are attributes of it."""
@@ -149,7 +179,9 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {self.world_size} workers)"
 
-    def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if registration.is_rank_zero_only:
             handles = self.start_all(method_name, [(args, kwargs)])
             future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
@@ -166,7 +198,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         # What the future knows of the group, wherever it is resolved.
         layout = GroupLayout(self.world_size, dict(self.meshes))
         collect = partial(
-            dispatch.collect_outputs, collect_fn=mode.collect_fn, layout=layout, padding=padding, where=where
+            dispatch.collect_outputs,
+            collect_fn=mode.collect_fn,
+            layout=layout,
+            padding=padding,
+            where=where,
         )
         # Rows that are all joined are copied by that, so the outputs may be lent.
         rows_of = None if mode.mesh is None or padding[0] else layout.mesh(mode.mesh).collected
@@ -197,17 +233,26 @@ class LocalWorkerGroup(WorkerGroup[W]):
     """
 
     def __init__(
-        self, cls_with_init: ClassWithInitArgs[W], resource_pool: ResourcePool | None = None, name: str = ""
+        self,
+        cls_with_init: ClassWithInitArgs[W],
+        resource_pool: ResourcePool | None = None,
+        name: str = "",
     ) -> None:
         pool = resource_pool or ResourcePool([1])
         super().__init__(cls_with_init.cls, pool.world_size, name)
         self._entry, arguments = cls_with_init, (cls_with_init.args, cls_with_init.kwargs)
-        seats = [(local_rank, count) for count in pool.process_on_nodes for local_rank in range(count)]
-        self._places = [WorkerPlace(rank, pool.world_size, *seat) for rank, seat in enumerate(seats)]
+        seats = [
+            (local_rank, count) for count in pool.process_on_nodes for local_rank in range(count)
+        ]
+        self._places = [
+            WorkerPlace(rank, pool.world_size, *seat) for rank, seat in enumerate(seats)
+        ]
         self.workers: list[W] = []
         for place in self._places:
             with placed(place):
-                self.workers.append(cls_with_init.cls.__new__(cls_with_init.cls, *arguments[0], **arguments[1]))
+                self.workers.append(
+                    cls_with_init.cls.__new__(cls_with_init.cls, *arguments[0], **arguments[1])
+                )
         self.resolve(self.start_all("__init__", [arguments] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
@@ -218,7 +263,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
             try:
                 with PhaseTimer.mark(f"{self.name}.{method_name}"):
                     output = getattr(self.workers[rank], method_name)(*args, **kwargs)
-                    outcome.set_result(run_coroutine(output) if inspect.iscoroutine(output) else output)
+                    outcome.set_result(
+                        run_coroutine(output) if inspect.iscoroutine(output) else output
+                    )
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:

@@ -46,7 +46,17 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
 from quadriga.trainer.async_record import RECORD, RecordedSchedule, RecordedVersions, ScheduleRecord
-from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Save, Schedule, Start
+from quadriga.trainer.async_schedule import (
+    Decision,
+    Drop,
+    HandOver,
+    Load,
+    Resume,
+    Rules,
+    Save,
+    Schedule,
+    Start,
+)
 from quadriga.trainer.async_state import read, require_state, written
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.metrics import measure_staleness, token_versions
@@ -85,8 +95,13 @@ class AsyncBatches(WeightPublisher):
         self.rules = Rules.of(config, num_steps)
         learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
         if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
-            got, fix = "a sampler or a data set that learns from batches", "Set async_training.max_staleness=0."
-            raise ConfigError("async_training.enable", got=got, expected="one whose rows are known ahead", fix=fix)
+            got, fix = (
+                "a sampler or a data set that learns from batches",
+                "Set async_training.max_staleness=0.",
+            )
+            raise ConfigError(
+                "async_training.enable", got=got, expected="one whose rows are known ahead", fix=fix
+            )
         self.schedule: Schedule | None = None
         self._changed = Condition()  # holds the lock of everything below
         self._rows: list[DataProto] = []  # prompts that are taken and not started
@@ -101,16 +116,22 @@ class AsyncBatches(WeightPublisher):
         self._filters: dict[int, GroupFilter] = {}  # by batch
         self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
         self._saved: dict[str, Any] | None = None
-        self._saving: dict[int, Sequence[UnderWay] | None] = {}  # under way in each worker that saves; None: not told
+        self._saving: dict[
+            int, Sequence[UnderWay] | None
+        ] = {}  # under way in each worker that saves; None: not told
         self._weights: dict[int, DataProtoFuture] = {}  # by version
         self._unannounced: int | None = None
         self._handed: HandOver | None = None
         self._error: BaseException | None = None
         self._is_ended = False
         self._resumed: dict[str, Any] = {}
-        self._pauses: dict[int, dict[str, bool]] = {}  # of each worker's last load: whether it is given up
+        self._pauses: dict[
+            int, dict[str, bool]
+        ] = {}  # of each worker's last load: whether it is given up
         self._counts: dict[str, float] = defaultdict(float)
-        self.is_current = True  # nothing was learned between the newest version and the batch taken last
+        self.is_current = (
+            True  # nothing was learned between the newest version and the batch taken last
+        )
         self._taken = 0  # the step of the batch that was taken last
         self._idle_since: dict[int, float] = {}
 
@@ -158,7 +179,10 @@ class AsyncBatches(WeightPublisher):
         batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
         self.is_current, self._taken = is_newest and step != self._taken, step
-        measured = {"depth": Metric(depth, "last"), "wait_s": Metric(time.perf_counter() - started, "sum")}
+        measured = {
+            "depth": Metric(depth, "last"),
+            "wait_s": Metric(time.perf_counter() - started, "sum"),
+        }
         measured |= measure_staleness(batch, step, self.rules)
         batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in measured.items()}
         return batch, handed.is_last
@@ -189,7 +213,9 @@ class AsyncBatches(WeightPublisher):
     def take_counts(self) -> dict[str, Any]:
         with self._changed:
             counts, self._counts = self._counts, defaultdict(float)
-        return self._validation.take_counts() | {f"async/{name}": count for name, count in counts.items()}
+        return self._validation.take_counts() | {
+            f"async/{name}": count for name, count in counts.items()
+        }
 
     def stop(self) -> None:
         """Let nothing wait any more; what is under way is given up with the workers."""
@@ -228,7 +254,9 @@ class AsyncBatches(WeightPublisher):
         if isinstance(schedule, RecordedSchedule) and self._pool is None:
             stream = self._streams[0]
             stream.engine.before_step = self._replay
-            stream.load(lambda: None, schedule.published, keeps_cache=True)  # so that the engine looks
+            stream.load(
+                lambda: None, schedule.published, keeps_cache=True
+            )  # so that the engine looks
         self._has_begun = True
         for batch in tuple(self._rounds):
             self._grade_round(batch)
@@ -249,7 +277,9 @@ class AsyncBatches(WeightPublisher):
     def _take_state(self, step: int, num_steps: int) -> None:
         """All that the run goes on from after a save, once each worker has told what it has under way; not in a
         repetition, which writes none."""
-        if len(told := [own for own in self._saving.values() if own is not None]) < len(self._saving):
+        if len(told := [own for own in self._saving.values() if own is not None]) < len(
+            self._saving
+        ):
             return
         self._saving.clear()
         self._file.add(at=num_steps, save=step)
@@ -346,7 +376,9 @@ class AsyncBatches(WeightPublisher):
                 self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
                 return
             complete = without_passing(repeat_prompts(begun, self.rules.group_size)).union(rows)
-            complete.meta_info = {"metrics": rows.meta_info["metrics"]}  # the rest may differ between groups
+            complete.meta_info = {
+                "metrics": rows.meta_info["metrics"]
+            }  # the rest may differ between groups
             self._complete[number] = complete
             for sample, own in enumerate(token_versions(rows)):
                 drawn, worker = own[own >= 0], group.running[sample]
@@ -363,7 +395,9 @@ class AsyncBatches(WeightPublisher):
         """Grade the complete groups of a batch where they are a whole round."""
         if len(numbers := sorted(self._rounds[batch])) < self.rules.round_size:
             return
-        work = partial(self._grade, batch, numbers, DataProto.concat([self._complete[one] for one in numbers]))
+        work = partial(
+            self._grade, batch, numbers, DataProto.concat([self._complete[one] for one in numbers])
+        )
         _ = work() if self.rules.deterministic else in_background(work, "grading of a round")
 
     def _grade(self, batch: int, numbers: list[int], part: DataProto) -> None:
@@ -417,23 +451,35 @@ class AsyncBatches(WeightPublisher):
             self._carry_out(self.schedule.at(num_steps, next(iter(self._streams))))
 
     def _start(self, starts: Sequence[Start]) -> None:
-        rows = {start.group: self._rows_of(start) for start in starts}  # prompts in the order of the schedule
+        rows = {
+            start.group: self._rows_of(start) for start in starts
+        }  # prompts in the order of the schedule
         for worker in dict.fromkeys(start.worker for start in starts):
             own = [start for start in starts if start.worker == worker]
             if (idle_since := self._idle_since.pop(worker, None)) is not None:
-                self._counts["rollout_wait_s"] += (time.perf_counter() - idle_since) / len(self._streams)
+                self._counts["rollout_wait_s"] += (time.perf_counter() - idle_since) / len(
+                    self._streams
+                )
             begun = {start.group: rows[start.group] for start in own}
             going = [one for one in self._under_way if one[0] in begun]
-            new = [(one.group, one.batch, one.row) for one in own if all(one.group != group for group, *_ in going)]
+            new = [
+                (one.group, one.batch, one.row)
+                for one in own
+                if all(one.group != group for group, *_ in going)
+            ]
             if self._pool is not None:
                 self._file.add_start(new, version=own[0].version)
-            self._streams[worker].start(begun, lambda at, new=new: self._file.add_start(new, at=at), going)
+            self._streams[worker].start(
+                begun, lambda at, new=new: self._file.add_start(new, at=at), going
+            )
         self._under_way = [one for one in self._under_way if one[0] not in rows]
 
     def _rows_of(self, start: Start) -> DataProto:
         """What the rollout gets of a group: of the next prompt, or of the same one, where its worker was lost."""
         if start.group not in self._begun:
-            while start.group not in self._next_rows:  # a repetition on several workers may start a later one first
+            while (
+                start.group not in self._next_rows
+            ):  # a repetition on several workers may start a later one first
                 if not self._rows:
                     taken = self._prompts.take()
                     self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
@@ -445,7 +491,9 @@ class AsyncBatches(WeightPublisher):
             self._begun[start.group] = assign_uids(prompt, str(start.batch), first=start.row)
         elif not any(group == start.group for group, *_ in self._under_way):
             self._counts["restarted_groups"] += 1
-        return rollout_inputs(repeat_prompts(self._begun[start.group], self.rules.group_size), self._config)
+        return rollout_inputs(
+            repeat_prompts(self._begun[start.group], self.rules.group_size), self._config
+        )
 
     def _load(self, worker: int, version: int) -> None:
         """Have a worker take weights; it waits for them where they are not published yet."""
@@ -455,7 +503,9 @@ class AsyncBatches(WeightPublisher):
 
         def weights() -> DataProtoFuture | None:
             with self._changed:
-                self._changed.wait_for(lambda: version <= schedule.published or pause["is_over"] or self._is_ended)
+                self._changed.wait_for(
+                    lambda: version <= schedule.published or pause["is_over"] or self._is_ended
+                )
                 return None if pause["is_over"] else self._weights.get(version)
 
         done = stream.load(weights, version, keeps_cache=self._settings.kv_on_update == "keep")
@@ -486,14 +536,20 @@ class AsyncBatches(WeightPublisher):
     def _loaded(self, worker: int, version: int, done: Future[int]) -> None:
         with self._deciding(), self._changed:
             number, stream = done.result(), self._streams.get(worker)
-            if stream is not None and stream.weight_version == version and self.schedule is not None:
+            if (
+                stream is not None
+                and stream.weight_version == version
+                and self.schedule is not None
+            ):
                 if self._pool is None:  # the steps of several engines have no order
                     self._file.add(at=number, load=version)
                 self.schedule.loaded(worker, version)
                 oldest = min(one.version for one in self.schedule.workers.values())
                 # One that comes back begins with the oldest that are in use.
                 last = oldest if self._pool is None else oldest - 1
-                self._weights = {number: own for number, own in self._weights.items() if number > last}
+                self._weights = {
+                    number: own for number, own in self._weights.items() if number > last
+                }
 
     def _state(self) -> str:
         """What a long wait waits for."""

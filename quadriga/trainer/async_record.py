@@ -47,14 +47,19 @@ class ScheduleRecord:
         if groups:
             self.add(**where, start=groups)
 
-    def add_step(self, step: int, groups: Sequence[int], versions: torch.Tensor, group_size: int) -> None:
+    def add_step(
+        self, step: int, groups: Sequence[int], versions: torch.Tensor, group_size: int
+    ) -> None:
         """What a step learned from; `versions` [B, T] of its tokens, -1 on others, group after group."""
         spans = []
         for row in versions:
             values, counts = torch.unique_consecutive(row, return_counts=True)
             starts = counts.cumsum(0) - counts
             spans.append([[int(v), int(s)] for v, s in zip(values, starts, strict=True) if v >= 0])
-        rows = {number: spans[place * group_size : (place + 1) * group_size] for place, number in enumerate(groups)}
+        rows = {
+            number: spans[place * group_size : (place + 1) * group_size]
+            for place, number in enumerate(groups)
+        }
         self.add(step=step, groups=rows)
         self._file.flush()
 
@@ -69,16 +74,23 @@ class RecordedSchedule(Schedule):
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        self._versions: dict[int, int] = {}  # of the weights that each group began with the last time
+        self._versions: dict[
+            int, int
+        ] = {}  # of the weights that each group began with the last time
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)  # of each step
         where = f"async_training.replay={path}"
         try:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise DataError(where, got=str(error), expected=f"the {RECORD} of a run") from error
-        begin = next((place for place, event in enumerate(lines, 1) if event.get("save") == step), 0)
+        begin = next(
+            (place for place, event in enumerate(lines, 1) if event.get("save") == step), 0
+        )
         if not begin and any(event.get("step", step + 1) <= step for event in lines):
-            got, expected = f"no checkpoint of step {step}", "the record of the run that wrote it, or went on from it"
+            got, expected = (
+                f"no checkpoint of step {step}",
+                "the record of the run that wrote it, or went on from it",
+            )
             raise DataError(where, got=got, expected=expected)
         version = self.published
         for event in lines[begin:]:
@@ -87,7 +99,9 @@ class RecordedSchedule(Schedule):
             else:
                 self._events.append(event)
             version = event.get("load", version)
-            self._versions |= {number: event.get("version", version) for number, *_ in event.get("start", ())}
+            self._versions |= {
+                number: event.get("version", version) for number, *_ in event.get("start", ())
+            }
 
     def at(self, num_steps: int, worker: int) -> list[Decision]:
         """What happens before the engine's next step, once it has made so many."""
@@ -120,7 +134,11 @@ class RecordedSchedule(Schedule):
     def _ready(self) -> Sequence[int] | None:
         parts = self._parts[self.step + 1]
         groups = [self.groups.get(number) for number in parts[0]] if parts else [None]
-        return parts.popleft() if all(group is not None and group.is_kept for group in groups) else None
+        return (
+            parts.popleft()
+            if all(group is not None and group.is_kept for group in groups)
+            else None
+        )
 
 
 class RecordedVersions(RecordedSchedule):
@@ -147,11 +165,18 @@ class RecordedVersions(RecordedSchedule):
 
     def _worker_with(self, version: int) -> int | None:
         """The worker with the least to do of those that generate with a version."""
-        those = [(len(own.running), number) for number, own in self.workers.items() if own.version == version]
+        those = [
+            (len(own.running), number)
+            for number, own in self.workers.items()
+            if own.version == version
+        ]
         return min(those)[1] if those else None
 
     def _load(self) -> None:
-        incomplete = [*self._coming, *(number for number, own in self.groups.items() if not own.is_complete)]
+        incomplete = [
+            *self._coming,
+            *(number for number, own in self.groups.items() if not own.is_complete),
+        ]
         first = min((self._versions[number] for number in incomplete), default=self.published)
         for number in sorted(self._behind):
             worker = self.workers[number]

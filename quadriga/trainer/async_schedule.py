@@ -43,7 +43,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quadriga.errors import RolloutError
-from quadriga.trainer.async_rules import Decision, Drop, HandOver, Load, Reason, Resume, Rules, Save, Start
+from quadriga.trainer.async_rules import (
+    Decision,
+    Drop,
+    HandOver,
+    Load,
+    Reason,
+    Resume,
+    Rules,
+    Save,
+    Start,
+)
 
 Verdict = Literal["kept", "equal", "failed"]
 
@@ -185,7 +195,12 @@ class Schedule:
             if not self.rules.round_size:
                 batch.num_wanted += 1
         is_short = len(batch.kept) < self.rules.num_groups
-        if self.rules.round_size and not self._drops and not batch.num_open and batch.num_rows == batch.num_wanted:
+        if (
+            self.rules.round_size
+            and not self._drops
+            and not batch.num_open
+            and batch.num_rows == batch.num_wanted
+        ):
             batch.num_wanted += self.rules.round_size * is_short
 
     def wants_batch(self) -> None:
@@ -219,13 +234,18 @@ class Schedule:
         rules, workers = self.rules, self.workers.values()
         if rules.pauses_to_save:
             next_version = rules.version_at(self.step) + 1
-            return all(one.loading == next_version for one in workers) or self._all_generated(rules.num_steps)
+            return all(one.loading == next_version for one in workers) or self._all_generated(
+                rules.num_steps
+            )
         if any(worker.version < self.published for worker in workers):
             return False
         if rules.saves_running:
             return True
         is_over = all(group.is_complete for group in self.groups.values())
-        return is_over and (not rules.deterministic or self._all_generated(min(self.hold_after or 0, rules.num_steps)))
+        return is_over and (
+            not rules.deterministic
+            or self._all_generated(min(self.hold_after or 0, rules.num_steps))
+        )
 
     def hold(self, published: int | None = None) -> None:
         """After a step, before a save, with the version that it publishes; where the schedule pauses to save, that is
@@ -238,7 +258,11 @@ class Schedule:
     def _start_nothing(self) -> None:
         """More than a deterministic schedule starts by now, until `release`; nor wait for weights."""
         rules = self.rules
-        allowed = rules.last_step_with(rules.version_at(self.step) + rules.max_staleness) if self.step else 0
+        allowed = (
+            rules.last_step_with(rules.version_at(self.step) + rules.max_staleness)
+            if self.step
+            else 0
+        )
         self.hold_after = allowed if rules.deterministic else 0
         for number, worker in self.workers.items():
             if worker.loading is not None and worker.loading > self.published:
@@ -256,7 +280,14 @@ class Schedule:
         """What the schedule goes on from after a save, in numbers: batches, and groups with the version of each
         sample's first token, the samples that have not ended, and whether they are kept."""
         groups = [
-            [one.number, one.batch, one.row, [*one.starts.items()], sorted([*one.running, *one.waiting]), one.is_kept]
+            [
+                one.number,
+                one.batch,
+                one.row,
+                [*one.starts.items()],
+                sorted([*one.running, *one.waiting]),
+                one.is_kept,
+            ]
             for one in self.groups.values()
         ]
         batches = {number: [one.num_wanted, one.num_rows] for number, one in self._batches.items()}
@@ -268,7 +299,15 @@ class Schedule:
         self.num_groups = state["num_groups"]
         self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
         for number, batch, row, starts, waiting, is_kept in state["groups"]:
-            own = Group(number, batch, row, waiting, starts=dict(starts), is_complete=not waiting, is_kept=is_kept)
+            own = Group(
+                number,
+                batch,
+                row,
+                waiting,
+                starts=dict(starts),
+                is_complete=not waiting,
+                is_kept=is_kept,
+            )
             own.oldest = min(own.starts.values(), default=0)
             self.groups[number] = own
             if waiting:
@@ -294,9 +333,13 @@ class Schedule:
         newest = self.published
         if rules.deterministic and self.hold_after is None:
             newest = rules.version_at(rules.num_steps)
-        drains = rules.in_flight == "finish" and not rules.deterministic and own.version < self.published
+        drains = (
+            rules.in_flight == "finish" and not rules.deterministic and own.version < self.published
+        )
         has_room = own.capacity is None or len(own.running) < own.capacity
-        (self._free.add if has_room and own.loading is None and not drains else self._free.discard)(worker)
+        (self._free.add if has_room and own.loading is None and not drains else self._free.discard)(
+            worker
+        )
         is_behind = own.loading is None and own.version < newest
         (self._behind.add if is_behind else self._behind.discard)(worker)
         is_loading = own.loading is not None and own.loading <= self.published
@@ -315,7 +358,9 @@ class Schedule:
         if not rules.deterministic:
             return not (rules.in_flight == "finish" and worker.running)
         ahead = rules.max_staleness - (rules.in_flight == "continue")
-        return self._all_generated(min(rules.last_step_with(worker.version + max(ahead, 0)), rules.num_steps))
+        return self._all_generated(
+            min(rules.last_step_with(worker.version + max(ahead, 0)), rules.num_steps)
+        )
 
     def _all_generated(self, last: int) -> bool:
         """Whether every batch up to this one has all of its groups, complete and graded."""
@@ -335,7 +380,9 @@ class Schedule:
         while self._free and (batch := self._next_batch()) is not None:
             if (worker := self._worker_for(batch, self.rules.group_size)) is None:
                 break
-            own = self._batches.setdefault(batch, Batch(self.rules.round_size or self.rules.num_groups))
+            own = self._batches.setdefault(
+                batch, Batch(self.rules.round_size or self.rules.num_groups)
+            )
             group = Group(self.num_groups, batch, own.num_rows, list(range(self.rules.group_size)))
             own.num_rows, own.num_open = own.num_rows + 1, own.num_open + 1
             self.groups[self.num_groups] = group
@@ -344,7 +391,11 @@ class Schedule:
 
     def _next_batch(self) -> int | None:
         """The first batch that lacks groups; None: no further step does."""
-        last = self.rules.num_steps if self.hold_after is None else min(self.rules.num_steps, self.hold_after)
+        last = (
+            self.rules.num_steps
+            if self.hold_after is None
+            else min(self.rules.num_steps, self.hold_after)
+        )
         if self._drops:
             batch = self.step + 1 + len(self.groups) // self.rules.num_groups
             return batch if batch <= last else None
@@ -377,7 +428,9 @@ class Schedule:
         group.oldest = min(group.starts.values())
         self._to_start.discard(group.number)
         self._refresh(worker)
-        self._pending.append(Start(worker, group.number, group.batch, group.row, samples, own.version))
+        self._pending.append(
+            Start(worker, group.number, group.batch, group.row, samples, own.version)
+        )
 
     def _drop(self, group: Group, reason: Reason) -> None:
         del self.groups[group.number]
@@ -441,4 +494,6 @@ class Schedule:
             staleness = version - self.groups[number].oldest
             if not 0 <= staleness <= self.rules.max_staleness:
                 got = f"group {number} with a token {staleness} versions older than step {step} begins with"
-                raise RolloutError("async_training", got=got, expected=f"0 to {self.rules.max_staleness}")
+                raise RolloutError(
+                    "async_training", got=got, expected=f"0 to {self.rules.max_staleness}"
+                )

@@ -22,7 +22,17 @@ from quadriga.errors import CheckpointError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 
-STATE = ("schedule", "num_steps", "begun", "under_way", "groups", "rows", "counts", "rounds", "filters")
+STATE = (
+    "schedule",
+    "num_steps",
+    "begun",
+    "under_way",
+    "groups",
+    "rows",
+    "counts",
+    "rounds",
+    "filters",
+)
 
 
 def written(found: dict[str, Any]) -> dict[str, Any]:
@@ -44,16 +54,32 @@ def require_state(state: dict[str, Any]) -> None:
 
 
 def _with_rows(state: dict[str, Any], change: Any) -> dict[str, Any]:
-    filters = {batch: own | {"parts": list(map(change, own["parts"]))} for batch, own in state["filters"].items()}
-    begun, groups = ({number: change(rows) for number, rows in state[name].items()} for name in ("begun", "groups"))
-    return state | {"begun": begun, "groups": groups, "rows": list(map(change, state["rows"])), "filters": filters}
+    filters = {
+        batch: own | {"parts": list(map(change, own["parts"]))}
+        for batch, own in state["filters"].items()
+    }
+    begun, groups = (
+        {number: change(rows) for number, rows in state[name].items()}
+        for name in ("begun", "groups")
+    )
+    return state | {
+        "begun": begun,
+        "groups": groups,
+        "rows": list(map(change, state["rows"])),
+        "filters": filters,
+    }
 
 
 def as_tensor(rows: DataProto) -> torch.Tensor:
     """A file of rows, as bytes [N] for a checkpoint; grades of single responses are made anew."""
-    kept = {name: column for name, column in rows.non_tensor_batch.items() if name != "reward_outcome"}
+    kept = {
+        name: column for name, column in rows.non_tensor_batch.items() if name != "reward_outcome"
+    }
     measured = rows.meta_info.get("metrics", {}).items()
-    metrics = {name: list(map(astuple, [one] if isinstance(one, Metric) else one)) for name, one in measured}
+    metrics = {
+        name: list(map(astuple, [one] if isinstance(one, Metric) else one))
+        for name, one in measured
+    }
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}).save_to_disk(path)
@@ -66,5 +92,7 @@ def from_tensor(content: torch.Tensor) -> DataProto:
         path = Path(folder) / "rows"
         path.write_bytes(content.numpy().tobytes())
         rows = DataProto.load_from_disk(path)
-    rows.meta_info["metrics"] = {name: [Metric(*one) for one in own] for name, own in rows.meta_info["metrics"].items()}
+    rows.meta_info["metrics"] = {
+        name: [Metric(*one) for one in own] for name, own in rows.meta_info["metrics"].items()
+    }
     return rows

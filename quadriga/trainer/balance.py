@@ -52,9 +52,17 @@ class SequenceCost:
     # grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
     attention_tokens: float = 24_576
     head: float = 0.0  # cost of the vocabulary projection for a response token
-    images: Callable[[torch.Tensor], float] = lambda grids: 0.0  # of the vision encoder, for images or videos [I, 3]
+    images: Callable[[torch.Tensor], float] = lambda grids: (
+        0.0
+    )  # of the vision encoder, for images or videos [I, 3]
 
-    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int, images: float = 0.0) -> Row:
+    def row(
+        self,
+        prompt: Hashable,
+        num_prompt_tokens: int,
+        num_response_tokens: int,
+        images: float = 0.0,
+    ) -> Row:
         lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
         before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
         response_cost = whole - before + self.head * num_response_tokens
@@ -62,7 +70,11 @@ class SequenceCost:
 
 
 def order_for_ranks(
-    batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig, cost: SequenceCost
+    batch: DataProto,
+    num_ranks: int,
+    responses_per_prompt: int,
+    config: ActorConfig,
+    cost: SequenceCost,
 ) -> dict[str, float]:
     """Number the rows by `row_index`, and arrange them, in place, so that equal chunks of the batch are equal work.
 
@@ -77,14 +89,20 @@ def order_for_ranks(
     # Without sharing each row computes a prompt of its own.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
     inputs = batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch))
-    images = [sum(cost.images(one[name]) for name in one or () if name.endswith("grid_thw")) for one in inputs]
+    images = [
+        sum(cost.images(one[name]) for name in one or () if name.endswith("grid_thw"))
+        for one in inputs
+    ]
     facts = zip(prompts, (lengths - responses).tolist(), responses.tolist(), images, strict=True)
     rows = [cost.row(*one) for one in facts]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
     found = balance(rows, num_ranks, size)
     batch.reorder(found.order)
-    return {"balance/imbalance": found.imbalance, "balance/imbalance_before": found.imbalance_before}
+    return {
+        "balance/imbalance": found.imbalance,
+        "balance/imbalance_before": found.imbalance_before,
+    }
 
 
 @dataclass(frozen=True)
@@ -110,12 +128,15 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         members = range(start, min(start + mini_batch_size, len(rows)))
         # One row after another in turn: each rank's shares add up to its chunk, and no two differ by more than a row.
         quotas = [
-            len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks)) for rank in range(num_ranks)
+            len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks))
+            for rank in range(num_ranks)
         ]
         ranks = _share(rows, members, quotas)
         _even_out(rows, ranks)
         shares.append(ranks)
-        before.append([[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)])
+        before.append(
+            [[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)]
+        )
     order = [row for rank in range(num_ranks) for ranks in shares for row in sorted(ranks[rank])]
     return Balance(order, _imbalance(rows, shares), _imbalance(rows, before))
 
@@ -138,7 +159,9 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
 
     def give(group: Sequence[int]) -> bool:
         first = rows[group[0]]
-        prompt_costs = np.array([0.0 if first.prompt in held else first.prompt_cost for held in prompts])
+        prompt_costs = np.array(
+            [0.0 if first.prompt in held else first.prompt_cost for held in prompts]
+        )
         responses = sum(rows[number].response_cost for number in group)
         rank = ranks.give(group, responses, size=len(group), extra=prompt_costs)
         if rank is not None:
@@ -172,7 +195,10 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
 
 
 def _best_swap(
-    rows: Sequence[Row], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
+    rows: Sequence[Row],
+    shares: Sequence[Sequence[int]],
+    ranks: tuple[int, int],
+    loads: tuple[float, float],
 ) -> tuple[int, int]:
     """The row of each of two ranks whose exchange leaves the smaller maximum; two rows of one prompt are taken as if
     they were of different ones."""

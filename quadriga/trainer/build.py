@@ -12,7 +12,13 @@ from typing import Any
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
 from quadriga.config.async_training import AsyncTrainingConfig
-from quadriga.config.placement import POLICIES, asked_roles, role_pools, rollout_devices, rollout_group_size
+from quadriga.config.placement import (
+    POLICIES,
+    asked_roles,
+    role_pools,
+    rollout_devices,
+    rollout_group_size,
+)
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
@@ -31,7 +37,13 @@ from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.trainer.stream_pool import StreamPool
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
+from quadriga.workers import (
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RolloutWorker,
+    TeacherWorker,
+)
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import build_processor, declared_stop_token_ids
 from quadriga.workers.models import check_checkpoint, check_models, layout_tables
@@ -41,7 +53,10 @@ from quadriga.workers.teacher import check_teachers, require_teachers
 
 # Import strings: Ray is imported only where the configuration names it.
 _CONTROLLER = "quadriga.single_controller"
-TEAMS = {"local": f"{_CONTROLLER}.worker_group:WorkerGroups", "ray": f"{_CONTROLLER}.ray:RayWorkerGroups"}
+TEAMS = {
+    "local": f"{_CONTROLLER}.worker_group:WorkerGroups",
+    "ray": f"{_CONTROLLER}.ray:RayWorkerGroups",
+}
 STATE_COPIES = f"{_CONTROLLER}.ray.copies:StateCopies"
 NSIGHT = {
     "t": "cuda,nvtx,cublas,cudnn",
@@ -51,7 +66,10 @@ NSIGHT = {
     "o": "'quadriga_%p'",
 }
 """Arguments of `nsys profile` for each process: a report for each profile, and the process goes on."""
-SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTrainingWorker, RewardModelTrainer)}
+SUPERVISED = {
+    "sft": (SFTWorker, SFTTrainer),
+    "reward_model": (RewardModelTrainingWorker, RewardModelTrainer),
+}
 """The worker and the loop of each `task` but `rl`."""
 
 
@@ -102,11 +120,16 @@ def check_overlap(config: Config, needs: Needs) -> None:
     settings, critic = config.async_training, config.critic.ppo_mini_batch_size
     actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if needs.greedy_baseline and settings.enable:
-        got, fix = "an estimator with a greedy response as baseline", "Take another estimator, such as rloo."
+        got, fix = (
+            "an estimator with a greedy response as baseline",
+            "Take another estimator, such as rloo.",
+        )
         raise ConfigError("async_training.enable", got=got, expected="one without", fix=fix)
     if needs.critic and settings.by_mini_batch and critic > actor:
         got = f"{critic}, with async_training.by_mini_batch=True"
-        raise ConfigError("critic.ppo_mini_batch_size", got=got, expected=f"at most the actor's, {actor}")
+        raise ConfigError(
+            "critic.ppo_mini_batch_size", got=got, expected=f"at most the actor's, {actor}"
+        )
 
 
 def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
@@ -116,7 +139,9 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         needs = Needs.of(config)
         check_services(config.trainer.loggers)
         if config.task == "rl":
-            UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
+            UpdateInputs(
+                config
+            )  # refuses a loss or an option that does not exist, before a process starts
             rollout_engine_class(config)  # likewise an engine
             check_overlap(config, needs)
         check_models(config, has_critic=needs.critic)
@@ -132,13 +157,23 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
             models = in_background(models, "loading models").result
         with timeline.part("data"):
             train = build_train_loader(config, tokenizer, parts)
-            val = build_val_loader(config, tokenizer, parts) if config.data.val_files or parts.val is not None else None
+            val = (
+                build_val_loader(config, tokenizer, parts)
+                if config.data.val_files or parts.val is not None
+                else None
+            )
         if config.task == "rl":
             with timeline.part("rewards"):
-                reward = parts.reward() if parts.reward else build_reward(config, tokenizer, train, val)
+                reward = (
+                    parts.reward() if parts.reward else build_reward(config, tokenizer, train, val)
+                )
         choices = models()
         total = config.trainer.num_steps(max(1, len(train)))
-        names = [name for name in ("save_freq", "test_freq") if getattr(config.trainer, name) == "after_each_epoch"]
+        names = [
+            name
+            for name in ("save_freq", "test_freq")
+            if getattr(config.trainer, name) == "after_each_epoch"
+        ]
         counted = dict.fromkeys(names, max(1, len(train)))
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
         if reward is not None:
@@ -150,10 +185,14 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
                 trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()
             if (beside := config.async_training).enable:
-                choices["asynchronous"] = f"staleness up to {beside.max_staleness}, in versions; {beside.in_flight}"
+                choices["asynchronous"] = (
+                    f"staleness up to {beside.max_staleness}, in versions; {beside.in_flight}"
+                )
         else:
             _, trainer_class = SUPERVISED[config.task]
-            trainer = trainer_class(config, team.groups[Role.ActorRollout].as_worker(), train, val, total)
+            trainer = trainer_class(
+                config, team.groups[Role.ActorRollout].as_worker(), train, val, total
+            )
     except BaseException:
         if reward is not None:
             reward.close()
@@ -167,11 +206,15 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     return Run(trainer, team)
 
 
-def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]) -> WorkerGroups:
+def start_workers(
+    config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]
+) -> WorkerGroups:
     """A worker group for each role of the run, on the pools of `trainer.placement` and the backend that
     `trainer.backend` names. Raises ConfigError: a class that is given is not one of its role."""
     asked = asked_roles(config) if config.task == "rl" else ()
-    placement = place_roles(config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked)
+    placement = place_roles(
+        config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
+    )
     classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
@@ -186,20 +229,31 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[R
         base = classes.get(role, ActorRolloutRefWorker)
         cls = given.get(role) or (policy if role in POLICIES else None) or base
         if not issubclass(cls, base):
-            raise ConfigError(f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}")
-        workers[role] = ClassWithInitArgs(cls, config, tokenizer, *([] if role in classes else [role]))
+            raise ConfigError(
+                f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"
+            )
+        workers[role] = ClassWithInitArgs(
+            cls, config, tokenizer, *([] if role in classes else [role])
+        )
     under = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
     pools, devices = dict(placement.pools), dict[str, int]()
     if (size := rollout_devices(config)) > 1:
         pool = placement.roles["rollout"]
         pools[pool], devices[pool] = [count // size for count in pools[pool]], size
-    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, pools, config.trainer, under, devices)
+    return resolve_name(TEAMS[config.trainer.backend])(
+        workers, placement.roles, pools, config.trainer, under, devices
+    )
 
 
 def state_copies(config: Config) -> Any:
     """What keeps copies of the state over restarts of the workers; None where there are no restarts."""
     trainer = config.trainer
-    if trainer.backend != "ray" or not trainer.state_copies or not trainer.max_worker_restarts or trainer.val_only:
+    if (
+        trainer.backend != "ray"
+        or not trainer.state_copies
+        or not trainer.max_worker_restarts
+        or trainer.val_only
+    ):
         return None
     if config.async_training.is_stale:  # what is under way would have to end at every step
         return None
@@ -230,7 +284,9 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
-    policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
+    policy = next(
+        role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups
+    )
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
         rollout = groups[Role.Rollout]
@@ -255,12 +311,18 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
     policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
     homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
     processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
-    config = config.model_copy(update={"async_training": AsyncTrainingConfig()})  # there is no training
-    policies = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False)
+    config = config.model_copy(
+        update={"async_training": AsyncTrainingConfig()}
+    )  # there is no training
+    policies = ClassWithInitArgs(
+        ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False
+    )
     grader = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
     workers = {role: policies if role == Role.ActorRollout else grader for role in roles}
     with cluster_of(config):
-        team: WorkerGroups = resolve_name(TEAMS[config.trainer.backend])(workers, homes, processes, config.trainer)
+        team: WorkerGroups = resolve_name(TEAMS[config.trainer.backend])(
+            workers, homes, processes, config.trainer
+        )
         try:
             load_models(team, Timeline())
             yield [team.groups[role].as_worker() for role in roles]
@@ -279,8 +341,14 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
         for rows in (part for one in found for part in getattr(one, "parts", [one])):
             # A class of the user's may make other rows of the files.
             if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
-                sources, models = rows.column(rows.config.reward_fn_key), rows.column("reward_model")
-                found = ((place, one, other) for (place, one), (_, other) in zip(sources, models, strict=True))
+                sources, models = (
+                    rows.column(rows.config.reward_fn_key),
+                    rows.column("reward_model"),
+                )
+                found = (
+                    (place, one, other)
+                    for (place, one), (_, other) in zip(sources, models, strict=True)
+                )
                 while some := list(islice(found, 4096)):
                     manager.check_rows(some)
     except BaseException:
@@ -294,8 +362,13 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
 def build_tokenizer(config: Config) -> Any:
     """The tokenizer of `data.tokenizer`, or of the model."""
     model = config.actor_rollout_ref.model
-    trusts, template = config.data.trust_remote_code or model.trust_remote_code, model.custom_chat_template
-    return load_tokenizer(config.data.tokenizer or model.path, trust_remote_code=trusts, chat_template=template)
+    trusts, template = (
+        config.data.trust_remote_code or model.trust_remote_code,
+        model.custom_chat_template,
+    )
+    return load_tokenizer(
+        config.data.tokenizer or model.path, trust_remote_code=trusts, chat_template=template
+    )
 
 
 def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
@@ -311,13 +384,19 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
     if config.reward_model.enable:
         # A reward model may read the chats.
         data = data.model_copy(update={"return_raw_chat": True})
-    size, processor = data.train_max_samples if is_train else data.val_max_samples, build_processor(config)
+    size, processor = (
+        data.train_max_samples if is_train else data.val_max_samples,
+        build_processor(config),
+    )
     return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=size)
 
 
 def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
     """A loader of training rows, whole batches only."""
-    rows, data = parts.train if parts.train is not None else _dataset(config, tokenizer, is_train=True), config.data
+    rows, data = (
+        parts.train if parts.train is not None else _dataset(config, tokenizer, is_train=True),
+        config.data,
+    )
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
     size = data.train_batch_size
@@ -327,13 +406,22 @@ def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) 
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
     elif len(rows) > size and (rest := len(rows) % size) and not (data.mixture or data.streaming):
-        print(f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out.")
+        print(
+            f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out."
+        )
     sampler = parts.sampler if parts.sampler is not None else create_rl_sampler(data, rows)
-    return create_dataloader(rows, data, batch_size=size, sampler=sampler, drop_last=True, collate=parts.collate)
+    return create_dataloader(
+        rows, data, batch_size=size, sampler=sampler, drop_last=True, collate=parts.collate
+    )
 
 
 def build_val_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
     """A loader of all validation rows, in the order of their files unless `data.validation_shuffle`."""
-    rows, data = parts.val if parts.val is not None else _dataset(config, tokenizer, is_train=False), config.data
+    rows, data = (
+        parts.val if parts.val is not None else _dataset(config, tokenizer, is_train=False),
+        config.data,
+    )
     sampler, size = create_rl_sampler(data, rows, is_train=False), data.val_batch_size
-    return create_dataloader(rows, data, batch_size=size, sampler=sampler, drop_last=False, collate=parts.collate)
+    return create_dataloader(
+        rows, data, batch_size=size, sampler=sampler, drop_last=False, collate=parts.collate
+    )

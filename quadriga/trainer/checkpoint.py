@@ -51,7 +51,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, as the disk has them."""
-        found = (_COMPLETE.fullmatch(path.name) for path in self.directory.glob("global_step_*") if path.is_dir())
+        found = (
+            _COMPLETE.fullmatch(path.name)
+            for path in self.directory.glob("global_step_*")
+            if path.is_dir()
+        )
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> int | None:
@@ -130,10 +134,16 @@ class Checkpoints:
         except (OSError, CheckpointError) as error:
             self.abandon(step)
             left = self.newest()
-            rest = "There is no earlier checkpoint." if left is None else f"Step {left} is still there to resume from."
+            rest = (
+                "There is no earlier checkpoint."
+                if left is None
+                else f"Step {left} is still there to resume from."
+            )
             where, got = f"checkpoint of step {step} in {self.directory}", _reason(error)
             fix = f"Free space or set trainer.default_local_dir. {rest}"
-            raise CheckpointError(where, got=got, expected="room and permission to write it", fix=fix) from error
+            raise CheckpointError(
+                where, got=got, expected="room and permission to write it", fix=fix
+            ) from error
         except Exception:
             self.abandon(step)
             raise
@@ -188,7 +198,9 @@ class Checkpoints:
             self._leave_behind(path, damaged, config)
         except OSError as error:
             expected = "permission to rename and write there"
-            raise CheckpointError(str(self.directory), got=_reason(error), expected=expected) from error
+            raise CheckpointError(
+                str(self.directory), got=_reason(error), expected=expected
+            ) from error
         return path
 
     def _load_newest(
@@ -200,7 +212,9 @@ class Checkpoints:
         if written and written != str(newest):
             expected = f"the step of a checkpoint that is there: {', '.join(map(str, steps)) or 'there is none'}"
             place = self.directory / LATEST
-            damaged[place] = DamagedCheckpointError(str(place), got=repr(written), expected=expected)
+            damaged[place] = DamagedCheckpointError(
+                str(place), got=repr(written), expected=expected
+            )
         own = [step for step in self._own(steps) if newest is not None and step < newest]
         for path in map(self.path, reversed([*own, *([] if newest is None else [newest])])):
             if damaged and not takes_older:
@@ -214,11 +228,16 @@ class Checkpoints:
         if not damaged:
             return None, {}
         error, *others = damaged.values()
-        error.fix = " ".join([*(f"{one.where}: got {one.got}." for one in others), self._advice(set(damaged))])
+        error.fix = " ".join(
+            [*(f"{one.where}: got {one.got}." for one in others), self._advice(set(damaged))]
+        )
         raise error
 
     def _leave_behind(
-        self, path: Path | None, damaged: Mapping[Path, DamagedCheckpointError], config: TrainerConfig
+        self,
+        path: Path | None,
+        damaged: Mapping[Path, DamagedCheckpointError],
+        config: TrainerConfig,
     ) -> None:
         """Say what was damaged, and keep it; mark what is no part of the past of a run that goes on from here, or move
         it aside where the configuration says from where."""
@@ -229,7 +248,10 @@ class Checkpoints:
             if place.name != LATEST:
                 print(f"It is kept as {self._set_aside(place)}.")
         if damaged:
-            print(f"The run goes on from {path}: what came after step {begun} is done again.", flush=True)
+            print(
+                f"The run goes on from {path}: what came after step {begun} is done again.",
+                flush=True,
+            )
         if config.val_only:
             return
         later = [step for step in self.steps() if step > begun]
@@ -241,7 +263,9 @@ class Checkpoints:
             for step in reversed(later):
                 self.path(step).rename(aside / self.path(step).name)
             steps = ", ".join(map(str, later))
-            print(f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}.")
+            print(
+                f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}."
+            )
         if not begun:
             (self.directory / LATEST).unlink(missing_ok=True)
         elif self._written() != str(begun):
@@ -287,7 +311,9 @@ def step_of(checkpoint: Path) -> int:
     """The training step after which a checkpoint was written."""
     match = _COMPLETE.fullmatch(checkpoint.resolve().name)
     if match is None:
-        raise CheckpointError(str(checkpoint), got="this name", expected="a folder named global_step_N")
+        raise CheckpointError(
+            str(checkpoint), got="this name", expected="a folder named global_step_N"
+        )
     return int(match[1])
 
 
@@ -310,7 +336,9 @@ def model_folder(path: str | Path) -> str | Path:
     expected = "a run, a checkpoint (global_step_N) or a Hugging Face folder"
     key = "actor_rollout_ref.actor.checkpoint.save_contents"
     fix = f"A checkpoint has the model when `model` or `hf_model` is in {key}."
-    raise CheckpointError(str(folder), got="a folder without config.json", expected=expected, fix=fix)
+    raise CheckpointError(
+        str(folder), got="a folder without config.json", expected=expected, fix=fix
+    )
 
 
 def verify(checkpoint: Path) -> None:
@@ -324,14 +352,18 @@ def verify(checkpoint: Path) -> None:
         if files == {}:
             raise ValueError("it is empty")
         facts = [(name, int(each["bytes"]), str(each["sha256"])) for name, each in files.items()]
-        if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+        if outside := [
+            name for name in files if Path(name).is_absolute() or ".." in Path(name).parts
+        ]:
             raise ValueError(f"it names {outside[0]}, which is outside")
         for name, size, digest in facts:
             file = checkpoint / name
             _require_regular(file)
             found = file.stat().st_size
             if found != size:
-                raise DamagedCheckpointError(str(file), got=f"{found} bytes", expected=f"{size} bytes", fix=fix)
+                raise DamagedCheckpointError(
+                    str(file), got=f"{found} bytes", expected=f"{size} bytes", fix=fix
+                )
             if _sha256(file) != digest:
                 got = "other content than was written"
                 raise DamagedCheckpointError(str(file), got=got, expected="its SHA-256", fix=fix)
@@ -342,10 +374,21 @@ def verify(checkpoint: Path) -> None:
         raise DamagedCheckpointError(str(place), got=got, expected=expected, fix=fix) from error
     except OSError as error:
         got = f"{type(error).__name__}: {error.strerror}"
-        raise DamagedCheckpointError(str(file), got=got, expected="a file that can be read", fix=fix) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise DamagedCheckpointError(
+            str(file), got=got, expected="a file that can be read", fix=fix
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         got = f"no list of files ({type(error).__name__}: {error})"
-        raise DamagedCheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
+        raise DamagedCheckpointError(
+            str(manifest), got=got, expected="the list of files", fix=fix
+        ) from error
 
 
 def _require_regular(path: Path) -> None:
@@ -362,7 +405,13 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     aside = path.with_name(f"{_UNFINISHED}{path.name}")
     try:
         # JSON can hold half of a character as its escape, UTF-8 cannot.
-        with open(aside, "w", encoding="utf-8", errors="backslashreplace", opener=partial(os.open, mode=mode)) as file:
+        with open(
+            aside,
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+            opener=partial(os.open, mode=mode),
+        ) as file:
             file.write(text)
         aside.replace(path)
     finally:
@@ -390,7 +439,11 @@ def _sha256(path: Path) -> str:
 
 def _sync(directory: Path) -> None:
     """Ask the system to put a folder and what is in it on the disk."""
-    for path in [*directory.rglob("*"), directory] if directory.name.startswith(_UNFINISHED) else [directory]:
+    for path in (
+        [*directory.rglob("*"), directory]
+        if directory.name.startswith(_UNFINISHED)
+        else [directory]
+    ):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -67,10 +67,19 @@ def evaluate(config: Config) -> Grades:
     """Grades of `actor_rollout_ref.model.path` on `data.val_files`; all rows go to `trainer.validation_data_dir` too.
     Raises DataError: there are no validation files."""
     if not config.data.val_files:
-        raise DataError("data.val_files", got="nothing", expected="the prompts to answer", fix="Set data.val_files.")
+        raise DataError(
+            "data.val_files",
+            got="nothing",
+            expected="the prompts to answer",
+            fix="Set data.val_files.",
+        )
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer)
-    roles = (Role.ActorRollout, Role.RewardModel) if config.reward_model.enable else (Role.ActorRollout,)
+    roles = (
+        (Role.ActorRollout, Role.RewardModel)
+        if config.reward_model.enable
+        else (Role.ActorRollout,)
+    )
     with (
         closing(build_reward(config, tokenizer, loader)) as grader,
         frozen_workers(config, tokenizer, *roles) as (policy, *models),
@@ -82,7 +91,9 @@ def evaluate(config: Config) -> Grades:
 
 
 def answer(
-    config: Config, chats: Sequence[list[dict[str, str]]], images: Sequence[Sequence[str]] | None = None
+    config: Config,
+    chats: Sequence[list[dict[str, str]]],
+    images: Sequence[Sequence[str]] | None = None,
 ) -> list[list[str]]:
     """Responses to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
     Raises DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
@@ -94,14 +105,27 @@ def answer(
         where = f"prompt {number}"
         if processor is None and files:
             fix = "Take a vision-language model, or leave out the images."
-            raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
-        pictures = [read_picture(one, folder=Path(), where=f"{where}, image {i}") for i, one in enumerate(files)]
+            raise DataError(
+                where, got="images, for a model that reads text", expected="text", fix=fix
+            )
+        pictures = [
+            read_picture(one, folder=Path(), where=f"{where}, image {i}")
+            for i, one in enumerate(files)
+        ]
         messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
         text = encoder.render(messages, where=where)
-        rows.append(prompt_columns(text, pictures, (), encoder, processor, config.data, where=where))
-    prompts, num_samples = DataProto.from_single_dict(collate_fn(rows)), config.actor_rollout_ref.rollout.n
+        rows.append(
+            prompt_columns(text, pictures, (), encoder, processor, config.data, where=where)
+        )
+    prompts, num_samples = (
+        DataProto.from_single_dict(collate_fn(rows)),
+        config.actor_rollout_ref.rollout.n,
+    )
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
-    prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
+    prompts.meta_info |= {
+        "global_steps": 0,
+        "do_sample": config.actor_rollout_ref.rollout.do_sample,
+    }
     with frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,):
         responses = policy.generate_sequences(repeat_prompts(prompts, num_samples))
     return texts_of(tokenizer, responses, num_samples)
@@ -130,11 +154,19 @@ def answer_files(config: Config, output: Path) -> int:
     Raises DataError: a prompt is wrong or too long, not every row would get responses, what is there of the output was
         begun with other settings, or it cannot be written.
     """
-    data, tokenizer, num_samples = config.data, build_tokenizer(config), config.actor_rollout_ref.rollout.n
+    data, tokenizer, num_samples = (
+        config.data,
+        build_tokenizer(config),
+        config.actor_rollout_ref.rollout.n,
+    )
     where = "data.val_files"
-    tables = [read_table(file) for file in resolve_files(data.val_files, data.cache_dir, where=where)]
+    tables = [
+        read_table(file) for file in resolve_files(data.val_files, data.cache_dir, where=where)
+    ]
     options = {"max_samples": data.val_max_samples, "required_columns": (data.prompt_key,)}
-    rows = RLHFDataset(data.val_files, tokenizer, data, build_processor(config), is_train=False, **options)
+    rows = RLHFDataset(
+        data.val_files, tokenizer, data, build_processor(config), is_train=False, **options
+    )
     if len(rows) != (num_rows := sum(map(len, tables))):
         got = f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or data.val_max_samples"
         fix = "Leave both out: a file of fewer rows takes a part, data.truncation=left shortens long prompts."
@@ -152,19 +184,28 @@ def answer_files(config: Config, output: Path) -> int:
                 for columns in watched(loader, "a batch of prompts"):
                     prompts = DataProto.from_single_dict(columns)
                     assign_row_uids(prompts, rows, len(texts))
-                    prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
+                    prompts.meta_info |= {
+                        "global_steps": 0,
+                        "do_sample": config.actor_rollout_ref.rollout.do_sample,
+                    }
                     responses = generate_responses(policy, config, prompts, num_samples)
                     part.add(texts_of(tokenizer, responses, num_samples))
                     tokens = responses.batch["response_mask"].sum(-1).float().mean().item()
                     progress.update(len(texts), {"tokens a response": f"{tokens:.0f}"})
         try:
-            whole = pa.concat_tables([table.to_arrow() for table in tables], promote_options="permissive")
+            whole = pa.concat_tables(
+                [table.to_arrow() for table in tables], promote_options="permissive"
+            )
         except pa.ArrowException as error:
             fix = "Give the files columns of one type each, or respond to one file at a time."
-            raise DataError(where, got=str(error), expected="rows that one Parquet file can hold", fix=fix) from error
+            raise DataError(
+                where, got=str(error), expected="rows that one Parquet file can hold", fix=fix
+            ) from error
         whole = whole.drop_columns([name for name in whole.column_names if name == "responses"])
         with written_aside(output, where=_OUTPUT) as draft:
-            pq.write_table(whole.append_column("responses", pa.array(texts, pa.list_(pa.string()))), draft)
+            pq.write_table(
+                whole.append_column("responses", pa.array(texts, pa.list_(pa.string()))), draft
+            )
     shutil.rmtree(part.folder)
     return num_rows
 
@@ -190,7 +231,9 @@ class Unfinished:
             except ValueError as error:
                 fix = f"Delete {folder} to begin anew."
                 expected = "the texts of a batch"
-                raise DataError(f"{path} line {number}", got=str(error), expected=expected, fix=fix) from error
+                raise DataError(
+                    f"{path} line {number}", got=str(error), expected=expected, fix=fix
+                ) from error
 
     def add(self, texts: list[list[str]]) -> None:
         """The texts of each prompt of the next batch; they are on the disk when this returns."""
@@ -212,8 +255,12 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
     file = folder / CONFIGURATION
     with run_lock(folder, _OUTPUT):
         before, responses = Settings.read(file, config.task), folder / RESPONSES
-        changes = before.changes(now) if before else [f"{file}: it cannot be read"] * responses.exists()
-        if changes := [one for one in changes if one.startswith((*_READ, str(file))) or one.endswith(CONTENT)]:
+        changes = (
+            before.changes(now) if before else [f"{file}: it cannot be read"] * responses.exists()
+        )
+        if changes := [
+            one for one in changes if one.startswith((*_READ, str(file))) or one.endswith(CONTENT)
+        ]:
             fix = f"Give the settings that it was begun with, or delete {folder} to begin anew. What differs:"
             got = f"{folder}, which was begun with other settings"
             raise DataError(_OUTPUT, got=got, expected="the same", fix="\n  ".join([fix, *changes]))
@@ -223,7 +270,10 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
                 draft.write_text(f"{show(config)}{digests}")
         with closing(Unfinished(folder)) as part:
             if part.texts:
-                print(f"{folder}: {len(part.texts)} prompts have their responses; the others follow.", flush=True)
+                print(
+                    f"{folder}: {len(part.texts)} prompts have their responses; the others follow.",
+                    flush=True,
+                )
             yield part
 
 
@@ -241,12 +291,17 @@ def _settings(config: Config) -> Settings:
     """Those of a call; a model's files are known by their sizes and times."""
     now, folder = Settings.of(config), Path(config.actor_rollout_ref.model.path).expanduser()
     files = [(file.name, file.stat()) for file in sorted(folder.glob("*")) if file.is_file()]
-    digest = sha256(repr([(name, found.st_size, found.st_mtime_ns) for name, found in files]).encode()).hexdigest()
+    digest = sha256(
+        repr([(name, found.st_size, found.st_mtime_ns) for name, found in files]).encode()
+    ).hexdigest()
     return replace(now, files=now.files | {str(folder): digest})
 
 
 def score_file(
-    config: Config, path: str, response_key: str = "responses", reward_model_key: str = "reward_model"
+    config: Config,
+    path: str,
+    response_key: str = "responses",
+    reward_model_key: str = "reward_model",
 ) -> Grades:
     """Grades of the responses that the rows of a file have, graded as in validation, without a model.
     Returns `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of validation.
@@ -263,42 +318,71 @@ def score_file(
     """
     (file, *more) = resolve_files(path, config.data.cache_dir, where="responses")
     table, source_key = read_table(file), config.data.reward_fn_key
-    missing = [key for key in (source_key, response_key, reward_model_key) if key not in table.columns]
+    missing = [
+        key for key in (source_key, response_key, reward_model_key) if key not in table.columns
+    ]
     if more or missing:
         got = f"{1 + len(more)} files" if more else f"the columns {', '.join(table.columns)}"
         fix = "The columns are named by data.reward_fn_key, --response-key and --reward-model-key."
         expected = "one" if more else f"{' and '.join(map(repr, missing))} among them"
-        raise DataError(str(path), got=got, expected=expected, fix="Grade them one by one." if more else fix)
+        raise DataError(
+            str(path), got=got, expected=expected, fix="Grade them one by one." if more else fix
+        )
     samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
     with closing(load_reward_manager(config, None)) as manager:
-        reads_texts = isinstance(manager, SampleManager) and type(manager).shaped is SampleManager.shaped
+        reads_texts = (
+            isinstance(manager, SampleManager) and type(manager).shaped is SampleManager.shaped
+        )
         if config.reward_model.enable or not reads_texts:
-            name = "reward_model.enable" if config.reward_model.enable else "reward_model.reward_manager"
+            name = (
+                "reward_model.enable"
+                if config.reward_model.enable
+                else "reward_model.reward_manager"
+            )
             got, expected = "a grader that reads tokens", "one that grades a text"
             fix = "Name a score function: custom_reward_function.path."
             raise ConfigError(name, got=got, expected=expected, fix=fix)
         outcomes = manager.grade_all(samples)
-    known = [{"data_source": row["data_source"], "uid": own} for row, own in zip(samples.rows, numbers, strict=True)]
-    facts = [{**one.extra, **own, "score": one.score} for one, own in zip(outcomes, known, strict=True)]
+    known = [
+        {"data_source": row["data_source"], "uid": own}
+        for row, own in zip(samples.rows, numbers, strict=True)
+    ]
+    facts = [
+        {**one.extra, **own, "score": one.score} for one, own in zip(outcomes, known, strict=True)
+    ]
     grades = Grades.of(facts)
     named = ((name.partition("/")[2].rpartition("/reward/mean@"), name) for name in grades.metrics)
     sources = {f"test_score/{source}": name for (source, found, _), name in named if found}
     metrics = {short: grades.metrics[name] for short, name in sources.items()} | grades.metrics
-    intervals = {short: grades.intervals[name] for short, name in sources.items()} | grades.intervals
+    intervals = {
+        short: grades.intervals[name] for short, name in sources.items()
+    } | grades.intervals
     return Grades(metrics, intervals, facts)
 
 
-def _samples_of(table: RowTable, source: str, responses: str, truths: str) -> tuple[Samples, list[int]]:
+def _samples_of(
+    table: RowTable, source: str, responses: str, truths: str
+) -> tuple[Samples, list[int]]:
     """The responses in the rows of a file, and the number of the row of each."""
     rows, places, numbers = [], [], []
     for number in range(len(table)):
         row, place = table[number], f"{table.path} row {number}"
         texts = [row[responses]] if isinstance(row[responses], str) else row[responses]
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        if (
+            not isinstance(texts, list)
+            or not texts
+            or not all(isinstance(text, str) for text in texts)
+        ):
             got, expected = shortened(row[responses]), "a text, or a list of texts"
             raise DataError(f"{place}, column {responses!r}", got=got, expected=expected)
-        known = {"data_source": row[source], "ground_truth": ground_truth(row[truths], place, truths)}
-        rows += [{**known, "solution_str": text, "extra_info": row.get("extra_info") or {}} for text in texts]
+        known = {
+            "data_source": row[source],
+            "ground_truth": ground_truth(row[truths], place, truths),
+        }
+        rows += [
+            {**known, "solution_str": text, "extra_info": row.get("extra_info") or {}}
+            for text in texts
+        ]
         places += [place] * len(texts)
         numbers += [number] * len(texts)
     return Samples(rows, torch.zeros(len(rows), dtype=torch.int64), 0, places), numbers

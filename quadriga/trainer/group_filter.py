@@ -69,7 +69,10 @@ class GroupFilter:
                 self._sizes.append(len(rows))
             else:
                 self._equal[found[0] if found else None] += 1
-            self._total, self._num_values = self._total + math.fsum(found), self._num_values + len(found)
+            self._total, self._num_values = (
+                self._total + math.fsum(found),
+                self._num_values + len(found),
+            )
         self.num_groups += len(groups)
         self._parts.append(part.select_idxs(chosen))
         limit = self.settings.max_num_gen_batches
@@ -77,26 +80,48 @@ class GroupFilter:
             got = f"{len(self._sizes)} groups of responses that differ in {self.settings.metric} after {self._so_far()}"
             fix = "Take prompts that the model solves sometimes and not always, raise actor_rollout_ref.rollout.n, "
             fix += f"or raise {_KEY}.max_num_gen_batches."
-            raise DataError(_KEY, got=got, expected=f"{self.num_wanted}, data.train_batch_size", fix=fix)
+            raise DataError(
+                _KEY, got=got, expected=f"{self.num_wanted}, data.train_batch_size", fix=fix
+            )
         if not limit and len(self._parts) % REPORT_EVERY == 0:
-            logger.warning("%s: %d of %d groups after %s", _KEY, len(self._sizes), self.num_wanted, self._so_far())
+            logger.warning(
+                "%s: %d of %d groups after %s",
+                _KEY,
+                len(self._sizes),
+                self.num_wanted,
+                self._so_far(),
+            )
         return set(self._parts[-1].non_tensor_batch["uid"])
 
     def state_dict(self) -> dict[str, Any]:
         """What was sampled so far; the rows of groups that differ as they are."""
         counts = (self._total, self._num_values, self.num_groups)
-        return {"parts": list(self._parts), "sizes": list(self._sizes), "equal": dict(self._equal), "counts": counts}
+        return {
+            "parts": list(self._parts),
+            "sizes": list(self._sizes),
+            "equal": dict(self._equal),
+            "counts": counts,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self._parts, self._sizes, self._equal = state["parts"], state["sizes"], Counter(state["equal"])
+        self._parts, self._sizes, self._equal = (
+            state["parts"],
+            state["sizes"],
+            Counter(state["equal"]),
+        )
         self._total, self._num_values, self.num_groups = state["counts"]
 
     def _so_far(self) -> str:
         """What was sampled, and what the groups that are left out have in common."""
-        values = (("no value" if value is None else f"{value:g}", count) for value, count in self._equal.most_common(3))
+        values = (
+            ("no value" if value is None else f"{value:g}", count)
+            for value, count in self._equal.most_common(3)
+        )
         most = ", ".join(f"{count} with {value}" for value, count in values)
-        left_out = f"{self._equal.total()} of them equal: {most}" if self._equal else "none of them equal"
+        left_out = (
+            f"{self._equal.total()} of them equal: {most}" if self._equal else "none of them equal"
+        )
         return f"{len(self._parts)} batches of prompts ({self.num_groups} groups, {left_out})"
 
     def batch(self) -> DataProto:
@@ -126,10 +151,16 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
         if value is not None and not isinstance(value, Real):
             found = f"{type(value).__name__} {value!r:.80} from the grader"
             fix = f"Set {_KEY}.metric=score, or have the grader return a number under this name."
-            raise RewardError(f"{_KEY}.metric={metric}", got=found, expected="a number for each response", fix=fix)
+            raise RewardError(
+                f"{_KEY}.metric={metric}", got=found, expected="a number for each response", fix=fix
+            )
     if all(value is None for value in values):
         names = sorted({name for extra in added for name in extra} - {"reward_error"})
-        found = f"graders that return {', '.join(names)}" if names else "graders that return nothing but the score"
+        found = (
+            f"graders that return {', '.join(names)}"
+            if names
+            else "graders that return nothing but the score"
+        )
         expected = f"score, or a number returned beside it as {metric!r}"
         fix = f"Set {_KEY}.metric=score, or add the entry to what the score function returns."
         raise RewardError(f"{_KEY}.metric={metric}", got=found, expected=expected, fix=fix)

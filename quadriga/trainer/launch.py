@@ -29,7 +29,9 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
         pass
 
 
-def steps(config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None) -> Iterator[Any]:
+def steps(
+    config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None
+) -> Iterator[Any]:
     """Train step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
 
     Args:
@@ -58,7 +60,9 @@ def steps(config: Config, build: Callable[..., Any] | None = None, begun_s: floa
 
 
 @contextmanager
-def cluster_of(config: Config, timeline: Timeline | None = None, beside: str | None = None) -> Iterator[None]:
+def cluster_of(
+    config: Config, timeline: Timeline | None = None, beside: str | None = None
+) -> Iterator[None]:
     """Context manager: the Ray cluster of a run, where its workers are on one.
 
     Args:
@@ -83,9 +87,15 @@ def cluster_of(config: Config, timeline: Timeline | None = None, beside: str | N
         modules = in_background(partial(_load, beside), "imports") if beside else None
         with timeline.part("cluster"):
             ray_kwargs = config.ray_kwargs
-            stack.enter_context(cluster(ray_kwargs.ray_init, num_processes, ray_kwargs.timeline_json_file, num_nodes))
+            stack.enter_context(
+                cluster(
+                    ray_kwargs.ray_init, num_processes, ray_kwargs.timeline_json_file, num_nodes
+                )
+            )
         # Entered before the cluster is left.
-        stack.callback(lambda: last_wait.enter_context(waiting("the Ray cluster to end", every_s=NOTICE_S)))
+        stack.callback(
+            lambda: last_wait.enter_context(waiting("the Ray cluster to end", every_s=NOTICE_S))
+        )
         if modules is not None:
             with timeline.part("modules"):
                 modules.result()

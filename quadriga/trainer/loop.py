@@ -38,7 +38,9 @@ class Step(NamedTuple):
     """A step that was taken, measured and reported."""
 
     loop: "TrainingLoop"  # that has taken it; it may differ between steps, after the workers were started again
-    batch: DataProto | None  # all rows of the step with what was computed; None before the first step of a loop
+    batch: (
+        DataProto | None
+    )  # all rows of the step with what was computed; None before the first step of a loop
 
     @property
     def number(self) -> int:
@@ -75,11 +77,21 @@ class TrainingLoop:
     tracking: Tracking
 
     def __init__(
-        self, config: Config, learners: Mapping[str, Any], total_training_steps: int, resumable: Mapping[str, Any]
+        self,
+        config: Config,
+        learners: Mapping[str, Any],
+        total_training_steps: int,
+        resumable: Mapping[str, Any],
     ) -> None:
-        self.config, self.settings, self.total_training_steps = config, config.trainer, total_training_steps
+        self.config, self.settings, self.total_training_steps = (
+            config,
+            config.trainer,
+            total_training_steps,
+        )
         self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
-        self.saver = saving.CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
+        self.saver = saving.CheckpointSaver(
+            self.checkpoints, learners, report=lambda text: self.progress.message(text)
+        )
         self.resumable = resumable
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
@@ -94,12 +106,21 @@ class TrainingLoop:
     def load_checkpoint(self) -> bool:
         """Go on from the newest copy, or the checkpoint that the configuration asks for. Returns whether it does."""
         newest, copies = self.newest_copy, self.copies
-        place = self.checkpoints.resume(self.settings, self._load) if newest is None else self._load_copy(newest)
+        place = (
+            self.checkpoints.resume(self.settings, self._load)
+            if newest is None
+            else self._load_copy(newest)
+        )
         if place is not None:
             print(f"resumed from {place}")
-        reason = next((one.cannot_resume for one in self.resumable.values() if hasattr(one, "cannot_resume")), "")
+        reason = next(
+            (one.cannot_resume for one in self.resumable.values() if hasattr(one, "cannot_resume")),
+            "",
+        )
         if copies is not None:
-            print(f"state copies: {f'none, for {reason}' if reason else copies.attach(self.saver.workers)}")
+            print(
+                f"state copies: {f'none, for {reason}' if reason else copies.attach(self.saver.workers)}"
+            )
         if place is not None:
             self._copy()
         now, last = Settings.of(self.config), self.total_training_steps
@@ -151,7 +172,10 @@ class TrainingLoop:
         """The next step: it is counted, and profiled where that is due. `timer` and `metrics` are its own from here."""
         self.global_steps += 1
         self.timer, self.metrics = PhaseTimer(), {}
-        with self.profiler.step(self.global_steps, is_last=self.is_last_step), self.timer.phase("step"):
+        with (
+            self.profiler.step(self.global_steps, is_last=self.is_last_step),
+            self.timer.phase("step"),
+        ):
             yield
 
     @property
@@ -178,7 +202,10 @@ class TrainingLoop:
             self._keep_settings = None
         if self.recovery is not None:
             number, lost_at = self.recovery
-            self.metrics |= {"recovery/restarts": number, "recovery/seconds": time.monotonic() - lost_at}
+            self.metrics |= {
+                "recovery/restarts": number,
+                "recovery/seconds": time.monotonic() - lost_at,
+            }
             self.recovery = None
         self.progress.update(self.global_steps, step_fields(self.metrics))
         self.tracking.log(self.metrics, self.global_steps)
@@ -215,7 +242,9 @@ class TrainingLoop:
 
     def _copy(self) -> None:
         if self.copies is not None:
-            self.copies.copy(self.global_steps, self._run_state() | {"random": saving.random_states()})
+            self.copies.copy(
+                self.global_steps, self._run_state() | {"random": saving.random_states()}
+            )
 
     def _begin_checkpoint(self) -> None:
         has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
@@ -227,17 +256,27 @@ class TrainingLoop:
 
     def _run_state(self) -> dict[str, Any]:
         with waiting("the state of the data set and the sampler"):
-            return {"step": self.global_steps, **{name: one.state_dict() for name, one in self.resumable.items()}}
+            return {
+                "step": self.global_steps,
+                **{name: one.state_dict() for name, one in self.resumable.items()},
+            }
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Shows progress, and tracks metrics; what goes wrong inside the block is seen by both."""
         total, settings = self.total_training_steps, self.settings
-        config, names = redacted(self.config.model_dump(mode="json")), (settings.project_name, settings.experiment_name)
+        config, names = (
+            redacted(self.config.model_dump(mode="json")),
+            (settings.project_name, settings.experiment_name),
+        )
         is_restart = self.recovery is not None
-        facts = RunFacts(*names, config, settings.directory, self.global_steps, is_restart=is_restart)
+        facts = RunFacts(
+            *names, config, settings.directory, self.global_steps, is_restart=is_restart
+        )
         with (
-            Progress(total, initial=self.global_steps, activity=lambda: self.timer.current) as self.progress,
+            Progress(
+                total, initial=self.global_steps, activity=lambda: self.timer.current
+            ) as self.progress,
             Tracking(settings.loggers, facts, self.progress) as self.tracking,
         ):
             yield

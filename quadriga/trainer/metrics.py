@@ -37,7 +37,10 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     mask = batch.batch["response_mask"].bool()
     width = mask.shape[1]
     attention = batch.batch["attention_mask"].bool()
-    lengths, prompt_lengths = attention[:, -width:].sum(-1).float(), attention[:, :-width].sum(-1).float()
+    lengths, prompt_lengths = (
+        attention[:, -width:].sum(-1).float(),
+        attention[:, :-width].sum(-1).float(),
+    )
     # An aborted response is empty: its score is nobody's, unless all are.
     has_tokens = lengths > 0
     counted = has_tokens if has_tokens.any() else ~has_tokens
@@ -76,12 +79,16 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
     if len(scores) > 1 and all(len(group) == 1 for group in groups.values()):
         where = "all responses" if len(groups) == 1 else "all responses of every group"
         fix = "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
-        found["scores"] = f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. {fix}"
+        found["scores"] = (
+            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. {fix}"
+        )
     width = batch.batch["responses"].shape[1]
     share = float((batch.batch["attention_mask"][:, -width:].sum(-1) == width).float().mean())
     if share >= MOST_CUT:
         fix = "Raise it if the score depends on what comes last."
-        found["length"] = f"{share:.0%} of responses hit the limit, data.max_response_length={width}. {fix}"
+        found["length"] = (
+            f"{share:.0%} of responses hit the limit, data.max_response_length={width}. {fix}"
+        )
     largest = max(scores, key=abs, default=0.0)
     if largest**2 * len(scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
@@ -119,7 +126,9 @@ def performance_metrics(
     """
     num_tokens = int(batch.batch["attention_mask"].sum())
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
-    num_of_responses = int(batch.batch["attention_mask"][:, -batch.batch["response_mask"].shape[1] :].sum())
+    num_of_responses = int(
+        batch.batch["attention_mask"][:, -batch.batch["response_mask"].shape[1] :].sum()
+    )
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
     told = {**measured, **metrics}
     for phase in PER_TOKEN:
@@ -132,31 +141,47 @@ def performance_metrics(
     if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]
     resident, peak = resident_bytes()
-    metrics["perf/memory_resident_gib"], metrics["perf/memory_peak_gib"] = resident / 2**30, peak / 2**30
+    metrics["perf/memory_resident_gib"], metrics["perf/memory_peak_gib"] = (
+        resident / 2**30,
+        peak / 2**30,
+    )
     return metrics
 
 
-def check_log_probs(metrics: Mapping[str, float], config: RolloutConfig, step: int) -> dict[str, float]:
+def check_log_probs(
+    metrics: Mapping[str, float], config: RolloutConfig, step: int
+) -> dict[str, float]:
     """Judge how far the rollout's log-probabilities are from the trainer's; a step that did not measure it passes.
 
     The differences come from the pass that computes old log-probabilities; where that is left out, from the forward
     pass of the one update, which computes the same numbers at no cost. Returns `rollout/ppl_ratio`: perplexity of the
     responses under the trainer over that under the rollout; 1 where both agree. Raises RolloutError: the mean
     difference is above `log_prob_diff_stop`, or not a number."""
-    mean, stop, warn = metrics.get("rollout/log_prob_diff_mean"), config.log_prob_diff_stop, config.log_prob_diff_warn
+    mean, stop, warn = (
+        metrics.get("rollout/log_prob_diff_mean"),
+        config.log_prob_diff_stop,
+        config.log_prob_diff_warn,
+    )
     if mean is None:
         return {}
     most = metrics["rollout/log_prob_diff_max"]
     found = f"a mean difference of {mean:.3g} nats (at most {most:.3g}) from the trainer's"
     if math.isnan(mean) or (stop is not None and mean > stop):
         limit = "a number" if stop is None else f"at most {stop:g} ({_LIMITS}.log_prob_diff_stop)"
-        raise RolloutError(f"rollout log-probabilities, step {step}: got {found}, expected {limit}", fix=f"{_CAUSES}.")
+        raise RolloutError(
+            f"rollout log-probabilities, step {step}: got {found}, expected {limit}",
+            fix=f"{_CAUSES}.",
+        )
     if mean > warn:
-        text = "step %d: the rollout's log-probabilities have %s, above %s.log_prob_diff_warn=%g. %s."
+        text = (
+            "step %d: the rollout's log-probabilities have %s, above %s.log_prob_diff_warn=%g. %s."
+        )
         logger.warning(text, step, found, _LIMITS, warn, _CAUSES)
     # The mean of log(q / p) over tokens is the difference of the logarithms of the two perplexities.
     divergence = metrics["rollout/kl"]
-    return {"rollout/ppl_ratio": math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf}
+    return {
+        "rollout/ppl_ratio": math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
+    }
 
 
 def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Metric]:
@@ -176,7 +201,9 @@ def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Me
     measured["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
     measured["staleness_max"] = Metric(drawn.max(), "max")
     lags = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
-    return measured | {f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)}
+    return measured | {
+        f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)
+    }
 
 
 def token_versions(rows: DataProto) -> torch.Tensor:
@@ -186,5 +213,10 @@ def token_versions(rows: DataProto) -> torch.Tensor:
         versions = rows.batch["token_versions"]
         if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
             return versions
-    where, fix = "async_training", "A loop of your own gives them to Conversation.extend; or leave async_training off."
-    raise RolloutError(where, got="responses without the version of each token", expected="one for each", fix=fix)
+    where, fix = (
+        "async_training",
+        "A loop of your own gives them to Conversation.extend; or leave async_training off.",
+    )
+    raise RolloutError(
+        where, got="responses without the version of each token", expected="one for each", fix=fix
+    )

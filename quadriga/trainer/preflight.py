@@ -14,7 +14,12 @@ from quadriga.observe.tracking.jsonl import METRICS_FILE
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
-from quadriga.trainer.build import build_reward, build_tokenizer, build_train_loader, build_val_loader
+from quadriga.trainer.build import (
+    build_reward,
+    build_tokenizer,
+    build_train_loader,
+    build_val_loader,
+)
 from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.models import sizes_of_models
@@ -50,14 +55,19 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
     tried(check_services, config.trainer.loggers)
     is_rl, algorithm, fields = config.task == "rl", config.algorithm, None
     if is_rl:
-        estimator = tried(choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm))
+        estimator = tried(
+            choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)
+        )
         fields = estimator and estimator.fields
         tried(UpdateInputs, config)
         tried(rollout_engine_class, config)
     models: list[str] = []
     reward = train = val = tokenizer = None
     if "actor_rollout_ref.model.path" not in missing:
-        models = tried(lambda: list(sizes_of_models(config, has_critic="values" in (fields or ())))) or []
+        models = (
+            tried(lambda: list(sizes_of_models(config, has_critic="values" in (fields or ()))))
+            or []
+        )
         tokenizer = tried(build_tokenizer, config)
     if tokenizer is not None and "data.train_files" not in missing:
         train = tried(build_train_loader, config, tokenizer)
@@ -73,7 +83,9 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
     simulated = list(advice(config, run)) if config.async_training.enable and not configured else []
     told = {str(one): one for one in problems}
     rows = train and (train.sampler if config.data.mixture else train.dataset)
-    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows), models, simulated)
+    return Preflight(
+        list(told.values()), notices, fields, None if rows is None else len(rows), models, simulated
+    )
 
 
 def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
@@ -91,16 +103,27 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
             continue
         lengths: dict[str, list[int]] = {}
         for row in _lines(folder / f"{line['step']}.jsonl"):
-            tokens = tokenizer(row["output_with_special_tokens"], add_special_tokens=False)["input_ids"]
+            tokens = tokenizer(row["output_with_special_tokens"], add_special_tokens=False)[
+                "input_ids"
+            ]
             lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
         reward_s = line.get("timing_s/reward", 0.0)
         train_s = line["timing_s/step"] - gen_s - reward_s
-        found.append({"lengths": [*lengths.values()], "gen_s": gen_s, "train_s": train_s, "reward_s": reward_s})
+        found.append(
+            {
+                "lengths": [*lengths.values()],
+                "gen_s": gen_s,
+                "train_s": train_s,
+                "reward_s": reward_s,
+            }
+        )
     return config, found
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> None:
@@ -110,9 +133,21 @@ def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> No
         return
     row = rows[0]
     truth = (row.get("reward_model") or {}).get("ground_truth")
-    facts = {"data_source": row.get(reward_fn_key), "solution_str": str(truth), "ground_truth": truth}
+    facts = {
+        "data_source": row.get(reward_fn_key),
+        "solution_str": str(truth),
+        "ground_truth": truth,
+    }
     (outcome,) = reward.submit([{**facts, "extra_info": row.get("extra_info") or {}}]).result()
     if outcome.error:
         where = f"{row.get('source_row', 'the first row')}, graded with its ground truth as the response"
-        expected, fix = "a score", "Correct the row, or the function of custom_reward_function.path."
-        raise RewardError(where, got=f"an error of the grader:\n{outcome.error.rstrip()}\n", expected=expected, fix=fix)
+        expected, fix = (
+            "a score",
+            "Correct the row, or the function of custom_reward_function.path.",
+        )
+        raise RewardError(
+            where,
+            got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
+            expected=expected,
+            fix=fix,
+        )

@@ -29,9 +29,17 @@ class Profiler:
     `emit`: is called with a sentence that says where each profile was written."""
 
     def __init__(
-        self, config: Config, groups: Mapping[str, WorkerGroup[Any]], emit: Callable[[str], None] = print
+        self,
+        config: Config,
+        groups: Mapping[str, WorkerGroup[Any]],
+        emit: Callable[[str], None] = print,
     ) -> None:
-        self._config, self._section, self._groups, self._emit = config, config.global_profiler, groups, emit
+        self._config, self._section, self._groups, self._emit = (
+            config,
+            config.global_profiler,
+            groups,
+            emit,
+        )
         self._steps = frozenset(self._section.steps) if self._section.tool else frozenset()
         self._open: list[int] = []  # steps of the profile that is going on
 
@@ -68,10 +76,18 @@ class Profiler:
         for number, (role, group) in enumerate(self._groups.items(), 1):
             wanted = profiled_ranks(self._config, role)
             orders = [
-                (tool, f"{role}[{rank}]", number * 1000 + rank, origin_ns, wanted is None or rank in wanted)
+                (
+                    tool,
+                    f"{role}[{rank}]",
+                    number * 1000 + rank,
+                    origin_ns,
+                    wanted is None or rank in wanted,
+                )
                 for rank in group.ranks
             ]
-            started.append((group, group.start_all("start_profile", [(order, {}) for order in orders])))
+            started.append(
+                (group, group.start_all("start_profile", [(order, {}) for order in orders]))
+            )
         for group, handles in started:
             group.resolve(handles)
 
@@ -97,7 +113,10 @@ class Profiler:
         self._open = []
         if Recording.current is not None:
             parts = {Recording.current.title: Recording.current.finish(), **parts}
-        name, tool = f"step_{first}" if first == last else f"steps_{first}-{last}", self._section.tool
+        name, tool = (
+            f"step_{first}" if first == last else f"steps_{first}-{last}",
+            self._section.tool,
+        )
         if tool == "nsys":
             self._emit(f"profile {name}: Nsight Systems has its range, and writes its reports")
             return
@@ -112,6 +131,8 @@ class Profiler:
         path = folder / f"{name}.json.gz"
         with gzip.open(path, "wb", compresslevel=6) as file:
             for number, part in enumerate(map(zlib.decompress, parts.values())):
-                file.write((b",\n" if number else b'{"displayTimeUnit": "ms", "traceEvents": [\n') + part)
+                file.write(
+                    (b",\n" if number else b'{"displayTimeUnit": "ms", "traceEvents": [\n') + part
+                )
             file.write(b"\n]}\n")
         self._emit(f"profile written to {path}")

@@ -32,7 +32,9 @@ class PromptStream:
     end.
     """
 
-    def __init__(self, loader: Any, *, num_epochs: int | None = None, is_saved: bool = False) -> None:
+    def __init__(
+        self, loader: Any, *, num_epochs: int | None = None, is_saved: bool = False
+    ) -> None:
         self.loader, self.num_epochs = loader, num_epochs
         # Of data that grow the passes after the first have more.
         self._epoch_batches = max(1, len(loader))
@@ -43,13 +45,17 @@ class PromptStream:
         self._place: dict[str, Any] | None = None
         """The loader's, after the last batch that was taken, where it is further already."""
         if is_saved and self.cannot_resume:
-            logger.warning("data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume)
+            logger.warning(
+                "data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume
+            )
 
     @property
     def cannot_resume(self) -> str:
         """Why a resumed run would see other rows than the run that was cut short; empty if it would not."""
         sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "update") and not (hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")):
+        if hasattr(sampler, "update") and not (
+            hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        ):
             name = type(sampler).__name__
             return f"{name}, whose `update` learns from batches, without state_dict and load_state_dict"
         return ""
@@ -62,7 +68,11 @@ class PromptStream:
     @property
     def share_taken(self) -> float:
         """The share of all passes that was taken, 1 from their end on; 0 where they have no end."""
-        return min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches)) if self.num_epochs else 0.0
+        return (
+            min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches))
+            if self.num_epochs
+            else 0.0
+        )
 
     def take(self) -> DataProto:
         """The next batch, after the last pass too: a step that has begun is completed.
@@ -70,7 +80,10 @@ class PromptStream:
         if not self._reads_ahead:
             batch = self._read()
         else:
-            ahead, self._next = self._next or in_background(self._read_ahead, "reading prompts"), None
+            ahead, self._next = (
+                self._next or in_background(self._read_ahead, "reading prompts"),
+                None,
+            )
             with waiting(_BATCH):
                 batch, self._place = ahead.result()
             self._next = in_background(self._read_ahead, "reading prompts")
@@ -92,7 +105,12 @@ class PromptStream:
             self._batches = None
         where = "data.train_files"
         fix = "Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows."
-        raise DataError(where, got="two passes in a row without a batch", expected="at least one batch a pass", fix=fix)
+        raise DataError(
+            where,
+            got="two passes in a row without a batch",
+            expected="at least one batch a pass",
+            fix=fix,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch."""
@@ -105,12 +123,16 @@ class PromptStream:
         if self.cannot_resume:
             expected = "both: a resumed run would take other rows"
             fix = "Add the two methods to the sampler, or start anew with trainer.resume_mode=disable."
-            raise CheckpointError("data.sampler", got=self.cannot_resume, expected=expected, fix=fix)
+            raise CheckpointError(
+                "data.sampler", got=self.cannot_resume, expected=expected, fix=fix
+            )
         if state.keys() != {"loader", "num_taken"}:
             entries = ", ".join(map(str, state))
             where = "the place in the training data"
             fix = "The checkpoint was written by another version of Quadriga: resume it with that one."
-            raise CheckpointError(where, got=f"entries {entries}", expected="loader and num_taken", fix=fix)
+            raise CheckpointError(
+                where, got=f"entries {entries}", expected="loader and num_taken", fix=fix
+            )
         if self._next is not None:
             self._next.exception()  # the loader is not in use any more
         self.loader.load_state_dict(state["loader"])

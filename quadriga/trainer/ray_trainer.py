@@ -38,9 +38,21 @@ from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop
-from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, lost_gradients, performance_metrics
+from quadriga.trainer.metrics import (
+    check_log_probs,
+    data_metrics,
+    dead_signals,
+    lost_gradients,
+    performance_metrics,
+)
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import BatchRewards, generate_responses, grade, sample_rows, write_samples
+from quadriga.trainer.responses import (
+    BatchRewards,
+    generate_responses,
+    grade,
+    sample_rows,
+    write_samples,
+)
 from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
@@ -92,9 +104,15 @@ class RayPPOTrainer(TrainingLoop):
     ) -> None:
         self.tokenizer, self.reward = tokenizer, reward
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
-        self.train_dataloader, self.weights, self.teacher = train_dataloader, workers.weights, workers.teacher
+        self.train_dataloader, self.weights, self.teacher = (
+            train_dataloader,
+            workers.weights,
+            workers.teacher,
+        )
         passes = config.trainer.max_epochs
-        self.prompts = PromptStream(train_dataloader, num_epochs=passes, is_saved=config.trainer.save_freq > 0)
+        self.prompts = PromptStream(
+            train_dataloader, num_epochs=passes, is_saved=config.trainer.save_freq > 0
+        )
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
@@ -105,13 +123,17 @@ class RayPPOTrainer(TrainingLoop):
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
         shared = {**dict(algorithm), "config": algorithm}
-        self.estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared).function
+        self.estimator = choose_estimator(
+            algorithm.adv_estimator, algorithm.adv_options, shared
+        ).function
         self.num_ranks, self.cost = 1, SequenceCost()
         if config.trainer.balance_batch:
             self.num_ranks, *costs = self.actor.ranks_and_costs()
             self.cost = SequenceCost(*costs)
         self.validator = Validator(config, tokenizer, workers.rollout, reward, val_dataloader)
-        self.respond: Callable[[DataProto, int], DataProto] = partial(generate_responses, workers.rollout, config)
+        self.respond: Callable[[DataProto, int], DataProto] = partial(
+            generate_responses, workers.rollout, config
+        )
         if config.actor_rollout_ref.rollout.skip.enable:
             self.respond = RolloutCache(self.respond, config)
         self.filters_groups = algorithm.filter_groups.enable
@@ -127,7 +149,9 @@ class RayPPOTrainer(TrainingLoop):
         if self.load_checkpoint():
             self.weights.publish(self.global_steps)
         with self.reporting():
-            if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.global_steps == 0):
+            if self.config.trainer.val_only or (
+                self.config.trainer.val_before_train and self.global_steps == 0
+            ):
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
                 return
@@ -150,7 +174,9 @@ class RayPPOTrainer(TrainingLoop):
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
         with self.measured():
             batch = self.step()
-        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
+        self.metrics |= data_metrics(batch) | performance_metrics(
+            batch, self.timer.seconds, self.metrics
+        )
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
         self.warn_once(dead_signals(batch) | lost_gradients(self.metrics))
@@ -167,7 +193,9 @@ class RayPPOTrainer(TrainingLoop):
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("publish_weights"):
                 self.weights.publish(self.global_steps)
-        self.metrics |= check_log_probs(self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps)
+        self.metrics |= check_log_probs(
+            self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps
+        )
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def learn(self, batch: DataProto) -> DataProto:
@@ -177,7 +205,11 @@ class RayPPOTrainer(TrainingLoop):
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
-                begin(self.actor.compute_log_prob, model_inputs(batch, with_routes=True), self.needs.sum_pi_squared)
+                begin(
+                    self.actor.compute_log_prob,
+                    model_inputs(batch, with_routes=True),
+                    self.needs.sum_pi_squared,
+                )
             if self.reference:
                 begin(self.reference.compute_ref_log_prob, inputs)
             if self.teacher:
@@ -205,10 +237,15 @@ class RayPPOTrainer(TrainingLoop):
         if trainer.rollout_data_dir:
             rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
             before = batch.batch["row_index"].argsort().tolist()
-            write_samples(trainer.rollout_data_dir, self.global_steps, [rows[row] for row in before])
+            write_samples(
+                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in before]
+            )
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
-        self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.prompts.epoch}
+        self.metrics |= {
+            "training/global_step": self.global_steps,
+            "training/epoch": self.prompts.epoch,
+        }
         self.log_step()
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
             if hasattr(self.train_dataloader.sampler, "update"):
@@ -221,7 +258,9 @@ class RayPPOTrainer(TrainingLoop):
         """Responses to learn from: generated here and now, or meanwhile, with `async_training`; with its
         `by_mini_batch` one mini-batch after another."""
         if self.asynchronous is None:
-            yield self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+            yield (
+                self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+            )
             return
         is_last = False
         while not is_last:
@@ -234,14 +273,21 @@ class RayPPOTrainer(TrainingLoop):
         with self.timer.phase("data"):
             taken = self.prompts.take()
         prompts = assign_uids(taken, str(self.global_steps), first=num_before)
-        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        prompts.meta_info |= {
+            "global_steps": self.global_steps,
+            "total_training_steps": self.total_training_steps,
+        }
         return prompts
 
     def generate(self, prompts: DataProto) -> DataProto:
         """`rollout.n` responses to each prompt, beside all that is known of the prompt."""
         if self.needs.greedy_baseline:
             with self.timer.phase("gen_max"):
-                greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
+                greedy = DataProto(
+                    prompts.batch,
+                    prompts.non_tensor_batch,
+                    {**prompts.meta_info, "do_sample": False},
+                )
                 baselines = grade(self.reward, self.respond(greedy, 1)).scores.sum(-1)
                 prompts.batch["reward_baselines"] = baselines
         with self.timer.phase("gen"):
@@ -258,7 +304,9 @@ class RayPPOTrainer(TrainingLoop):
         batch = groups.batch()
         if share := self.prompts.share_taken:
             # As many steps as there will be if each takes as many batches as those before.
-            steps = batch.meta_info["total_training_steps"] = min(self.total_training_steps, self.global_steps / share)
+            steps = batch.meta_info["total_training_steps"] = min(
+                self.total_training_steps, self.global_steps / share
+            )
             self.progress.total = round(steps)
         return batch
 
@@ -297,7 +345,9 @@ class RayPPOTrainer(TrainingLoop):
         if self.asynchronous is not None:  # others are of other weights
             mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
-            mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+            mismatch = log_prob_mismatch(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
+            )
             self.note({f"rollout/{name}": value for name, value in mismatch.items()})
 
     def charge_divergence(self, batch: DataProto) -> None:
@@ -331,7 +381,9 @@ class RayPPOTrainer(TrainingLoop):
                 batch.batch["advantages"], batch.batch["returns"] = nothing, nothing.clone()
                 return
             fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
-            batch.batch["advantages"], batch.batch["returns"] = estimate_advantages(self.estimator, fields)
+            batch.batch["advantages"], batch.batch["returns"] = estimate_advantages(
+                self.estimator, fields
+            )
 
     def draw_rows(self, batch: DataProto) -> DataProto:
         """The rows to learn from: all, or with `use_pf_ppo` as many drawn by their scores, whatever their order."""
@@ -340,7 +392,9 @@ class RayPPOTrainer(TrainingLoop):
             return batch
         order = batch.batch["row_index"].argsort()
         scores = batch.batch["token_level_scores"].sum(-1)[order]
-        rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=self.config.trainer.seed + self.global_steps)
+        rows = pf_ppo_rows(
+            scores, **dict(algorithm.pf_ppo), seed=self.config.trainer.seed + self.global_steps
+        )
         drawn = batch.select_idxs(order[rows])
         drawn.batch["row_index"] = torch.arange(len(drawn))
         return drawn

@@ -46,7 +46,10 @@ PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data"
 
 
 def generate_responses(
-    rollout: ActorRolloutRefWorker | RolloutPool, config: Config, prompts: DataProto, num_samples: int
+    rollout: ActorRolloutRefWorker | RolloutPool,
+    config: Config,
+    prompts: DataProto,
+    num_samples: int,
 ) -> DataProto:
     """Responses to prompts, from the rollout.
 
@@ -58,8 +61,13 @@ def generate_responses(
     `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
-    responses, kept = rollout.generate_sequences(rollout_inputs(rows, config)), without_passing(rows)
-    for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():  # conversations show more than their prompts
+    responses, kept = (
+        rollout.generate_sequences(rollout_inputs(rows, config)),
+        without_passing(rows),
+    )
+    for name in (
+        set(MODEL_OBJECTS) & responses.non_tensor_batch.keys()
+    ):  # conversations show more than their prompts
         kept.non_tensor_batch.pop(name, None)
     return kept.union(responses)
 
@@ -87,7 +95,9 @@ def without_passing(rows: DataProto) -> DataProto:
     return rows.select(tensors, [key for key in rows.non_tensor_batch if key not in PASSING])
 
 
-def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_source_key: str) -> list[dict[str, Any]]:
+def sample_rows(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_source_key: str
+) -> list[dict[str, Any]]:
     """One row per graded response, to be read: data source, prompt, response, ground truth, score, what graders add."""
     width = batch.batch["responses"].shape[1]
     masks = batch.batch["attention_mask"].bool()
@@ -113,15 +123,23 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
         known |= {f"data/{name}" if name in known else name: value for name, value in aside.items()}
         # A grader may give what it adds any name.
         added = batch.non_tensor_batch["reward_extra"][row]
-        rows.append(known | {f"reward/{name}" if name in known else name: value for name, value in added.items()})
+        rows.append(
+            known
+            | {f"reward/{name}" if name in known else name: value for name, value in added.items()}
+        )
     return rows
 
 
 def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write rows to `directory/STEP.jsonl`: whole or not at all. Raises DataError: they cannot be written."""
     path = Path(directory).expanduser() / f"{step}.jsonl"
-    lines = [json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    with written_aside(path, where="trainer.rollout_data_dir or trainer.validation_data_dir") as draft:
+    lines = [
+        json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n"
+        for row in rows
+    ]
+    with written_aside(
+        path, where="trainer.rollout_data_dir or trainer.validation_data_dir"
+    ) as draft:
         # JSON can hold half of a character as its escape, UTF-8 cannot.
         draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     return path
@@ -147,7 +165,9 @@ class BatchRewards:
         batch.batch["token_level_scores"] = output.scores
         names = list(output.extra)
         values = zip(*output.extra.values(), strict=True) if names else ([()] * len(batch))
-        batch.non_tensor_batch["reward_extra"] = object_array(dict(zip(names, row, strict=True)) for row in values)
+        batch.non_tensor_batch["reward_extra"] = object_array(
+            dict(zip(names, row, strict=True)) for row in values
+        )
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
         self.is_joined = True
         return output
@@ -198,11 +218,16 @@ class ModelReward(RewardManager):
                 logger.warning(text, told["reward/rm_cut"], len(data))
             by_model = data.union(scored).batch["rm_scores"]
             totals = by_model.sum(-1)
-            both = spread("reward/rm_score", totals) | spread("reward/rule_score", graded.scores.sum(-1))
+            both = spread("reward/rm_score", totals) | spread(
+                "reward/rule_score", graded.scores.sum(-1)
+            )
             metrics = {
                 **graded.metrics,
                 # The last part of the name is how it combines: mean, max or min.
-                **{name: Metric(value, name.rpartition("/")[2], len(totals)) for name, value in both.items()},
+                **{
+                    name: Metric(value, name.rpartition("/")[2], len(totals))
+                    for name, value in both.items()
+                },
                 "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
                 "timing_s/rm": Metric(told["timing_s/rm"], "max"),
             }

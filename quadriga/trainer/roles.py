@@ -33,8 +33,12 @@ class Needs:
 
     critic: bool  # the estimator reads `values`
     greedy_baseline: bool  # the estimator reads `reward_baselines`
-    reference: bool  # a divergence from the first policy is used, or the estimator reads `ref_log_prob`
-    old_log_probs: bool  # they are not the current ones by construction, or are wanted before the update
+    reference: (
+        bool  # a divergence from the first policy is used, or the estimator reads `ref_log_prob`
+    )
+    old_log_probs: (
+        bool  # they are not the current ones by construction, or are wanted before the update
+    )
     sum_pi_squared: bool  # the estimator reads it; it comes with the old log-probs
     larger_groups: bool  # the estimator compares the responses to one prompt, and there is only one
 
@@ -66,4 +70,8 @@ class Needs:
         if self.larger_groups:
             why = "the estimator compares the responses to one prompt; set actor_rollout_ref.rollout.n above 1"
             choices["groups"] = f"of one response: {why}"
-        return choices if self.reference else {"reference": "none: no divergence from it is used", **choices}
+        return (
+            choices
+            if self.reference
+            else {"reference": "none: no divergence from it is used", **choices}
+        )

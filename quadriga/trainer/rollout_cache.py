@@ -46,15 +46,27 @@ class RolloutCache:
         """As `generate`; metrics of responses from a file have no times, and `rollout/replayed` is 1.
         Raises DataError: a file has responses to something else, cannot be read, or cannot be written."""
         greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
-        step, first = int(prompts.meta_info["global_steps"]), int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
+        step, first = (
+            int(prompts.meta_info["global_steps"]),
+            int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2]),
+        )
         if self.is_repeated:
-            names = [match for path in self.directory.glob("*.answers") if (match := _NAME.fullmatch(path.name))]
-            places = [(int(match[1]), int(match[2])) for match in names if (match[3] or "") == greedy]
+            names = [
+                match
+                for path in self.directory.glob("*.answers")
+                if (match := _NAME.fullmatch(path.name))
+            ]
+            places = [
+                (int(match[1]), int(match[2])) for match in names if (match[3] or "") == greedy
+            ]
             step, first = min(places, default=(step, first))
         path = self.directory / f"{step}_{first}{greedy}.answers"
         # What must be the same, by the name that a user knows.
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
+        sampling = {
+            name: getattr(rollout, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "stop")
+        }
         facts = {
             f"{_ROLLOUT}.n": num_samples,
             "data.train_batch_size": len(prompts),
@@ -69,19 +81,29 @@ class RolloutCache:
         self._write(path, prompts, rows, facts)
         return rows
 
-    def _replayed(self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]) -> DataProto:
+    def _replayed(
+        self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]
+    ) -> DataProto:
         """The rows as the rollout would have given them."""
         try:
             cached = DataProto.load_from_disk(path)
         except (OSError, ProtocolError) as error:
-            raise self._refusal(path, str(error).rstrip("."), "responses that a run has written") from error
+            raise self._refusal(
+                path, str(error).rstrip("."), "responses that a run has written"
+            ) from error
         if not {_FACTS, _PROMPTS, _OBJECTS, "metrics"} <= cached.meta_info.keys():
-            raise self._refusal(path, "a DataProto of another kind", "responses that a run has written")
+            raise self._refusal(
+                path, "a DataProto of another kind", "responses that a run has written"
+            )
         found = cached.meta_info[_FACTS]
         differing = [name for name in facts if found.get(name) != facts[name]]
         if differing:
             got = ", ".join(f"{name}={found.get(name)}" for name in differing)
-            raise self._refusal(path, f"responses with {got}", ", ".join(f"{name}={facts[name]}" for name in differing))
+            raise self._refusal(
+                path,
+                f"responses with {got}",
+                ", ".join(f"{name}={facts[name]}" for name in differing),
+            )
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
@@ -95,20 +117,34 @@ class RolloutCache:
         rows.meta_info["metrics"] = {**metrics, "rollout/replayed": Metric(1.0)}
         return rows
 
-    def _write(self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]) -> None:
+    def _write(
+        self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]
+    ) -> None:
         known = without_passing(prompts)
         # Grades, like everything that comes after a response, are made anew.
         objects = [name for name in rows.non_tensor_batch if name != "reward_outcome"]
         metrics = reduce_metrics(rows.meta_info.get("metrics", {}))
         cached = DataProto.from_dict(
-            {name: rows.batch[name] for name in rows.batch.keys() if name not in known.batch.keys()},
+            {
+                name: rows.batch[name]
+                for name in rows.batch.keys()
+                if name not in known.batch.keys()
+            },
             {name: rows.non_tensor_batch[name] for name in objects},
             {
                 _FACTS: facts,
                 _PROMPTS: _digest(prompts),
                 # Conversations show more than their prompts.
-                _OBJECTS: [name for name in objects if name in MODEL_OBJECTS or name not in known.non_tensor_batch],
-                "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing_s/")},
+                _OBJECTS: [
+                    name
+                    for name in objects
+                    if name in MODEL_OBJECTS or name not in known.non_tensor_batch
+                ],
+                "metrics": {
+                    name: value
+                    for name, value in metrics.items()
+                    if not name.startswith("timing_s/")
+                },
             },
         )
         with written_aside(path, where=f"{_ROLLOUT}.skip.dump_dir") as draft:

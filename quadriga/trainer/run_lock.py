@@ -49,7 +49,10 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
             pass
     except OSError as error:
         named = f" ({error.filename})" if error.filename else ""
-        got, expected = f"{type(error).__name__}: {error.strerror or error}{named}", "a directory that can be written"
+        got, expected = (
+            f"{type(error).__name__}: {error.strerror or error}{named}",
+            "a directory that can be written",
+        )
         fix = f"Free space or set {key} to another one."
         raise CheckpointError(f"{key}={directory}", got=got, expected=expected, fix=fix) from error
     except CheckpointError as error:
@@ -89,10 +92,17 @@ def _take(path: Path) -> int | None:
         # Containers of one kernel see each other's locks.
         kernel = boot.read_text().strip() if boot.is_file() else socket.gethostname()
         if holder and (without_locks or holder.get("kernel") != kernel):
-            _wait_for_silence(path, holder, without_locks or "locks may not reach from its host to this one")
+            _wait_for_silence(
+                path, holder, without_locks or "locks may not reach from its host to this one"
+            )
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             started = datetime.now(UTC).isoformat(" ", "seconds")
-            facts = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "kernel": kernel}
+            facts = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": started,
+                "kernel": kernel,
+            }
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{json.dumps(facts)}\n".encode(), 0)
             return descriptor
@@ -120,7 +130,10 @@ def _lock(descriptor: int, path: Path) -> str:
 
 def _wait_for_silence(path: Path, holder: dict[str, str], why: str) -> None:
     """Return when the holder has given no sign of life for long enough, or has deleted the file; refuse if it does."""
-    print(f"{path} names {_words(holder)}, and {why}: waiting {SILENCE_S:.0f} s for a sign of life.", flush=True)
+    print(
+        f"{path} names {_words(holder)}, and {why}: waiting {SILENCE_S:.0f} s for a sign of life.",
+        flush=True,
+    )
     changes, until = set[int](), time.monotonic() + SILENCE_S
     while time.monotonic() < until:
         try:
@@ -138,7 +151,9 @@ def _wait_for_silence(path: Path, holder: dict[str, str], why: str) -> None:
 def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
     got = f"the directory of a run that goes on: {_words(holder)} holds {path.name}"
     fix = "Wait for its end, or end it; or choose another one."
-    return CheckpointError(str(path.parent), got=got, expected="one that no other run writes to", fix=fix)
+    return CheckpointError(
+        str(path.parent), got=got, expected="one that no other run writes to", fix=fix
+    )
 
 
 def _words(holder: dict[str, str]) -> str:

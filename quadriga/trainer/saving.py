@@ -54,7 +54,9 @@ class CheckpointSaver:
     `report`: called with a sentence when a checkpoint is complete.
     `longest_s`: seconds from beginning to completion, the longest so far."""
 
-    def __init__(self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]
+    ) -> None:
         self.checkpoints, self.workers, self.report = checkpoints, workers, report
         self.longest_s = 0.0
         self._pending: _Pending | None = None
@@ -90,15 +92,23 @@ class CheckpointSaver:
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
                     # All are called, not only until one is not through: those of several ranks go on together.
-                    outputs = [worker.checkpoint_written(wait=wait) for worker in self.workers.values()]
+                    outputs = [
+                        worker.checkpoint_written(wait=wait) for worker in self.workers.values()
+                    ]
                     if not all(is_written for ranks in outputs for is_written in ranks):
                         return False
-                    if missing := [part for part in self.workers if not (pending.folder / part).is_dir()]:
+                    if missing := [
+                        part for part in self.workers if not (pending.folder / part).is_dir()
+                    ]:
                         got = "nothing here, though the worker has written it"
                         expected = "the same folder on every node"
                         fix = "Set trainer.default_local_dir to a disk that all nodes share."
-                        raise CheckpointError(str(pending.folder / missing[0]), got=got, expected=expected, fix=fix)
-                pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
+                        raise CheckpointError(
+                            str(pending.folder / missing[0]), got=got, expected=expected, fix=fix
+                        )
+                pending.completion = in_background(
+                    lambda: self.checkpoints.complete(pending.step), "checkpoint"
+                )
             if not wait and not pending.completion.done():
                 return False
             pending.completion.result()
@@ -114,7 +124,9 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait until no checkpoint is in the making. Raises CheckpointError: it cannot be written."""
         if self._pending is not None:
-            with waiting(f"the checkpoint of step {self._pending.step} to be written", emit=self.report):
+            with waiting(
+                f"the checkpoint of step {self._pending.step} to be written", emit=self.report
+            ):
                 self.poll(wait=True)
 
     def settle(self, *, can_ask: bool) -> None:
@@ -135,7 +147,9 @@ class CheckpointSaver:
             self._pending = None
 
 
-def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states: bool = True) -> None:
+def save_run_state(
+    directory: Path, state: dict[str, Any], *, with_random_states: bool = True
+) -> None:
     """Write the driver's part of a checkpoint into `directory/trainer`, with this process's random states if wanted.
     Raises CheckpointError: a user's data set or sampler has a state that could not be read again."""
     target = directory / "trainer"
@@ -155,13 +169,17 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         got = error.strerror or str(error)
-        raise DamagedCheckpointError(str(path), got=got, expected="the state of a run", fix=_FIX) from error
+        raise DamagedCheckpointError(
+            str(path), got=got, expected="the state of a run", fix=_FIX
+        ) from error
     state = _parse_state(content, path)
     found = state.get("step") if isinstance(state, dict) else None
     if found != step:
         # Whole folders were swapped: each agrees with its own manifest.
         got = f"the state after step {found}"
-        raise DamagedCheckpointError(str(path), got=got, expected=f"that after step {step}", fix=_FIX)
+        raise DamagedCheckpointError(
+            str(path), got=got, expected=f"that after step {step}", fix=_FIX
+        )
     return state
 
 

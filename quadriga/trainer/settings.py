@@ -31,7 +31,14 @@ _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
 # They say where a run goes on, not how.
 _RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
-_WITH_FILES = ("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm")
+_WITH_FILES = (
+    "data",
+    "actor_rollout_ref",
+    "critic",
+    "reward_model",
+    "custom_reward_function",
+    "algorithm",
+)
 CONTENT = ": its content"  # the end of a line about a file that changed
 _STEPS_FROM = ("data.", "trainer.total_")
 _SHOWN = 80
@@ -72,15 +79,25 @@ class Settings:
         # It is counted in steps once the data are read.
         keys = [key for key in keys if now.values[key] != "after_each_epoch"]
         values = [(key, self.values[key], now.values[key]) for key in keys]
-        lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key, old, new in values if old != new]
-        changed = (name for name, digest in now.files.items() if self.files.get(name, digest) != digest)
+        lines = [
+            f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+            for key, old, new in values
+            if old != new
+        ]
+        changed = (
+            name for name, digest in now.files.items() if self.files.get(name, digest) != digest
+        )
         return [*lines, *(f"{name}{CONTENT}" for name in changed)]
 
 
 def settings_of(checkpoint: Path, task: str) -> Settings | None:
     """The settings that the last step before a checkpoint was made with, if they are known."""
     paths = (checkpoint.parent / CONFIGURATION, *_earlier(checkpoint.parent).values())
-    held = [one for one in (Settings.read(path, task) for path in paths) if one and one.first <= step_of(checkpoint)]
+    held = [
+        one
+        for one in (Settings.read(path, task) for path in paths)
+        if one and one.first <= step_of(checkpoint)
+    ]
     return max(held, key=lambda one: one.first, default=None)
 
 
@@ -105,7 +122,11 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
     except CheckpointError:
         return False  # of its name, or damaged: that is told when it is loaded
     if changes:
-        print("\n  ".join([f"The run goes on from step {step} with other settings than before:", *changes]))
+        print(
+            "\n  ".join(
+                [f"The run goes on from step {step} with other settings than before:", *changes]
+            )
+        )
     return False
 
 
@@ -114,7 +135,11 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     Raises ConfigError: its settings are not those that hold now."""
     trainer, before = config.trainer, settings_of(checkpoint, config.task)
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    longer = "trainer.total_training_steps" if trainer.total_training_steps == last else "trainer.total_epochs"
+    longer = (
+        "trainer.total_training_steps"
+        if trainer.total_training_steps == last
+        else "trainer.total_epochs"
+    )
     by_name = "{experiment_name}" in trainer.default_local_dir
     other = "trainer.experiment_name" if by_name else "trainer.default_local_dir"
     changes = before.changes(now) if before else []
@@ -124,7 +149,9 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     anew = "or begin anew with trainer.resume_mode=disable. What differs:"
     fix = f"Set {other} for a run of its own, raise {longer} to go on with these settings, {anew}"
     got, expected = f"a run whose {done}, with other settings", "a run with steps to do"
-    raise ConfigError(str(checkpoint.parent), got=got, expected=expected, fix="\n  ".join([fix, *changes]))
+    raise ConfigError(
+        str(checkpoint.parent), got=got, expected=expected, fix="\n  ".join([fix, *changes])
+    )
 
 
 def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
@@ -146,19 +173,29 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
             path.rename(directory / f"config_from_step_{before.first}.yaml")
         elif not before and path.exists():
             kept = path.rename(directory / f"damaged_{CONFIGURATION}")
-            print(f"DAMAGED: {path} holds no configuration: how earlier steps were made is not known. Kept: {kept}")
+            print(
+                f"DAMAGED: {path} holds no configuration: how earlier steps were made is not known. Kept: {kept}"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         # For its owner alone.
         write_atomically(path, f"{show(config)}# steps {first} to {last}\n{files}", mode=0o600)
     except OSError as error:
-        where, got = f"trainer.default_local_dir={directory}", f"{type(error).__name__}: {error.strerror or error}"
+        where, got = (
+            f"trainer.default_local_dir={directory}",
+            f"{type(error).__name__}: {error.strerror or error}",
+        )
         fix = "Free space or set trainer.default_local_dir to another one."
-        raise CheckpointError(where, got=got, expected="a directory that can be written", fix=fix) from error
+        raise CheckpointError(
+            where, got=got, expected="a directory that can be written", fix=fix
+        ) from error
 
 
 def _earlier(directory: Path) -> dict[int, Path]:
     """The configurations that held before, by the first step that they held for."""
-    paths = {path.stem.removeprefix("config_from_step_"): path for path in directory.glob("config_from_step_*.yaml")}
+    paths = {
+        path.stem.removeprefix("config_from_step_"): path
+        for path in directory.glob("config_from_step_*.yaml")
+    }
     return {int(number): path for number, path in paths.items() if number.isdecimal()}
 
 
@@ -182,7 +219,11 @@ def _checksums(config: Config) -> dict[str, str]:
     for text in _texts([tree[name] for name in _WITH_FILES]):
         # `path/to/file.py:function` names a file too.
         name = os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text)
-        for path in sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and "\n" not in name else [name]:
+        for path in (
+            sorted(glob.glob(name, recursive=True))
+            if glob.has_magic(name) and "\n" not in name
+            else [name]
+        ):
             if os.path.isfile(path):
                 found[path] = _sha256(path, os.stat(path).st_mtime_ns)
     return found

@@ -42,10 +42,21 @@ class SupervisedTrainer(TrainingLoop, ABC):
     """
 
     def __init__(
-        self, config: Config, learner: Any, train_dataloader: Any, val_dataloader: Any, total_training_steps: int
+        self,
+        config: Config,
+        learner: Any,
+        train_dataloader: Any,
+        val_dataloader: Any,
+        total_training_steps: int,
     ) -> None:
-        self.learner, self.train_dataloader, self.val_dataloader = learner, train_dataloader, val_dataloader
-        super().__init__(config, {"actor": learner}, total_training_steps, {"loader": train_dataloader})
+        self.learner, self.train_dataloader, self.val_dataloader = (
+            learner,
+            train_dataloader,
+            val_dataloader,
+        )
+        super().__init__(
+            config, {"actor": learner}, total_training_steps, {"loader": train_dataloader}
+        )
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
@@ -59,7 +70,11 @@ class SupervisedTrainer(TrainingLoop, ABC):
         """As `TrainingLoop.steps`; behind the last step the model is written."""
         self.load_checkpoint()
         with self.reporting():
-            if self.val_dataloader is not None and self.settings.val_before_train and self.global_steps == 0:
+            if (
+                self.val_dataloader is not None
+                and self.settings.val_before_train
+                and self.global_steps == 0
+            ):
                 self.tracking.log(self.validate(), 0)
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
@@ -79,7 +94,9 @@ class SupervisedTrainer(TrainingLoop, ABC):
         with self.measured():
             num_tokens = self.step(rows)
         seconds = self.timer.seconds["step"]
-        self.metrics |= {f"timing_s/{phase}": duration for phase, duration in self.timer.seconds.items()}
+        self.metrics |= {
+            f"timing_s/{phase}": duration for phase, duration in self.timer.seconds.items()
+        }
         self.metrics |= {
             "perf/total_num_tokens": float(num_tokens),
             "perf/time_per_step": seconds,
@@ -99,7 +116,10 @@ class SupervisedTrainer(TrainingLoop, ABC):
 
     def update(self, batch: DataProto) -> None:
         """One optimizer step on the rows of a batch."""
-        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        batch.meta_info |= {
+            "global_steps": self.global_steps,
+            "total_training_steps": self.total_training_steps,
+        }
         with self.timer.phase("update"):
             self.metrics |= reduce_metrics(self.learner.update(batch).meta_info.pop("metrics", {}))
         self.warn_once(lost_gradients(self.metrics))
@@ -115,7 +135,9 @@ class SupervisedTrainer(TrainingLoop, ABC):
                     entry = sums.setdefault(f"val/{name}", [0.0, 0.0])
                     entry[0], entry[1] = entry[0] + total, entry[1] + count
         metrics = {name: total / count for name, (total, count) in sums.items()}
-        shown = "   ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items())
+        shown = "   ".join(
+            f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items()
+        )
         self.progress.message(f"validation at step {self.global_steps}: {shown}")
         return metrics
 
@@ -130,9 +152,17 @@ class SFTTrainer(SupervisedTrainer):
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
-        loss, num_tokens = -float(log_probs.double().sum()), float(batch.batch["response_mask"].sum())
+        loss, num_tokens = (
+            -float(log_probs.double().sum()),
+            float(batch.batch["response_mask"].sum()),
+        )
         if not torch.isfinite(torch.tensor(loss)):
-            raise EngineError("validation", got=f"a loss of {loss}", expected="a finite one", fix="Lower optim.lr.")
+            raise EngineError(
+                "validation",
+                got=f"a loss of {loss}",
+                expected="a finite one",
+                fix="Lower optim.lr.",
+            )
         return {"loss": (loss, num_tokens)}
 
 
@@ -146,7 +176,9 @@ def conversations_batch(rows: DataProto) -> DataProto:
     width = int(rows.batch["attention_mask"].sum(-1).max())
     if width < 2:
         raise DataError("a batch", got="rows of one token", expected="a question and an answer")
-    tensors = {key: rows.batch[key][..., :width] for key in ("input_ids", "attention_mask", "position_ids")}
+    tensors = {
+        key: rows.batch[key][..., :width] for key in ("input_ids", "attention_mask", "position_ids")
+    }
     tensors["response_mask"] = rows.batch["loss_mask"][:, 1:width]
     return DataProto.from_dict(tensors=tensors, non_tensors=rows.non_tensor_batch)
 
@@ -204,7 +236,10 @@ def pairs_batch(rows: DataProto) -> DataProto:
     vision-language model positions are [B, 2, 3, L], and there are `multi_modal_inputs`.
     """
     sequences, given = [], rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
-    columns = (rows.batch[key] for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens"))
+    columns = (
+        rows.batch[key]
+        for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens")
+    )
     for *both, num_prompt, inputs in zip(*columns, given, strict=True):
         for row, mask, positions in zip(*both, strict=True):
             ids, start = row[mask.bool()].tolist(), int(num_prompt)

@@ -81,7 +81,9 @@ class Worker:
     def __init__(self, costs: Costs, version: int) -> None:
         self.costs = costs
         self.position, self.now, self.busy_s = 0.0, 0.0, 0.0
-        self.ends: list[tuple[float, int, int]] = []  # decode step at which a sample ends, its group, its number
+        self.ends: list[
+            tuple[float, int, int]
+        ] = []  # decode step at which a sample ends, its group, its number
         self.begins: dict[tuple[int, int], float] = {}
         self.versions = [(0.0, version)]  # from which decode step on which weights
         self.is_paused = False
@@ -120,7 +122,9 @@ class Worker:
 class Simulation:
     """A run of `rules.num_steps` steps on some workers and training GPUs."""
 
-    def __init__(self, rules: Rules, workload: Workload, costs: Costs, num_workers: int, train_gpus: int) -> None:
+    def __init__(
+        self, rules: Rules, workload: Workload, costs: Costs, num_workers: int, train_gpus: int
+    ) -> None:
         self.rules, self.workload, self.costs, self.train_gpus = rules, workload, costs, train_gpus
         self.schedule = Schedule(rules)
         self.workers = {number: Worker(costs, 0) for number in range(num_workers)}
@@ -181,7 +185,11 @@ class Simulation:
         worker = self.workers[start.worker]
         worker.advance(self.now)
         for sample in start.samples:
-            length = float(self.workload.lengths[start.batch - 1, start.row % self.workload.lengths.shape[1], sample])
+            length = float(
+                self.workload.lengths[
+                    start.batch - 1, start.row % self.workload.lengths.shape[1], sample
+                ]
+            )
             worker.begins[start.group, sample] = worker.position
             heapq.heappush(worker.ends, (worker.position + length, start.group, sample))
         self.await_end(start.worker)
@@ -238,7 +246,10 @@ class Simulation:
         share = len(batch.groups) / self.rules.num_groups
         seconds = self.costs.step_s * share + total * self.costs.token_s / self.train_gpus
         self.train_s += seconds
-        self.after(seconds, partial(self.trained, batch.step) if batch.is_last else self.schedule.wants_batch)
+        self.after(
+            seconds,
+            partial(self.trained, batch.step) if batch.is_last else self.schedule.wants_batch,
+        )
 
     def trained(self, step: int) -> None:
         """A step is done: its weights leave, and the next batch is wanted."""
@@ -257,7 +268,9 @@ class Simulation:
             self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
-def colocated(rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int) -> Outcome:
+def colocated(
+    rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
+) -> Outcome:
     """Lockstep on all GPUs in turns, which change over in `switch_s` and have the weights at once."""
     own = replace(costs, step_s=costs.step_s + costs.switch_s, publish_s=0.0, load_s=0.0)
     return Simulation(replace(rules, max_staleness=0), workload, own, num_workers, gpus).run()
@@ -276,7 +289,9 @@ def recorded(
     step_s, token_s = _fit(np.ones(len(lines)), tokens / gpus, [line["train_s"] for line in lines])
     again = [step % len(lines) for step in range(num_steps)]
     rewards = np.repeat([[line.get("reward_s", 0.0)] for line in lines], lengths.shape[1], 1)
-    fitted = replace(costs, decode_s=decode_s, sequence_s=sequence_s, step_s=step_s, token_s=token_s)
+    fitted = replace(
+        costs, decode_s=decode_s, sequence_s=sequence_s, step_s=step_s, token_s=token_s
+    )
     return Workload(lengths[again], rewards[again]), fitted
 
 
@@ -287,14 +302,23 @@ def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tup
     if best.min() >= 0:
         return float(best[0]), float(best[1])
     alone = [float(one @ wanted / (one @ one)) for one in (first, second)]
-    errors = [float(((one * a - wanted) ** 2).sum()) for one, a in zip((first, second), alone, strict=True)]
+    errors = [
+        float(((one * a - wanted) ** 2).sum())
+        for one, a in zip((first, second), alone, strict=True)
+    ]
     return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
 
 
-def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None) -> Iterator[str]:
+def advice(
+    config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None
+) -> Iterator[str]:
     """What `max_staleness` and the split of the ranks should be, in lines for people, with the lengths and seconds that
     a run in lockstep has recorded (its configuration, and lines as of `recorded`), or with assumed ones."""
-    num_rollout, num_train, size = sum(rollout_ranks(config)), _training_ranks(config), engine_ranks(config)
+    num_rollout, num_train, size = (
+        sum(rollout_ranks(config)),
+        _training_ranks(config),
+        engine_ranks(config),
+    )
     costs, longest = Costs(), config.data.max_response_length
     if run is not None:
         own, lines = run
@@ -302,8 +326,15 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
         workload, costs = recorded(lines, NUM_STEPS, costs, num_engines, _training_ranks(own))
         yield f"by lengths and seconds of {len(lines)} steps of {own.trainer.directory}"
     else:
-        shape, median = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n), longest / 8
-        lengths = np.exp(np.random.default_rng(0).normal(np.log(median), 1.0, shape)).clip(1, longest).round()
+        shape, median = (
+            (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n),
+            longest / 8,
+        )
+        lengths = (
+            np.exp(np.random.default_rng(0).normal(np.log(median), 1.0, shape))
+            .clip(1, longest)
+            .round()
+        )
         workload = Workload(lengths, np.ones(shape[:2]))
         yield f"assumed, not measured: log-normal lengths, median {median:g} tokens, sigma 1; rewards of 1 s;"
         yield f"decode steps of {costs.decode_s:g} s + {costs.sequence_s:g} s a sequence; updates of {costs.step_s:g} s"
@@ -311,12 +342,16 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
     if config.trainer.backend == "local":
         yield "as if training and rollout had processors of their own, which they share in one process"
     rules = replace(Rules.of(config, NUM_STEPS), warmup_steps=0, round_size=0)
-    rules = replace(rules, num_groups=workload.lengths.shape[1], group_size=workload.lengths.shape[2])
+    rules = replace(
+        rules, num_groups=workload.lengths.shape[1], group_size=workload.lengths.shape[2]
+    )
 
     def tried(bound: int, train: int) -> Outcome:
         ways = {} if bound else {"on_stale": "wait", "part_size": 0}
         workers = (num_rollout + num_train - train) // size
-        return Simulation(replace(rules, max_staleness=bound, **ways), workload, costs, workers, train).run()
+        return Simulation(
+            replace(rules, max_staleness=bound, **ways), workload, costs, workers, train
+        ).run()
 
     total = num_train + num_rollout
     splits = {min(max(1, round(total * share)), total - 1) for share in (1 / 4, 1 / 2, 3 / 4)}
@@ -325,10 +360,17 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
     mine = (rules.max_staleness, num_train)
     found[mine] = tried(*mine)
     fastest = min(one.seconds for one in found.values())
-    best = min((bound, one.seconds, train) for (bound, train), one in found.items() if one.seconds <= NEAR * fastest)
+    best = min(
+        (bound, one.seconds, train)
+        for (bound, train), one in found.items()
+        if one.seconds <= NEAR * fastest
+    )
     for what, (bound, train) in {"this": mine, "recommended": (best[0], best[2])}.items():
         outcome, lockstep = found[bound, train], found[0, num_train].seconds
-        ranks, speed = f"{train} training + {total - train} rollout", f"{lockstep / outcome.seconds:.2f}"
+        ranks, speed = (
+            f"{train} training + {total - train} rollout",
+            f"{lockstep / outcome.seconds:.2f}",
+        )
         yield (
             f"{what}: max_staleness={bound}, {ranks} ranks: {outcome.seconds / NUM_STEPS:.3g} s a step, {speed} times "
             f"the speed of lockstep on {num_train} + {num_rollout}; training waits {outcome.train_idle:.0%}, rollout"
@@ -338,5 +380,7 @@ def advice(config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | Non
 
 def _training_ranks(config: Config) -> int:
     roles = role_pools(config.trainer)
-    pool = next(roles[name] for name in ("actor_rollout_ref", "actor_rollout", "actor") if name in roles)
+    pool = next(
+        roles[name] for name in ("actor_rollout_ref", "actor_rollout", "actor") if name in roles
+    )
     return sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1

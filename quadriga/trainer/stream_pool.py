@@ -38,8 +38,15 @@ class RemoteStream:
         has_ended: whether a group has.
     """
 
-    def __init__(self, group: WorkerGroup[Any], ranks: Sequence[int], done: Done, *, pauses: bool) -> None:
-        self.rank, self.num_ranks, self.weight_version, self.is_over = ranks[0], len(ranks), -1, False
+    def __init__(
+        self, group: WorkerGroup[Any], ranks: Sequence[int], done: Done, *, pauses: bool
+    ) -> None:
+        self.rank, self.num_ranks, self.weight_version, self.is_over = (
+            ranks[0],
+            len(ranks),
+            -1,
+            False,
+        )
         self.error: BaseException | None = None
         self.has_ended = False
         self._group, self._done, self._pauses = copy(group).use_ranks(ranks), done, pauses
@@ -66,12 +73,16 @@ class RemoteStream:
         self._open |= groups.keys()
         self._call("start", dict(groups), None, under_way)
 
-    def load(self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool) -> Future[int]:
+    def load(
+        self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool
+    ) -> Future[int]:
         """As of `GenerationStream`; `weights` is called in a thread here."""
         self._loads[version] = done = Future()
         if self._pauses:
             self._call("await_weights", version, keeps_cache=keeps_cache)
-            in_background(lambda: self._call("give_weights", version, weights()), f"weights {version}")
+            in_background(
+                lambda: self._call("give_weights", version, weights()), f"weights {version}"
+            )
         else:
             self._call("give_weights", version, weights())
             self._call("await_weights", version, keeps_cache=keeps_cache)
@@ -92,7 +103,9 @@ class RemoteStream:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         num_ranks = self.num_ranks if method == "give_weights" else 1
         with self._lock:
-            self._unseen += self._group.start_all("call_stream", [((method, *args), kwargs)] * num_ranks)
+            self._unseen += self._group.start_all(
+                "call_stream", [((method, *args), kwargs)] * num_ranks
+            )
 
     def _listen(self) -> None:
         try:
@@ -127,7 +140,9 @@ class StreamPool(RolloutPool):
 
     is_lazy = True
 
-    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], group_size: int = 1) -> None:
+    def __init__(
+        self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], group_size: int = 1
+    ) -> None:
         super().__init__(actor, rollout, group_size)
         self._streams: dict[int, RemoteStream] = {}
 

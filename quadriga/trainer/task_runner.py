@@ -20,7 +20,13 @@ import torch
 from quadriga.config import Config
 from quadriga.config.loader import as_override
 from quadriga.config.placement import with_fewer_processes
-from quadriga.errors import EngineLostError, NoRoomError, PeerLostError, QuadrigaError, WorkerLostError
+from quadriga.errors import (
+    EngineLostError,
+    NoRoomError,
+    PeerLostError,
+    QuadrigaError,
+    WorkerLostError,
+)
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
@@ -94,12 +100,20 @@ class TaskRunner:
             timeline = Timeline("restart")
         if self._losses:
             lines = [f"  in {place}: {told}" for place, told in self._losses.items()]
-            print("\n".join([f"The workers were started again {len(lines)} times, after losses", *lines]))
+            print(
+                "\n".join(
+                    [f"The workers were started again {len(lines)} times, after losses", *lines]
+                )
+            )
 
     def _after_loss(self, error: QuadrigaError) -> Config:
         """The configuration to go on with; raises the error, and how the run goes on, if it does not by itself."""
         now, limit, run = time.monotonic(), self.config.trainer.max_worker_restarts, self._run
-        place = f"step {run.trainer.global_steps}" if run else f"the start-up after step {self._written or 0}"
+        place = (
+            f"step {run.trainer.global_steps}"
+            if run
+            else f"the start-up after step {self._written or 0}"
+        )
         if run and run.trainer.checkpoints.last_written not in (None, self._written):
             self._written = run.trainer.checkpoints.last_written
             self._restarts.clear()
@@ -125,8 +139,12 @@ class TaskRunner:
         if self._copies is not None and self._copies.steps:
             state = f"the copy in memory of step {self._copies.steps}, the last that is whole, else {state}"
         left = f"{limit - len(self._restarts)} of {limit} restarts are left ({RESTARTS_KEY})"
-        print(f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}.")
-        return self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=resume)})
+        print(
+            f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}."
+        )
+        return self.config.model_copy(
+            update={"trainer": self.config.trainer.model_copy(update=resume)}
+        )
 
     def _train(self, config: Config, timeline: Timeline) -> Iterator[Step]:
         self._run, self._is_stopping = None, False
@@ -140,7 +158,9 @@ class TaskRunner:
             print(timeline.render())
             if self._copies is not None:
                 trainer.copies, newest = self._copies, self._copies.newest()
-                trainer.newest_copy = newest if newest is not None and newest.step >= (self._written or 0) else None
+                trainer.newest_copy = (
+                    newest if newest is not None and newest.step >= (self._written or 0) else None
+                )
             with heeding_sigterm(lambda: f"If it is killed before: {how_to_go_on(config)}"):
                 try:
                     yield Step(trainer, None)
@@ -167,8 +187,12 @@ class TaskRunner:
         for smaller in with_fewer_processes(config) if self._losses else ():
             with suppress(NoRoomError):
                 run = self._build_run(smaller, timeline)
-                pools = ", ".join(f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items())
-                said = "Its numbers differ by rounding. The next restart asks for all of them again."
+                pools = ", ".join(
+                    f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items()
+                )
+                said = (
+                    "Its numbers differ by rounding. The next restart asks for all of them again."
+                )
                 print(f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. {said}")
                 return run
         raise missing

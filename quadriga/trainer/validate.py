@@ -45,7 +45,15 @@ from quadriga.workers import ActorRolloutRefWorker
 
 CORE_VARIABLES = ("acc", "reward")
 CORE_METRICS = ("mean@{}", "best@{}/mean", "maj@{}/mean")
-_SHOWN = ("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth", "score")
+_SHOWN = (
+    "uid",
+    "data_source",
+    "input",
+    "output",
+    "output_with_special_tokens",
+    "ground_truth",
+    "score",
+)
 _NOT_MEASURED = (RESERVED - {"num_turns"}) | {*_SHOWN, "reward_error", "pred"}
 
 
@@ -71,7 +79,9 @@ class Validator:
         rows, errors = self.graded(step)
         if not rows:
             return {}, []
-        return means(sample_values(rows)) | errors, first_samples(rows, self.config.trainer.log_val_generations)
+        return means(sample_values(rows)) | errors, first_samples(
+            rows, self.config.trainer.log_val_generations
+        )
 
     def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """All responses as rows with their grades, and the share that could not be graded, where a manager says so.
@@ -84,7 +94,11 @@ class Validator:
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
             num_prompts += len(prompts)
-            prompts.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
+            prompts.meta_info |= {
+                "global_steps": step,
+                "validate": True,
+                "do_sample": sampling.do_sample,
+            }
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward = grade(self.reward, batch)
             rows += sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
@@ -100,7 +114,9 @@ def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]
     """What trackers show: the first response to each of the first prompts."""
     shown: dict[str, dict[str, Any]] = {}
     for row in rows:
-        shown.setdefault(row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")})
+        shown.setdefault(
+            row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")}
+        )
     return list(shown.values())[:count]
 
 
@@ -113,8 +129,13 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return validation_values(
         [row["data_source"] for row in rows],
         [row["uid"] for row in rows],
-        {"reward": [row["score"] for row in rows], **{name: [row.get(name) for row in rows] for name in names}},
-        [_comparable(row.get("pred")) for row in rows] if any("pred" in row for row in rows) else None,
+        {
+            "reward": [row["score"] for row in rows],
+            **{name: [row.get(name) for row in rows] for name in names},
+        },
+        [_comparable(row.get("pred")) for row in rows]
+        if any("pred" in row for row in rows)
+        else None,
     )
 
 
@@ -163,25 +184,39 @@ def validation_values(
     that hold anything else, such as texts, are not measured.
     `predictions`: the final answer extracted from each response, compared by equality; None where there is none.
     Without any, there is no maj@k."""
-    numbers = {name: column for name, values in variables.items() if (column := _numbers(values)) is not None}
+    numbers = {
+        name: column
+        for name, values in variables.items()
+        if (column := _numbers(values)) is not None
+    }
     rows_of_source = defaultdict(list)
     for row, source in enumerate(data_sources):
         rows_of_source[source].append(row)
     metrics: dict[str, np.ndarray] = {}
     for source, rows in rows_of_source.items():
-        measured = {name: [row for row in rows if not np.isnan(column[row])] for name, column in numbers.items()}
+        measured = {
+            name: [row for row in rows if not np.isnan(column[row])]
+            for name, column in numbers.items()
+        }
         core = next((name for name in CORE_VARIABLES if measured.get(name)), None)
         for name, present in measured.items():
             if present:
                 found, num_most = _variable_metrics(numbers[name], present, uids, predictions)
-                core_metrics = [form.format(num_most) for form in CORE_METRICS] if name == core else []
+                core_metrics = (
+                    [form.format(num_most) for form in CORE_METRICS] if name == core else []
+                )
                 for metric, value in found.items():
-                    metrics[f"{'val-core' if metric in core_metrics else 'val-aux'}/{source}/{name}/{metric}"] = value
+                    metrics[
+                        f"{'val-core' if metric in core_metrics else 'val-aux'}/{source}/{name}/{metric}"
+                    ] = value
     return metrics
 
 
 def _variable_metrics(
-    numbers: np.ndarray, rows: Sequence[int], uids: Sequence[Hashable], predictions: Sequence[Hashable | None] | None
+    numbers: np.ndarray,
+    rows: Sequence[int],
+    uids: Sequence[Hashable],
+    predictions: Sequence[Hashable | None] | None,
 ) -> tuple[dict[str, np.ndarray], int]:
     """One variable of one data source, whose responses are `rows`: metric -> values, and N."""
     prompts: dict[Hashable, list[int]] = defaultdict(list)
@@ -190,7 +225,9 @@ def _variable_metrics(
     scores = [numbers[prompt] for prompt in prompts.values()]
     metrics = score_values(scores)
     if predictions is not None and any(predictions[row] is not None for row in rows):
-        metrics |= majority_values(scores, [[predictions[row] for row in prompt] for prompt in prompts.values()])
+        metrics |= majority_values(
+            scores, [[predictions[row] for row in prompt] for prompt in prompts.values()]
+        )
     return metrics, max(len(prompt) for prompt in scores)
 
 
@@ -218,11 +255,15 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
                 # [n]: the chance that the j-th smallest of n is the largest of k drawn without replacement.
                 weights = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
                 moments.append(_moments(block[:, ::order], weights))
-            metrics |= _summary(f"{kind}@{k}", np.concatenate(moments, axis=1), is_only_draw=k == num_most)
+            metrics |= _summary(
+                f"{kind}@{k}", np.concatenate(moments, axis=1), is_only_draw=k == num_most
+            )
     return metrics
 
 
-def majority_values(scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]) -> dict[str, np.ndarray]:
+def majority_values(
+    scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]
+) -> dict[str, np.ndarray]:
     """maj@k of each k: the score of the answer given most often among k of a prompt's responses.
 
     `predictions`: the final answers, of the same lengths.
@@ -279,7 +320,9 @@ def _draws_of_others(others: tuple[int, ...], v: int, n: int) -> np.ndarray:
             extended = np.zeros((len(ways) + 1, n + 1))
             for drawn in range(v + 1):
                 ties = int(drawn == v)
-                extended[ties : len(ways) + ties, drawn:] += math.comb(count, drawn) * ways[:, : n + 1 - drawn]
+                extended[ties : len(ways) + ties, drawn:] += (
+                    math.comb(count, drawn) * ways[:, : n + 1 - drawn]
+                )
             ways = extended
     return ways
 

@@ -15,7 +15,9 @@ from quadriga.errors import ConfigError
 VERSIONS = ("0.5.0", "0.6.1", "0.8.0", "0.10.0")
 """Versions of verl whose defaults are known; the last one is taken where none is named."""
 MISSING = "???"  # Hydra's word for a value that has to be given
-_WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_WORD = re.compile(
+    r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
+)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 _CONSTANTS = {"null": None, "true": True, "false": False}
@@ -59,7 +61,11 @@ def parse_value(text: str, key: str = "value") -> Any:
             return {str(name): shown(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return list(map(shown, value))
-        return _HIDDEN.sub(lambda at: shown(references[int(at[1])]), value) if isinstance(value, str) else value
+        return (
+            _HIDDEN.sub(lambda at: shown(references[int(at[1])]), value)
+            if isinstance(value, str)
+            else value
+        )
 
     one = text.strip()
     for signs in (_REFERENCE, _OPAQUE):
@@ -119,7 +125,12 @@ class Tree:
         """The value of a leaf, or the dictionary of a section, with references filled in; KeyError: there is none."""
         if key in above:
             got = " -> ".join((*above[above.index(key) :], key))
-            raise ConfigError(key, got=f"references in a circle, {got}", expected="a value", fix="Write the value.")
+            raise ConfigError(
+                key,
+                got=f"references in a circle, {got}",
+                expected="a value",
+                fix="Write the value.",
+            )
         if key in self.values:
             return self._filled(self.values[key], key, (*above, key))
         if not (leaves := self.below(key)):
@@ -152,11 +163,16 @@ class Tree:
 
     def _referred(self, name: str, key: str, above: tuple[str, ...]) -> Any:
         kind, is_function, arguments = name.partition(":")
-        target, has_default, default = (part.strip() for part in (arguments if is_function else name).partition(","))
+        target, has_default, default = (
+            part.strip() for part in (arguments if is_function else name).partition(",")
+        )
         if kind == "oc.env" and (target in os.environ or has_default):
             return plain(os.environ.get(target, default))
         if is_function and kind != "oc.select":
-            got, fix = f"${{{name}}}", "Write the value: of functions oc.select and oc.env are filled in."
+            got, fix = (
+                f"${{{name}}}",
+                "Write the value: of functions oc.select and oc.env are filled in.",
+            )
             raise ConfigError(key, got=got, expected="a reference that can be filled in", fix=fix)
         if target.startswith("."):
             dots = len(target) - len(target.lstrip("."))
@@ -167,7 +183,9 @@ class Tree:
             if is_function:
                 return parse_value(default, key) if has_default else None
             fix = "Write the value, or name a key that there is; a variable of a shell is filled in by the shell."
-            raise ConfigError(key, got=f"${{{name}}}", expected="a key that there is", fix=fix) from None
+            raise ConfigError(
+                key, got=f"${{{name}}}", expected="a key that there is", fix=fix
+            ) from None
 
 
 @cache
@@ -205,14 +223,23 @@ def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[Conf
     `base`: verl's trees by the names of their files."""
     own, _ = read_yaml(path, problems)
     tree, entries = Tree(), own.get("defaults") or []
-    named = [str(one) for one in (own.get("hydra") or {}).get("searchpath") or [] if not str(one).startswith("pkg://")]
+    named = [
+        str(one)
+        for one in (own.get("hydra") or {}).get("searchpath") or []
+        if not str(one).startswith("pkg://")
+    ]
     folders = [path.parent, *(Path(one.removeprefix("file://")) for one in named)]
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
-            tree.put("", {name: value for name, value in own.items() if name not in ("defaults", "hydra")})
+            tree.put(
+                "",
+                {name: value for name, value in own.items() if name not in ("defaults", "hydra")},
+            )
             continue
         group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
-        group, _, package = str(group).removeprefix("override ").removeprefix("optional ").partition("@")
+        group, _, package = (
+            str(group).removeprefix("override ").removeprefix("optional ").partition("@")
+        )
         for leaf, value in _named(str(name), group, package, folders, base, problems, str(path)):
             tree.put(leaf, value)
     return tree
@@ -236,4 +263,8 @@ def _named(
         yield from ((key, value) for key, value in base[""].items() if key.startswith(prefix))
     elif stem not in ("null", "None"):
         fix = "Write it beside this file, or name its folder in hydra.searchpath."
-        problems.append(ConfigError(f"{where}: defaults", got=f"'{name}'", expected="a file that exists", fix=fix))
+        problems.append(
+            ConfigError(
+                f"{where}: defaults", got=f"'{name}'", expected="a file that exists", fix=fix
+            )
+        )

@@ -24,7 +24,9 @@ ESTIMATORS = frozenset((
     "tir_optimal_token_baseline",
 ))  # fmt: skip
 LOSSES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("vanilla", "gpg", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"), ()),
+    **dict.fromkeys(
+        ("vanilla", "gpg", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"), ()
+    ),
     "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
     "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
     "sapo": ("tau_pos", "tau_neg"),
@@ -33,14 +35,23 @@ LOSSES: dict[str, tuple[str, ...]] = {
 """Policy loss -> those of verl's options that it has."""
 _PLAIN_MANAGERS = ("gdpo", "limited", "rate_limited", "remote")
 """verl's managers that give what `naive` gives: they differ in where and how fast functions are called."""
-_OVERLONG = ("reward_model.overlong_buffer", *(f"{at}.reward_kwargs.overlong_buffer_cfg" for at in (REWARD, "reward")))
+_OVERLONG = (
+    "reward_model.overlong_buffer",
+    *(f"{at}.reward_kwargs.overlong_buffer_cfg" for at in (REWARD, "reward")),
+)
 _MANAGER = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 MANAGERS = ("naive", "batch", "dapo", "prime")
 _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are cut
 ENGINES = ("vllm", "sglang", "hf")
 _PROFILERS = ("torch", "torch_memory", "nsys")
-FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+FLOATS = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
 _COMPUTE = FLOATS | {"fp16": "float16", "float16": "float16"}
 _SIZES = {
     "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -106,7 +117,11 @@ def set_by_the_run(line: "Line", key: str, value: Any) -> None:
 
 def warmup_steps(line: "Line", key: str, value: Any) -> None:
     """Without a number of steps the share of the run decides; 0 is one to the trainers before verl 0.10 alone."""
-    is_none = value is None or value < 0 or (value == 0 and (line.version == VERSIONS[-1] or line.entry.task == "sft"))
+    is_none = (
+        value is None
+        or value < 0
+        or (value == 0 and (line.version == VERSIONS[-1] or line.entry.task == "sft"))
+    )
     line.set(key, -1 if is_none else value)
 
 
@@ -115,7 +130,9 @@ def clip_ratio(line: "Line", key: str, value: Any) -> None:
     sides = [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"]
     if key in sides:
         line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
-    elif all(line.get(side) is not None for side in sides) and not any(side in line.given for side in sides):
+    elif all(line.get(side) is not None for side in sides) and not any(
+        side in line.given for side in sides
+    ):
         line.note(line.sentence)
 
 
@@ -157,13 +174,19 @@ def overlong(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
         return
     line.set(key, value)
-    limits = ("reward.reward_kwargs.max_resp_len", f"{REWARD}.reward_kwargs.max_resp_len", "data.max_response_length")
+    limits = (
+        "reward.reward_kwargs.max_resp_len",
+        f"{REWARD}.reward_kwargs.max_resp_len",
+        "data.max_response_length",
+    )
     line.set(f"{REWARD}.reward_kwargs.max_resp_len", _asked(line, *limits))
 
 
 def known_name(line: "Line", key: str, value: Any) -> None:
     """A name out of a registry, or a function in a file of the user's."""
-    known = {"adv_estimator": ESTIMATORS, "loss_mode": LOSSES, "reward_manager": MANAGERS}[key.rpartition(".")[2]]
+    known = {"adv_estimator": ESTIMATORS, "loss_mode": LOSSES, "reward_manager": MANAGERS}[
+        key.rpartition(".")[2]
+    ]
     if key.endswith("reward_manager") and value in _PLAIN_MANAGERS:
         line.set(key, "naive")
     elif value in known or ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib"):
@@ -192,7 +215,10 @@ def strategy(line: "Line", key: str, value: Any) -> None:
 
 def engine_size(line: "Line", key: str, value: Any) -> None:
     """A size in the section of a training engine, as the role's own."""
-    role, name = key.partition("critic" if key.startswith("critic") else ACTOR)[1], key.rpartition(".")[2]
+    role, name = (
+        key.partition("critic" if key.startswith("critic") else ACTOR)[1],
+        key.rpartition(".")[2],
+    )
     ours = next((one for one, names in _SIZES.items() if name in names), None)
     is_asked = isinstance(value, int) and value > 1
     if role and ours and is_asked and line.is_changed(line.written):
@@ -230,7 +256,13 @@ def step_on_host(line: "Line", key: str, value: Any) -> None:
 def recompute(line: "Line", key: str, value: Any) -> None:
     """What Megatron computes again, which a key of its own says: here layers, or nothing."""
     fields = ("actor_rollout_ref.actor.megatron", "engine")
-    line.set(key, value or any(line.get(f"{at}.override_transformer_config.recompute_granularity") for at in fields))
+    line.set(
+        key,
+        value
+        or any(
+            line.get(f"{at}.override_transformer_config.recompute_granularity") for at in fields
+        ),
+    )
 
 
 def end_of_schedule(line: "Line", key: str, value: Any) -> None:
@@ -252,7 +284,9 @@ def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
         value = "seq-mean-token-mean"
     elif value == "seq-mean-token-sum-norm" and is_early:
-        line.note("Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up.")
+        line.note(
+            "Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up."
+        )
     line.set(key, value)
 
 
@@ -278,7 +312,9 @@ def adapter_detail(line: "Line", key: str, value: Any) -> None:
     elif not key.startswith("actor_rollout_ref.model.lora."):
         line.set(key, value)
     elif line.written in line.given and value not in (None, [], 0):
-        ours = key.replace("model.lora.", "model.lora_" if key.rpartition(".")[2] in _LORA else "model.")
+        ours = key.replace(
+            "model.lora.", "model.lora_" if key.rpartition(".")[2] in _LORA else "model."
+        )
         line.set(ours, value)
 
 
@@ -322,7 +358,12 @@ def rollout_mode(line: "Line", key: str, value: Any) -> None:
     """Several turns need sequences that are tasks of their own."""
     has_turns = line.get(f"{ROLLOUT}.multi_turn.enable")
     line.set(key, "async" if has_turns else value)
-    files = ("tool_config_path", "interaction_config_path", "function_tool_path", "interaction_config_file")
+    files = (
+        "tool_config_path",
+        "interaction_config_path",
+        "function_tool_path",
+        "interaction_config_file",
+    )
     if has_turns and value == "sync":
         line.note(line.sentence)
         if any(line.get(f"{ROLLOUT}.multi_turn.{name}") for name in files):
@@ -356,7 +397,10 @@ def profiled_ranks(line: "Line", key: str, value: Any) -> None:
     elif not line.get(f"{role}.enable", True):
         line.set(f"{role}.ranks", [])
     else:
-        line.set(f"{role}.ranks", None if line.get(f"{role}.all_ranks") else line.get(f"{role}.ranks", []))
+        line.set(
+            f"{role}.ranks",
+            None if line.get(f"{role}.all_ranks") else line.get(f"{role}.ranks", []),
+        )
 
 
 def rejection(line: "Line", key: str, value: Any) -> None:
@@ -372,12 +416,20 @@ def rejection(line: "Line", key: str, value: Any) -> None:
             line.set(key, value)
         return
     upper = line.get(f"{section}.rollout_is_threshold", 2.0) if upper is None else upper
-    given = [one for one in (veto, *((upper, lower) if level is not None else ())) if one is not None]
-    if level not in (None, *_REJECTIONS) or not all(is_number(one) and one > MIN_RATIO for one in given):
+    given = [
+        one for one in (veto, *((upper, lower) if level is not None else ())) if one is not None
+    ]
+    if level not in (None, *_REJECTIONS) or not all(
+        is_number(one) and one > MIN_RATIO for one in given
+    ):
         if value in given:
             line.refuse(f"a number above {MIN_RATIO:.0e}", line.sentence)
         return
-    rules = {_REJECTIONS[level]: f"{1 / upper}_{1 / lower if lower else upper}"} if level is not None else {}
+    rules = (
+        {_REJECTIONS[level]: f"{1 / upper}_{1 / lower if lower else upper}"}
+        if level is not None
+        else {}
+    )
     rules |= {"seq_max_k1": f"{MIN_RATIO}_{1 / veto}"} if veto is not None else {}
     line.set(f"{section}.rollout_rs", ",".join(rules))
     line.set(f"{section}.rollout_rs_threshold", ",".join(rules.values()))
@@ -426,10 +478,19 @@ def processes(line: "Line") -> None:
     for role in (ACTOR, "critic"):
         line.written = f"{role}.{name}"
         size = line.ours.get(line.written, 1)
-        sizes = [line.ours.get(f"{role}.{one}_model_parallel_size", 1) for one in ("tensor", "pipeline")]
-        if is_number(size) and size > count and all(map(is_number, sizes)) and count % prod(sizes) == 0:
+        sizes = [
+            line.ours.get(f"{role}.{one}_model_parallel_size", 1) for one in ("tensor", "pipeline")
+        ]
+        if (
+            is_number(size)
+            and size > count
+            and all(map(is_number, sizes))
+            and count % prod(sizes) == 0
+        ):
             line.ours[line.written] = count // prod(sizes)
-            line.note(f"There are {count} processes: as many share a sequence. No number depends on it.")
+            line.note(
+                f"There are {count} processes: as many share a sequence. No number depends on it."
+            )
         programs.shards(line, role, count)
     if line.rules != line.entry.rules:
         programs.share_sizes(line, ["critic"] if has_critic(line) else [])
@@ -450,8 +511,13 @@ def schedules(line: "Line") -> None:
             line.written = f"{section}.total_training_steps"
             line.set(line.written, steps)
         line.written = key = f"{section}.zero_indexed_step"
-        if f"{section}.lr" in line.ours and line.ours.get(f"{section}.lr_scheduler_type") != "cosine":
-            line.note("verl reads it for a cosine alone: the steps of other schedules are counted from 0.")
+        if (
+            f"{section}.lr" in line.ours
+            and line.ours.get(f"{section}.lr_scheduler_type") != "cosine"
+        ):
+            line.note(
+                "verl reads it for a cosine alone: the steps of other schedules are counted from 0."
+            )
             line.ours[key] = True
         elif f"{section}.lr" in line.ours:
             line.ours.setdefault(key, True)
@@ -459,17 +525,26 @@ def schedules(line: "Line") -> None:
 
 def reward_models(line: "Line") -> None:
     """A reward model: beside a function its score would be added here, and verl gives it to the function instead."""
-    line.written = next((key for key in ("reward.reward_model.enable", "reward_model.enable") if line.get(key)), "")
+    line.written = next(
+        (key for key in ("reward.reward_model.enable", "reward_model.enable") if line.get(key)), ""
+    )
     if not line.written:
         return
     if line.ours.get("custom_reward_function.path"):
         fix = "Serve it yourself and ask it from the function, or leave the function out."
-        line.refuse("no custom_reward_function beside it, for the scores of both would be added", fix)
+        line.refuse(
+            "no custom_reward_function beside it, for the scores of both would be added", fix
+        )
     section = line.written.removesuffix(".enable")
     if line.get(f"{section}.enable_resource_pool"):
-        pools = {"reward": [line.get(f"{section}.n_gpus_per_node", 8)] * line.get(f"{section}.nnodes", 1)}
+        pools = {
+            "reward": [line.get(f"{section}.n_gpus_per_node", 8)] * line.get(f"{section}.nnodes", 1)
+        }
         line.set("trainer.resource_pools", pools)
-        line.set("trainer.placement", {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"})
+        line.set(
+            "trainer.placement",
+            {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"},
+        )
 
 
 _PPO = (processes, reward_models, programs.distillation, schedules)

@@ -23,7 +23,11 @@ MEGATRON_ENGINES = frozenset({"megatron"})
 OWN_ENGINES = frozenset({"fsdp", "fsdp2"}) | MEGATRON_ENGINES
 _WHOLE_EXPERTS = frozenset({"hf", "sglang"})
 """Engines whose ranks do not divide them."""
-_SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_SIZES = (
+    "ulysses_sequence_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ def find_entry(program: str) -> Entry:
     names = [entry.name for entry in ENTRIES]
     near = get_close_matches(module.rsplit(".", 1)[-1], names, n=1)
     fix = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
-    raise ConfigError("verl's program", got=f"'{program}'", expected="one that has an entry here", fix=fix)
+    raise ConfigError(
+        "verl's program", got=f"'{program}'", expected="one that has an entry here", fix=fix
+    )
 
 
 def is_number(value: Any) -> bool:
@@ -81,7 +87,11 @@ def rollout_experts(line: "Line", key: str, value: Any) -> None:
     """Ranks that divide the experts of an engine: in verl those of several engines, too."""
     if is_number(value) and value > 1:
         rollout = key.rpartition(".")[0]
-        size = 1 if line.get(f"{rollout}.name") in _WHOLE_EXPERTS else line.get(f"{rollout}.tensor_model_parallel_size")
+        size = (
+            1
+            if line.get(f"{rollout}.name") in _WHOLE_EXPERTS
+            else line.get(f"{rollout}.tensor_model_parallel_size")
+        )
         if value != size:
             line.note(line.sentence)
         value = size or 1
@@ -101,16 +111,23 @@ def engine_setting(line: "Line", key: str, value: Any) -> None:
     engine = line.get("engine.group", line.get("engine.strategy"))
     if engine in OWN_ENGINES and key not in line.default:
         line.refuse("a key of verl's FSDP engine", "Leave it out.")
-    line.note("Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed.")
+    line.note(
+        "Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed."
+    )
 
 
 def shards(line: "Line", role: str, count: int) -> None:
     """Ranks that shard one copy of a role's weights: a multiple, here, of those that share a sequence."""
-    key, (sp, tp, pp) = f"{role}.fsdp_config.fsdp_size", (_size(line, f"{role}.{name}") for name in _SIZES)
+    key, (sp, tp, pp) = (
+        f"{role}.fsdp_config.fsdp_size",
+        (_size(line, f"{role}.{name}") for name in _SIZES),
+    )
     size, most = _size(line, key, -1), count // (tp * pp)
     if 0 < size < most and size % sp:
         line.written = line.sources[key]
-        line.note("Ranks that share a sequence share one copy of the weights too; no number depends on it.")
+        line.note(
+            "Ranks that share a sequence share one copy of the weights too; no number depends on it."
+        )
         size = lcm(size, sp)
     if size == 0 or size < -1 or size >= most:
         line.ours[key] = -1
@@ -127,13 +144,19 @@ def _size(line: "Line", key: str, otherwise: int = 1) -> int:
 def share_sizes(line: "Line", roles: list[str]) -> None:
     """Roles that share processes have the sizes of the actor: Megatron has one set in a process."""
     grades = line.get("reward.reward_model.enable") or line.get("reward_model.enable")
-    has_pool = line.get("reward.reward_model.enable_resource_pool") or line.get("reward_model.enable_resource_pool")
+    has_pool = line.get("reward.reward_model.enable_resource_pool") or line.get(
+        "reward_model.enable_resource_pool"
+    )
     roles = [*roles, *(["reward_model"] if grades and not has_pool else [])]
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
     for key in (f"{role}.{name}" for role in roles for name in names):
         line.written = line.sources.get(key, key)
-        if line.ours.get(key, 1) != (size := line.ours.get(f"actor_rollout_ref.actor.{key.rpartition('.')[2]}", 1)):
-            line.note("Roles that share processes have the actor's sizes: Megatron has one set of them in a process.")
+        if line.ours.get(key, 1) != (
+            size := line.ours.get(f"actor_rollout_ref.actor.{key.rpartition('.')[2]}", 1)
+        ):
+            line.note(
+                "Roles that share processes have the actor's sizes: Megatron has one set of them in a process."
+            )
             line.ours[key] = size
 
 
@@ -142,8 +165,15 @@ def supervised(line: "Line") -> None:
     line.written = ""
     line.set("trainer.val_before_train", False)
     # As many as the launcher says, else the fewest that the sizes need.
-    given = [line.get(key, 1) for key in ("trainer.nnodes", "trainer.n_gpus_per_node") if key in line.given]
-    count = prod([one for one in given if isinstance(one, int)] or [_size(line, f"engine.{name}") for name in _SIZES])
+    given = [
+        line.get(key, 1)
+        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        if key in line.given
+    ]
+    count = prod(
+        [one for one in given if isinstance(one, int)]
+        or [_size(line, f"engine.{name}") for name in _SIZES]
+    )
     shards(line, "engine", count)
     line.written = ""
     if count == 1:
@@ -164,8 +194,13 @@ def teacher_key(line: "Line", key: str, value: Any) -> None:
     """A key of distillation, where it is on: what each comes to depends on the others (`distillation`)."""
     if not line.get("distillation.enabled"):
         line.note(line.sentence)
-    elif key == "distillation.teacher_key" and value != line.get("data.reward_fn_key", "data_source"):
-        line.refuse("the name in data.reward_fn_key", "Teachers are chosen by the column that chooses graders.")
+    elif key == "distillation.teacher_key" and value != line.get(
+        "data.reward_fn_key", "data_source"
+    ):
+        line.refuse(
+            "the name in data.reward_fn_key",
+            "Teachers are chosen by the column that chooses graders.",
+        )
 
 
 def distillation(line: "Line") -> None:
@@ -180,9 +215,13 @@ def distillation(line: "Line") -> None:
     if len(paths) == 1:
         line.set("distillation.path", *paths.values())
     elif None in sources.values():
-        line.refuse("a `key`, the data source, for each of several teachers", f"Set {_TEACHERS}.NAME.key.")
+        line.refuse(
+            "a `key`, the data source, for each of several teachers", f"Set {_TEACHERS}.NAME.key."
+        )
     else:
-        line.set("distillation.teachers", {str(sources[name]): path for name, path in paths.items()})
+        line.set(
+            "distillation.teachers", {str(sources[name]): path for name, path in paths.items()}
+        )
     processes = line.get("distillation.n_gpus_per_node", 8), line.get("distillation.nnodes", 0)
     if all(isinstance(number, int) and number > 0 for number in processes):
         line.written = ""
@@ -197,7 +236,10 @@ def distillation(line: "Line") -> None:
 def _teacher_loss(line: "Line") -> None:
     """The divergence from a teacher: verl's has a clipped loss of its own, and without task rewards is all the loss."""
     with_rewards = line.get(f"{_LOSS}.use_task_rewards", True)
-    is_gradient, mode = line.get(f"{_LOSS}.use_policy_gradient", False), line.get(f"{_LOSS}.loss_mode", "k3")
+    is_gradient, mode = (
+        line.get(f"{_LOSS}.use_policy_gradient", False),
+        line.get(f"{_LOSS}.loss_mode", "k3"),
+    )
     names = ["loss_mode", "use_policy_gradient", "use_task_rewards", "loss_max_clamp"]
     for name in [*names, *(["topk", "log_prob_min_clamp"] if mode == _TOP_K else [])]:
         line.written = f"{_LOSS}.{name}"
@@ -208,17 +250,24 @@ def _teacher_loss(line: "Line") -> None:
     else:
         line.note("verl weighs the divergence beside task rewards alone.")
     actor = "actor_rollout_ref.actor"
-    clips = {name: line.get(f"{_LOSS}.{name}", 0.2) for name in ("clip_ratio_low", "clip_ratio_high")}
+    clips = {
+        name: line.get(f"{_LOSS}.{name}", 0.2) for name in ("clip_ratio_low", "clip_ratio_high")
+    }
     for name, value in clips.items() if is_gradient else ():
         line.written, ours = f"{_LOSS}.{name}", line.ours.get(f"{actor}.{name}", 0.2)
         if not with_rewards:
             line.ours[f"{actor}.{name}"] = value
         elif value != ours:
-            line.refuse(f"{ours}, as {actor}.{name}", "The divergence comes off the advantages: one loss clips both.")
+            line.refuse(
+                f"{ours}, as {actor}.{name}",
+                "The divergence comes off the advantages: one loss clips both.",
+            )
     if with_rewards:
         line.written = f"{_LOSS}.use_policy_gradient"
         if is_gradient:
-            line.note("The divergence comes off the advantages, and one loss clips both; verl clips two.")
+            line.note(
+                "The divergence comes off the advantages, and one loss clips both; verl clips two."
+            )
         return
     # What belongs to the loss that verl leaves out.
     without = {f"{actor}.policy_loss.loss_mode": "vanilla", f"{actor}.entropy_coeff": 0.0}
@@ -227,7 +276,9 @@ def _teacher_loss(line: "Line") -> None:
     for key, value in without.items():
         if line.ours.get(key, value) != value:
             line.written, line.ours[key] = line.sources.get(key, key), value
-            line.note("verl does not read it without task rewards (distillation_loss.use_task_rewards).")
+            line.note(
+                "verl does not read it without task rewards (distillation_loss.use_task_rewards)."
+            )
 
 
 _ASYNC, _EXPERTS = "async_training", "expert_parallel_size"
@@ -235,7 +286,9 @@ _ASYNC, _EXPERTS = "async_training", "expert_parallel_size"
 
 def async_key(line: "Line", key: str, value: Any) -> None:
     """How far generation may be ahead; keys without a line here are read with others."""
-    size = line.get("actor_rollout_ref.actor.ppo_mini_batch_size") * line.get(f"{_ASYNC}.require_batches", 1)
+    size = line.get("actor_rollout_ref.actor.ppo_mini_batch_size") * line.get(
+        f"{_ASYNC}.require_batches", 1
+    )
     match key.rpartition(".")[2]:
         case "staleness_threshold":
             line.set(f"{_ASYNC}.max_staleness", ceil(value))
@@ -256,7 +309,9 @@ def beside_training(line: "Line") -> None:
     if line.ours.get("actor_rollout_ref.rollout.name") not in SPANNING:
         for name, value in {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}.items():
             line.written = f"actor_rollout_ref.rollout.{name}"
-            line.note("native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.")
+            line.note(
+                "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang."
+            )
             line.ours[line.written] = value
     line.written = ""
     line.set(f"{_ASYNC}.enable", True)
@@ -264,18 +319,28 @@ def beside_training(line: "Line") -> None:
         line.set(f"{_ASYNC}.preset", "one_step_off")
     if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
         line.set("algorithm.rollout_correction.preset", "disabled")
-    others = {role: pool for role, pool in line.ours.get("trainer.placement", {}).items() if "rollout" not in role}
+    others = {
+        role: pool
+        for role, pool in line.ours.get("trainer.placement", {}).items()
+        if "rollout" not in role
+    }
     policy = {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
     line.ours |= {"trainer.backend": "ray", "trainer.placement": {**others, **policy}}
     pool = [line.get("rollout.n_gpus_per_node", 8)] * line.get("rollout.nnodes", 1)
-    line.ours["trainer.resource_pools"] = {**line.ours.get("trainer.resource_pools", {}), "generation": pool}
+    line.ours["trainer.resource_pools"] = {
+        **line.ours.get("trainer.resource_pools", {}),
+        "generation": pool,
+    }
 
 
 def router_replay(line: "Line", key: str, value: Any) -> None:
     """Whose choice of experts the update repeats: R2 and R3, of the papers that bring them."""
     meanings = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "rollout"}
     if value not in meanings:
-        line.refuse("disabled, R2 or R3", "Routes travel with the batch: there is nothing to record, or to read.")
+        line.refuse(
+            "disabled, R2 or R3",
+            "Routes travel with the batch: there is nothing to record, or to read.",
+        )
     else:
         line.set("actor_rollout_ref.actor.router_replay", meanings[value])
 
@@ -306,7 +371,9 @@ def supervised_dtype(line: "Line", key: str, value: Any) -> None:
 def rollout_dtype(line: "Line", key: str, value: Any) -> None:
     """The dtype of generation: training's. Who asks for float16 alone would get another one."""
     names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
-    is_too = any(line.get(f"actor_rollout_ref.actor.{name}") in ("fp16", "float16") for name in names)
+    is_too = any(
+        line.get(f"actor_rollout_ref.actor.{name}") in ("fp16", "float16") for name in names
+    )
     if value not in ("bfloat16", "float32", "auto", None) and not (value == "float16" and is_too):
         line.refuse("bfloat16, float32, or float16 for training too", line.sentence)
 
@@ -345,25 +412,56 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
     """The words of `quadriga export` for those of verl's merger, what is wrong with them, and notices."""
     parser = argparse.ArgumentParser("model_merger", add_help=False, allow_abbrev=False)
     parser.add_argument("operation", nargs="?", default="merge")
-    for name in ("backend", "local_dir", "target_dir", "hf_model_path", "hf_upload_path", "test_hf_dir"):
+    for name in (
+        "backend",
+        "local_dir",
+        "target_dir",
+        "hf_model_path",
+        "hf_upload_path",
+        "test_hf_dir",
+    ):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     options, rest = parser.parse_known_args(list(words))
     where, local = "model_merger", Path(options.local_dir or "").expanduser()
     taken = ("--tie-word-embedding", "--trust-remote-code", "--use_cpu_initialization", "--private")
-    problems = [ConfigError(where, got=f"'{one}'", expected="a word of its own") for one in rest if one not in taken]
+    problems = [
+        ConfigError(where, got=f"'{one}'", expected="a word of its own")
+        for one in rest
+        if one not in taken
+    ]
     if options.operation != "merge":
-        problems.append(ConfigError(where, got=f"'{options.operation}'", expected="merge", fix="Compare by yourself."))
+        problems.append(
+            ConfigError(
+                where, got=f"'{options.operation}'", expected="merge", fix="Compare by yourself."
+            )
+        )
     if options.backend not in {None, *OWN_ENGINES}:
-        problems.append(ConfigError(f"{where} --backend", got=options.backend, expected="fsdp, megatron"))
+        problems.append(
+            ConfigError(f"{where} --backend", got=options.backend, expected="fsdp, megatron")
+        )
     if options.hf_upload_path:
         fix = "Upload the folder when it is written: hf upload NAME FOLDER."
-        problems.append(ConfigError(f"{where} --hf_upload_path", got=options.hf_upload_path, expected="none", fix=fix))
+        problems.append(
+            ConfigError(
+                f"{where} --hf_upload_path", got=options.hf_upload_path, expected="none", fix=fix
+            )
+        )
     if not options.local_dir or not options.target_dir:
         problems.append(ConfigError(where, got="not both", expected="--local_dir and --target_dir"))
     elif not local.exists():
-        problems.append(MachineError(f"{where} --local_dir", got=f"'{local}'", expected="a folder that exists"))
+        problems.append(
+            MachineError(f"{where} --local_dir", got=f"'{local}'", expected="a folder that exists")
+        )
     elif any(local.glob("model_world_size_*")) or (local / "dist_ckpt").exists():
         fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
-        problems.append(ConfigError(str(local), got="shards of verl's own", expected="a checkpoint of ours", fix=fix))
+        problems.append(
+            ConfigError(
+                str(local), got="shards of verl's own", expected="a checkpoint of ours", fix=fix
+            )
+        )
     known = ["--hf_model_path: the checkpoint has the model's configuration and tokenizer."]
-    return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
+    return (
+        [str(local), "--output", str(options.target_dir)],
+        problems,
+        known if options.hf_model_path else [],
+    )

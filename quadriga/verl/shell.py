@@ -25,7 +25,10 @@ _SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
 _REDIRECTION = re.compile(r"&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?")
 LAUNCHERS = ("torchrun", "python", "python3")
 _LAUNCHER = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
-_GAP, _KEPT = "\0", "\1"  # between words that one word becomes; before one that stays though it is empty
+_GAP, _KEPT = (
+    "\0",
+    "\1",
+)  # between words that one word becomes; before one that stays though it is empty
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
@@ -62,7 +65,9 @@ def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
     """The commands of a script that a shell would run, with conditions decided as far as they can be.
     Raises ConfigError: a quote or a bracket does not end."""
     shell = _Shell(environment)
-    return [found for statement in _statements(text) if (found := shell.read(statement)) is not None]
+    return [
+        found for statement in _statements(text) if (found := shell.read(statement)) is not None
+    ]
 
 
 def _end(text: str, at: int) -> int:
@@ -88,7 +93,9 @@ def _word_end(text: str, at: int) -> int:
             at = _end(text, at)
     except (IndexError, ValueError) as error:
         line = text.count("\n", 0, start) + 1
-        raise ConfigError(f"line {line}", got="a quote or bracket without its end", expected="both") from error
+        raise ConfigError(
+            f"line {line}", got="a quote or bracket without its end", expected="both"
+        ) from error
     return at
 
 
@@ -100,7 +107,9 @@ def _statements(text: str) -> Iterator[_Statement]:
         elif found := _REDIRECTION.match(text, at):
             at = re.compile(r"[ \t]*").match(text, found.end()).end()  # type: ignore[union-attr]
             start, at = at, at if "&" in found[0][1:] else _word_end(text, at)
-            here = text[start:at].strip("'\"") if "<<" in found[0] and "<<<" not in found[0] else here
+            here = (
+                text[start:at].strip("'\"") if "<<" in found[0] and "<<<" not in found[0] else here
+            )
         elif found := _SEPARATOR.match(text, at):
             if statement.words:
                 yield statement
@@ -114,7 +123,10 @@ def _statements(text: str) -> Iterator[_Statement]:
             word: Any = text[start:at]
             if text[at : at + 1] == "(" and re.fullmatch(rf"{_NAME}\+?=", word):
                 closed = _end(f"${text[at:]}", 0) - 1 + at
-                word = (word, [one for part in _statements(text[at + 1 : closed - 1]) for one in part.words])
+                word = (
+                    word,
+                    [one for part in _statements(text[at + 1 : closed - 1]) for one in part.words],
+                )
                 at = closed
             statement.words.append(word)
     if statement.words:
@@ -162,7 +174,9 @@ class _Shell:
             except _Unknown as unknown:
                 command.problems.append(str(unknown))
         if runs is None:
-            command.problems.append("it is in a loop, a function or under a condition that is not decided here")
+            command.problems.append(
+                "it is in a loop, a function or under a condition that is not decided here"
+            )
         command.problems += [self.ended] * bool(self.ended)
         return command
 
@@ -171,9 +185,14 @@ class _Shell:
         while words and isinstance(words[0], str):
             first, blocks = words[0], self.blocks
             if first in ("if", "elif"):
-                test, taken = self._test(words[1:]), blocks.pop()[1] if first == "elif" and blocks else False
+                test, taken = (
+                    self._test(words[1:]),
+                    blocks.pop()[1] if first == "elif" and blocks else False,
+                )
                 state = _all((test, None if taken is None else not taken))
-                blocks.append((state, True if taken or test else None if None in (taken, test) else False))
+                blocks.append(
+                    (state, True if taken or test else None if None in (taken, test) else False)
+                )
                 self.is_condition = True
                 return False
             if first == "else" and blocks:
@@ -198,9 +217,13 @@ class _Shell:
 
     def _test(self, words: list[Any]) -> bool | None:
         try:
-            operands = [self.text(word) for word in words if word not in ("[", "]", "[[", "]]", "test", ";")]
+            operands = [
+                self.text(word) for word in words if word not in ("[", "]", "[[", "]]", "test", ";")
+            ]
             match operands:
-                case [one, sign, other] if sign in _COMPARED and not ("[[" in words and set(other) & set("*?[")):
+                case [one, sign, other] if sign in _COMPARED and not (
+                    "[[" in words and set(other) & set("*?[")
+                ):
                     is_number = sign.startswith("-")
                     return _COMPARED[sign](*map(int, (one, other)) if is_number else (one, other))
                 case ["-z" | "-n" as sign, one]:
@@ -218,10 +241,14 @@ class _Shell:
         name, more, text = _ASSIGNED.fullmatch(prefix).groups()  # type: ignore[union-attr]
         try:
             if runs is None:
-                raise _Unknown(f"{name} is set in line {self.line}, under a condition that is not decided here")
+                raise _Unknown(
+                    f"{name} is set in line {self.line}, under a condition that is not decided here"
+                )
             listed = [_KEPT + one for raw in elements or () for one in self.fields(raw)]
             value = self.text(text) if elements is None else _GAP.join(listed)
-            self.variables[name] = self._value(name) + ("" if elements is None else _GAP) + value if more else value
+            self.variables[name] = (
+                self._value(name) + ("" if elements is None else _GAP) + value if more else value
+            )
         except _Unknown as unknown:
             self.variables[name] = unknown
 
@@ -239,7 +266,9 @@ class _Shell:
 
     def fields(self, raw: str) -> list[str]:
         """The words that one word of the script becomes."""
-        return [part.replace(_KEPT, "") for part in self._filled(raw, splits=True).split(_GAP) if part]
+        return [
+            part.replace(_KEPT, "") for part in self._filled(raw, splits=True).split(_GAP) if part
+        ]
 
     def _filled(self, raw: str, *, quoted: bool = False, splits: bool = False) -> str:
         """A word with what stands for its parts; with `splits` a `_GAP` for blanks that part words."""
@@ -256,7 +285,10 @@ class _Shell:
             elif piece.startswith("${"):
                 value = self._parameter(piece[2:-1])
             elif piece[0] == "\\":
-                value, is_value = piece if quoted and piece[1:] not in '$`"\\\n' else piece[1:].strip("\n"), False
+                value, is_value = (
+                    piece if quoted and piece[1:] not in '$`"\\\n' else piece[1:].strip("\n"),
+                    False,
+                )
             elif piece[0] in "'\"" and not quoted and len(piece) > 1:
                 value = piece[1:-1] if piece[0] == "'" else self._filled(piece[1:-1], quoted=True)
                 value, is_value = _KEPT + value, False
@@ -302,7 +334,12 @@ class _Shell:
 
     def _output(self, inner: str) -> str:
         """What a command would print, of the few that scripts make names with."""
-        words = [one for statement in _statements(inner) for raw in statement.words for one in self.fields(raw)]
+        words = [
+            one
+            for statement in _statements(inner)
+            for raw in statement.words
+            for one in self.fields(raw)
+        ]
         match words:
             case ["pwd"]:
                 return str(Path.cwd())

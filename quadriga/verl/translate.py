@@ -16,7 +16,16 @@ from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl import meaning, programs
-from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
+from quadriga.verl.hydra import (
+    MISSING,
+    VERSIONS,
+    Tree,
+    defaults,
+    known_keys,
+    parse_word,
+    plain,
+    read_config,
+)
 from quadriga.verl.meaning import FINISH, has_critic
 from quadriga.verl.programs import CONFIG_FILES, MEGATRON_ENGINES, TREES, Entry, is_number, merger
 
@@ -27,11 +36,21 @@ SECTIONS = {
     "<model>": r"((?:actor_rollout_ref|critic)\.model)",
 }
 """What the names in angle brackets stand for in the patterns of rules.tsv."""
-_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "path"}
+_FLAGS = {
+    "--config-path": "path",
+    "-cp": "path",
+    "--config-name": "name",
+    "-cn": "name",
+    "--config-dir": "path",
+}
 _UNSET = "Is a variable of the script unset? For the default leave the key out."
 _SWEEP = ("-m", "--multirun")
 WORDS = ("after_each_epoch",)  # words that stand where verl's default is a number
-GROUPS = ("engine", "model", "optim")  # groups of configuration files that a word without a dot chooses from
+GROUPS = (
+    "engine",
+    "model",
+    "optim",
+)  # groups of configuration files that a word without a dot chooses from
 
 
 class Rule(NamedTuple):
@@ -57,7 +76,9 @@ def _rules(rules: str) -> tuple[Rule, ...]:
             text = text.replace(re.escape(name), alternatives)
         kind, _, argument = becomes.partition(" ")
         values = json.loads(becomes) if becomes[0] == "[" else argument
-        found.append(Rule(re.compile(text), "values" if becomes[0] == "[" else kind, values, sentence))
+        found.append(
+            Rule(re.compile(text), "values" if becomes[0] == "[" else kind, values, sentence)
+        )
     return tuple(found)
 
 
@@ -83,17 +104,27 @@ class Line:
     entry: Entry
     version: str
     tree: Tree = field(default_factory=Tree)
-    default: dict[str, Any] = field(default_factory=dict)  # verl's default leaves of this version, of the entry
-    given: set[str] = field(default_factory=set)  # leaves that the command line or a user's file sets
+    default: dict[str, Any] = field(
+        default_factory=dict
+    )  # verl's default leaves of this version, of the entry
+    given: set[str] = field(
+        default_factory=set
+    )  # leaves that the command line or a user's file sets
     ours: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # our key -> verl's key that it was set from
-    noted: dict[str, list[str]] = field(default_factory=dict)  # why keys are taken without effect -> these keys
+    sources: dict[str, str] = field(
+        default_factory=dict
+    )  # our key -> verl's key that it was set from
+    noted: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # why keys are taken without effect -> these keys
     config: Config | None = None  # None where keys are refused
     notices: list[str] = field(default_factory=list)
     refused: list[ConfigError] = field(default_factory=list)
     machine: list[ConfigError] = field(default_factory=list)
     """What only this machine lacks: files, models, packages, devices."""
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of what is run that are no keys
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # arguments of what is run that are no keys
     rules: str = ""  # whose rows hold: the entry's, and before them, where it trains there, those of Megatron-core
     stopped: str = ""  # why the whole line cannot be taken, whatever else is in it
     written: str = ""  # the key that is being translated, as the user wrote it
@@ -138,13 +169,20 @@ class Line:
         if before is not None and before in self.given:
             if source in self.given and not _same(self.ours[key], value):
                 got = f"{as_text(self.ours[key], key)} by {before} and {as_text(value, key)} by {source}"
-                self.refused.append(ConfigError(key, got=got, expected="one value", fix="Leave one of the two out."))
+                self.refused.append(
+                    ConfigError(key, got=got, expected="one value", fix="Leave one of the two out.")
+                )
             return
         leaf = leaf_of(key, self.entry.task)
         if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         # verl's null for what has no null here: the default of both.
-        if value is not None or leaf is None or leaf.kind.endswith("null") or self._default_of(source) is not None:
+        if (
+            value is not None
+            or leaf is None
+            or leaf.kind.endswith("null")
+            or self._default_of(source) is not None
+        ):
             self.ours[key], self.sources[key] = value, source
 
     def note(self, sentence: str) -> None:
@@ -205,13 +243,21 @@ class Line:
             self.set(f"data.custom_cls.options.{name}", value)
         elif key in known_keys() and not self.is_changed(self.written):
             return  # verl's own default
-        elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
+        elif self.written in self.given and not (
+            value in ({}, None) and any(k.startswith(key) for k in known_keys())
+        ):
             fix = "Leave it out; what your own file reads from it has no place here."
             got = "a key that neither verl nor Quadriga has"
             if any(known.startswith(f"{key}.") for known in known_keys()):
-                got, fix = f"{as_text(value)}, for a section", f"Set keys below it: {key}.NAME=VALUE."
+                got, fix = (
+                    f"{as_text(value)}, for a section",
+                    f"Set keys below it: {key}.NAME=VALUE.",
+                )
             elif key in known_keys():
-                got, fix = "a key of verl's without a place here", f"{self.entry.name} does not need it: leave it out."
+                got, fix = (
+                    "a key of verl's without a place here",
+                    f"{self.entry.name} does not need it: leave it out.",
+                )
             self.refused.append(ConfigError(self.written, got=got, fix=fix))
 
 
@@ -237,8 +283,14 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         if line.stopped:
             return Line(entry, version, refused=[ConfigError(entry.name, fix=line.stopped)])
         line.notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
-        places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
-        config, problems, told = read_settings(line.ours, places, task=entry.task, for_training=entry.run == "train")
+        places = {
+            key: f"verl's {source}"
+            for key, source in line.sources.items()
+            if source not in (key, "")
+        }
+        config, problems, told = read_settings(
+            line.ours, places, task=entry.task, for_training=entry.run == "train"
+        )
         plain = _told_of_defaults(entry, version) if line.given else frozenset()
         line.notices += [one for one in told if one not in plain]
         line.config = config
@@ -251,8 +303,15 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
 
 def _take_all(line: Line) -> None:
     """Translates each leaf, and then what the line as a whole means."""
-    engines = [line.get(key) for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy")]
-    line.rules = f"megatron,{line.entry.rules}" if MEGATRON_ENGINES & {*map(str, engines)} else line.entry.rules
+    engines = [
+        line.get(key)
+        for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy")
+    ]
+    line.rules = (
+        f"megatron,{line.entry.rules}"
+        if MEGATRON_ENGINES & {*map(str, engines)}
+        else line.entry.rules
+    )
     for key in list(line.tree.values):
         line.written = key
         try:
@@ -265,12 +324,19 @@ def _take_all(line: Line) -> None:
         if value != MISSING and not key.endswith("_target_"):
             try:
                 line.take(key, value)
-            except (TypeError, ValueError) as error:  # a list or text where the row's function reads a number, or so
-                line.refuse("a value of the kind that verl has there", f"It cannot be translated: {error}.")
+            except (
+                TypeError,
+                ValueError,
+            ) as error:  # a list or text where the row's function reads a number, or so
+                line.refuse(
+                    "a value of the kind that verl has there", f"It cannot be translated: {error}."
+                )
     for rule in _rules(line.rules):
         if rule.becomes == "unlike":
             line.written = rule.pattern.pattern.replace("\\", "")
-            if all(_among(line.get(key), values) for key, values in json.loads(rule.argument).items()):
+            if all(
+                _among(line.get(key), values) for key, values in json.loads(rule.argument).items()
+            ):
                 line.note(rule.sentence)
     for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
         function(line)
@@ -295,20 +361,28 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     chosen = [word.value for word in read if word.key in ("model_engine", "engine")]
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
     tree_name = CONFIG_FILES.get(name, entry.tree)
-    tree_name = next((one for engine in chosen if (one := f"{entry.tree}_{engine}") in TREES), tree_name)
+    tree_name = next(
+        (one for engine in chosen if (one := f"{entry.tree}_{engine}") in TREES), tree_name
+    )
     default = defaults(tree_name, version) | defaults(entry.name, version)
     line = Line(entry, version, default=default)
     for key, value in default.items():
         line.tree.put(key, value)
     if name and name not in CONFIG_FILES:
-        _read_file(line, Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml", problems)
+        _read_file(
+            line, Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml", problems
+        )
     for sign, key, value in read:
         if "@" in key or (key in GROUPS and isinstance(value, str) and line.tree.below(key)):
             # A file of a group takes the place of a section.
             key = (key.partition("@")[2] or key) + ".group"
         if sign == "~":
             if key not in line.tree.values and not line.tree.below(key):
-                problems.append(ConfigError(f"~{key}", got="nothing to leave out", expected="a key that there is"))
+                problems.append(
+                    ConfigError(
+                        f"~{key}", got="nothing to leave out", expected="a key that there is"
+                    )
+                )
             line.tree.drop(key)
             continue
         before = set(line.tree.below(key)) | {key}
@@ -323,9 +397,13 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
     """Applies a user's configuration file; one that is not there is this machine's matter."""
     if not file.is_file():
         expected, fix = "a file that exists", "The rest is read over the program's own defaults."
-        line.machine.append(MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix))
+        line.machine.append(
+            MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix)
+        )
         return
-    base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()} | {"": line.default}
+    base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()} | {
+        "": line.default
+    }
     own = read_config(file, base, problems)
     for key, value in own.values.items():
         if line.tree.values.get(key, MISSING) != value:
@@ -344,7 +422,9 @@ def _flags(words: Iterable[str], problems: list[ConfigError]) -> tuple[dict[str,
             flags[_FLAGS[option]] = value if has_value else next(rest, "")
         elif word in _SWEEP:
             fix = "Start a run for each choice: sweeps are not run."
-            problems.append(ConfigError(word, got="a sweep", expected="one value for each key", fix=fix))
+            problems.append(
+                ConfigError(word, got="a sweep", expected="one value for each key", fix=fix)
+            )
         elif word.strip() and not word.startswith("hydra"):
             settings.append(word)
     return flags, settings

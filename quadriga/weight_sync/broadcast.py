@@ -50,7 +50,9 @@ class Address:
     num_senders: int = 1
 
 
-def open_store(host: str, ranks: Sequence[int], num_senders: int = 1) -> tuple[Address, dist.TCPStore]:
+def open_store(
+    host: str, ranks: Sequence[int], num_senders: int = 1
+) -> tuple[Address, dist.TCPStore]:
     """The address of senders of which this process is the first, and the store behind it."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     return Address(host, store.port, tuple(ranks), num_senders), store
@@ -64,18 +66,24 @@ def meet(
     size = address.num_senders + len(address.ranks)
     with waiting(f"all {size} processes of a weight sync, here {rank}"):
         store = store or dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
-        headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT)
+        headers = dist.ProcessGroupGloo(
+            dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT
+        )
         headers._set_default_timeout(TIMEOUT)
         if device.type != "cuda":
             return headers, headers
         torch.cuda.set_device(device)
-        return headers, dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), rank, size, TIMEOUT)
+        return headers, dist.ProcessGroupNCCL(
+            dist.PrefixStore("contents", store), rank, size, TIMEOUT
+        )
 
 
 class Channel:
     """Broadcasts from rank 0, whose process has the store, to the receivers. The group is made at first use."""
 
-    def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:
+    def __init__(
+        self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None
+    ) -> None:
         self._address, self._rank, self._device, self._store = address, rank, device, store
         self._size = len(address.ranks) + 1
         self._headers: Any = None
@@ -128,7 +136,9 @@ class Channel:
         """The group is there, and what goes wrong in it is explained."""
         try:
             if self._headers is None:
-                self._headers, self._contents = meet(self._address, self._rank, self._device, self._store)
+                self._headers, self._contents = meet(
+                    self._address, self._rank, self._device, self._store
+                )
             yield
         except torch.OutOfMemoryError:
             raise
@@ -146,7 +156,9 @@ class WeightSender:
     """The trainer's side, in its first process; its other ranks only take part in gathering each tensor. Receivers must
     be able to resolve `host`. For `bucket_bytes` see `SHARES`."""
 
-    def __init__(self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int
+    ) -> None:
         self._bucket_bytes = bucket_bytes // SHARES
         self.address, store = open_store(host, ranks)
         self.channel = Channel(self.address, 0, device, store)
@@ -159,7 +171,9 @@ class WeightSender:
         try:
             for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
                 room = max(content.numel(), self._bucket_bytes)
-                self.channel.send({"entries": entries, "num_bytes": content.numel(), "room_bytes": room}, content)
+                self.channel.send(
+                    {"entries": entries, "num_bytes": content.numel(), "room_bytes": room}, content
+                )
         except WeightSyncError:
             raise
         except Exception as error:
@@ -205,7 +219,9 @@ class WeightReceiver(CopiedWeights):
             fix = "The network between trainer and rollout corrupts data."
             raise WeightSyncError(where, got=got, expected="what the trainer sent", fix=fix)
         if offered != version:
-            raise WeightSyncError(where, got=f"version {offered}", expected=f"version {version}, which was announced")
+            raise WeightSyncError(
+                where, got=f"version {offered}", expected=f"version {version}, which was announced"
+            )
 
 
 def _noted(weights: NamedWeights, marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -43,7 +43,11 @@ def pack(
         else:
             if memory is None or memory.numel() < flat.numel():
                 room = max(size, flat.numel())
-                memory = allocate(room) if allocate else torch.empty(room, dtype=torch.uint8, device=tensor.device)
+                memory = (
+                    allocate(room)
+                    if allocate
+                    else torch.empty(room, dtype=torch.uint8, device=tensor.device)
+                )
             content = memory[: offset + flat.numel()]
             content[offset:].copy_(flat)
         return [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
@@ -52,16 +56,25 @@ def pack(
         yield entries, content
 
 
-def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(
+    entries: Iterable[Sequence[Any]], content: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
     Raises WeightSyncError: the content is too short for an entry, or a dtype is unknown."""
     for name, shape, dtype_name, offset in entries:
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise WeightSyncError(f"weight {name}", got=f"dtype {dtype_name!r}", expected="a dtype of torch")
+            raise WeightSyncError(
+                f"weight {name}", got=f"dtype {dtype_name!r}", expected="a dtype of torch"
+            )
         size = math.prod(shape) * dtype.itemsize
         piece = content[offset : offset + size]
         if piece.numel() != size:
-            expected, fix = f"{size}, for {dtype_name} {tuple(shape)}", "The bucket was cut short on its way."
-            raise WeightSyncError(f"weight {name}", got=f"{piece.numel()} bytes", expected=expected, fix=fix)
+            expected, fix = (
+                f"{size}, for {dtype_name} {tuple(shape)}",
+                "The bucket was cut short on its way.",
+            )
+            raise WeightSyncError(
+                f"weight {name}", got=f"{piece.numel()} bytes", expected=expected, fix=fix
+            )
         yield name, piece.view(dtype).view(shape)

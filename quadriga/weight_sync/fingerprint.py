@@ -53,10 +53,16 @@ def _sums(content: torch.Tensor) -> tuple[int, int]:
     by_row = by_column = torch.zeros((), dtype=torch.int64, device=content.device)
     for number, part in enumerate(parts):
         words = part.clone() if part.storage_offset() % _WORD else part
-        matrix = words.view(torch.int64).view(-1, _ROW if words.numel() >= _ROW * _WORD else words.numel() // _WORD)
-        by_row = by_row * 3 + (matrix.sum(1) * _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)).sum()
+        matrix = words.view(torch.int64).view(
+            -1, _ROW if words.numel() >= _ROW * _WORD else words.numel() // _WORD
+        )
+        by_row = (
+            by_row * 3
+            + (matrix.sum(1) * _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)).sum()
+        )
         by_column = (
-            by_column * 3 + (matrix.sum(0) * _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)).sum()
+            by_column * 3
+            + (matrix.sum(0) * _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)).sum()
         )
     return int(by_row), int(by_column)
 

@@ -52,13 +52,21 @@ class SharedWeights:
         offered, held = dict(weights), dict(target.named_weights())
         addresses = {_address(tensor) for tensor in offered.values()}
         apart = [
-            name for name, tensor in offered.items() if name not in held or _address(tensor) != _address(held[name])
+            name
+            for name, tensor in offered.items()
+            if name not in held or _address(tensor) != _address(held[name])
         ]
-        apart += [name for name, tensor in held.items() if name not in offered and _address(tensor) not in addresses]
+        apart += [
+            name
+            for name, tensor in held.items()
+            if name not in offered and _address(tensor) not in addresses
+        ]
         if apart:
             got = f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}"
             fix = "Give the rollout the trainer's module, or publish by CopiedWeights."
-            raise WeightSyncError(f"shared weights, version {version}", got, "one set of parameters for both", fix)
+            raise WeightSyncError(
+                f"shared weights, version {version}", got, "one set of parameters for both", fix
+            )
         target.load_weights(offered.items(), version)
         self._published = _states(target)
 
@@ -69,8 +77,13 @@ class SharedWeights:
         changed = [name for name, state in self._published.items() if held.get(name) != state]
         if changed:
             got = f"{len(changed)} of {len(held)} weights that were written to since: {name_some(changed)}"
-            expected, fix = "weights as they were published", "Publish the weights after each update."
-            raise WeightSyncError(f"shared weights, version {version}", got=got, expected=expected, fix=fix)
+            expected, fix = (
+                "weights as they were published",
+                "Publish the weights after each update.",
+            )
+            raise WeightSyncError(
+                f"shared weights, version {version}", got=got, expected=expected, fix=fix
+            )
 
 
 class CopiedWeights:
@@ -80,7 +93,11 @@ class CopiedWeights:
         self._published: dict[str, str] = {}  # fingerprints by name
 
     def publish(
-        self, weights: NamedWeights, target: WeightTarget, version: int, known: Mapping[str, str] | None = None
+        self,
+        weights: NamedWeights,
+        target: WeightTarget,
+        version: int,
+        known: Mapping[str, str] | None = None,
     ) -> None:
         """Copy the weights, a complete set or what is new of one (see `WeightTarget.load_weights`), one tensor at a
         time, and compare what the target holds with what was sent. `known` has fingerprints of tensors by name where
@@ -93,14 +110,18 @@ class CopiedWeights:
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
                 fitted = tensor.detach().to(dtypes.get(name, tensor.dtype))
-                mark = known.get(name) if known is not None and fitted.dtype == tensor.dtype else None
+                mark = (
+                    known.get(name) if known is not None and fitted.dtype == tensor.dtype else None
+                )
                 sent[name] = mark or tensor_fingerprint(fitted)
                 yield name, fitted
 
         running = stream()
         try:
             target.load_weights(running, version)
-            for _ in running:  # a target that did not take all of them does not hold up the sender of the rest
+            for _ in (
+                running
+            ):  # a target that did not take all of them does not hold up the sender of the rest
                 pass
             self._published |= sent
             self.verify(target, version)
@@ -124,14 +145,21 @@ class CopiedWeights:
         if differing:
             got = f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}"
             fix = "The rollout's engine did not take them over as they are; it generates nothing until it does."
-            raise WeightSyncError(f"weights of version {version}", got, "in the rollout what the trainer sent", fix)
+            raise WeightSyncError(
+                f"weights of version {version}", got, "in the rollout what the trainer sent", fix
+            )
 
 
 def require_version(target: WeightTarget, version: int) -> None:
     """Raise a WeightSyncError unless the target's weights are of this version."""
     if target.weight_version != version:
-        got, fix = f"version {target.weight_version}", "Publish the weights before the next generation."
-        raise WeightSyncError("weights of the rollout", got=got, expected=f"version {version}, the trainer's", fix=fix)
+        got, fix = (
+            f"version {target.weight_version}",
+            "Publish the weights before the next generation.",
+        )
+        raise WeightSyncError(
+            "weights of the rollout", got=got, expected=f"version {version}, the trainer's", fix=fix
+        )
 
 
 def name_some(names: Iterable[str]) -> str:

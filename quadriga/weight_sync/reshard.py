@@ -36,7 +36,10 @@ class Piece(NamedTuple):
     def overlap(self, other: "Piece") -> "Piece | None":
         """What both have; None: nothing."""
         start = tuple(map(max, self.start, other.start))
-        ends = [min(a + size, b + other_size) for a, size, b, other_size in zip(*self, *other, strict=True)]
+        ends = [
+            min(a + size, b + other_size)
+            for a, size, b, other_size in zip(*self, *other, strict=True)
+        ]
         shape = tuple(end - first for first, end in zip(start, ends, strict=True))
         return Piece(start, shape) if min(shape, default=1) > 0 else None
 
@@ -86,7 +89,13 @@ class ReshardedWeights:
         bucket_bytes: int,
         meet: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
-        self.rank, self.size, self.device, self.bucket_bytes, self._meet = rank, size, device, bucket_bytes, meet
+        self.rank, self.size, self.device, self.bucket_bytes, self._meet = (
+            rank,
+            size,
+            device,
+            bucket_bytes,
+            meet,
+        )
         self._group: Any = None
         self._buckets: list[Bucket] = []  # what goes from this rank or to it
         self._dtypes: dict[str, torch.dtype] = {}
@@ -106,11 +115,16 @@ class ReshardedWeights:
         if self._group is None:
             self._connect({name: box for name, (box, _) in held.items()}, wanted)
             merged = () if target is None else target.merged_shards
-            views = {name: self._own(held.get(name), *wanted[name]) for name in wanted.keys() - set(merged)}
+            views = {
+                name: self._own(held.get(name), *wanted[name])
+                for name in wanted.keys() - set(merged)
+            }
             shared = {name: view for name, view in views.items() if view is not None}
             self.num_shared = len(shared)
             self._shards = {
-                name: torch.empty(box.shape, dtype=dtype, device=self.device) if name not in shared else shared[name]
+                name: torch.empty(box.shape, dtype=dtype, device=self.device)
+                if name not in shared
+                else shared[name]
                 for name, (box, dtype) in wanted.items()
             }
             if target is not None:
@@ -127,7 +141,9 @@ class ReshardedWeights:
         if differing := self._published.differences(target.fingerprint()):
             total = len(self._published.tensors)
             got = f"{len(differing)} of {total} shards that were written to: {name_some(differing)}"
-            raise WeightSyncError(f"weights of version {version}", got=got, expected="what was published")
+            raise WeightSyncError(
+                f"weights of version {version}", got=got, expected="what was published"
+            )
 
     def describe(self) -> str:
         """How the weights travel, for people to read."""
@@ -137,16 +153,33 @@ class ReshardedWeights:
     def _connect(self, held: Mapping[str, Piece], wanted: Wanted) -> None:
         with taking_part(self._where("the meeting")):
             self._group = dist.group.WORLD if self._meet is None else self._meet()[1]
-        own = [held, {name: (box, str(dtype).removeprefix("torch.")) for name, (box, dtype) in wanted.items()}]
+        own = [
+            held,
+            {
+                name: (box, str(dtype).removeprefix("torch."))
+                for name, (box, dtype) in wanted.items()
+            },
+        ]
         facts = self._gather(own)
-        having = [{name: Piece(*map(tuple, box)) for name, box in known.items()} for known, _ in facts]
-        wanting = [{name: Piece(*map(tuple, box)) for name, (box, _) in asked.items()} for _, asked in facts]
-        self._dtypes = {name: getattr(torch, dtype) for _, asked in facts for name, (_, dtype) in asked.items()}
+        having = [
+            {name: Piece(*map(tuple, box)) for name, box in known.items()} for known, _ in facts
+        ]
+        wanting = [
+            {name: Piece(*map(tuple, box)) for name, (box, _) in asked.items()}
+            for _, asked in facts
+        ]
+        self._dtypes = {
+            name: getattr(torch, dtype) for _, asked in facts for name, (_, dtype) in asked.items()
+        }
         sizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         buckets, self.num_sliced = plan(having, wanting, sizes, self.bucket_bytes)
-        self._buckets = [[one for one in bucket if self.rank in (one.sender, one.receiver)] for bucket in buckets]
+        self._buckets = [
+            [one for one in bucket if self.rank in (one.sender, one.receiver)] for bucket in buckets
+        ]
 
-    def _own(self, held: tuple[Piece, torch.Tensor] | None, box: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+    def _own(
+        self, held: tuple[Piece, torch.Tensor] | None, box: Piece, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """The trainer's own memory of a shard, where it is one: laid out alike."""
         if held is None or held[1].dtype != dtype or held[0].overlap(box) != box:
             return None
@@ -157,16 +190,24 @@ class ReshardedWeights:
     def _run(self, held: Held, wanted: Wanted, version: int) -> Iterator[str]:
         """Fill the shards, bucket by bucket; the name of each that is complete."""
         buckets = self._buckets
-        missing = Counter(one.name for bucket in buckets for one in bucket if one.receiver == self.rank)
+        missing = Counter(
+            one.name for bucket in buckets for one in bucket if one.receiver == self.rank
+        )
         num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # [ranks, 1 + buckets]: what each other rank shall find, and what came from it; first the version.
         sent, came = (torch.full((self.size, 1 + len(buckets)), version) for _ in range(2))
         for number, bucket in enumerate(buckets, start=1):
-            outgoing = sorted((one for one in bucket if one.sender == self.rank), key=lambda one: one.receiver)
-            incoming = sorted((one for one in bucket if one.receiver == self.rank), key=lambda one: one.sender)
+            outgoing = sorted(
+                (one for one in bucket if one.sender == self.rank), key=lambda one: one.receiver
+            )
+            incoming = sorted(
+                (one for one in bucket if one.receiver == self.rank), key=lambda one: one.sender
+            )
             out_sizes, in_sizes = self._sizes(outgoing, "receiver"), self._sizes(incoming, "sender")
-            source, output, _ = memory.tensor_split((sum(out_sizes), sum(out_sizes) + sum(in_sizes)))
+            source, output, _ = memory.tensor_split(
+                (sum(out_sizes), sum(out_sizes) + sum(in_sizes))
+            )
             for move, place in self._places(outgoing, source):
                 if place is not None:
                     box, tensor = held[move.name]
@@ -196,7 +237,9 @@ class ReshardedWeights:
         if target.data_ptr() != part.data_ptr():
             target.copy_(part)
 
-    def _places(self, moves: Iterable[Move], memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor | None]]:
+    def _places(
+        self, moves: Iterable[Move], memory: torch.Tensor
+    ) -> Iterator[tuple[Move, torch.Tensor | None]]:
         """Each move, and where it lies in a bucket; None: it is the rank's own."""
         end = 0
         for move in moves:
@@ -222,19 +265,28 @@ class ReshardedWeights:
             names = [one.name for one in bucket if (one.sender, one.receiver) == (rank, self.rank)]
             got = f"{len(names)} weights from rank {rank}, of which some changed on their way: {name_some(names)}"
             fix = "The network between the ranks corrupts data."
-            raise WeightSyncError(f"weights of version {version}", got=got, expected="what it sent", fix=fix)
+            raise WeightSyncError(
+                f"weights of version {version}", got=got, expected="what it sent", fix=fix
+            )
 
     def _gather(self, facts: Any) -> list[Any]:
         """The facts [ranks] of all ranks, JSON."""
-        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(self.device)
+        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(
+            self.device
+        )
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         with taking_part(self._where("what each has and wants")):
-            self._group.allgather([lengths], [torch.tensor([text.numel()], device=self.device)]).wait()
+            self._group.allgather(
+                [lengths], [torch.tensor([text.numel()], device=self.device)]
+            ).wait()
             sizes = [int(one) for one in lengths]
             padded = torch.nn.functional.pad(text, (0, max(sizes) - text.numel()))
             texts = [torch.empty_like(padded) for _ in sizes]
             self._group.allgather([texts], [padded]).wait()
-        return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(texts, sizes, strict=True)]
+        return [
+            json.loads(bytes(one[:size].cpu().numpy()))
+            for one, size in zip(texts, sizes, strict=True)
+        ]
 
     def _where(self, what: str) -> str:
         return f"weight sync, rank {self.rank} of {self.size}, in {what}"
@@ -281,7 +333,11 @@ def plan(
     found: list[Bucket] = [[]]
     load, num_sliced = Counter[int](), 0
     for name in names:
-        parts = list(_cut(list(_moves(name, having, wanting, itemsizes[name])), itemsizes[name], bucket_bytes))
+        parts = list(
+            _cut(
+                list(_moves(name, having, wanting, itemsizes[name])), itemsizes[name], bucket_bytes
+            )
+        )
         num_sliced += len(parts) > 1
         for part in parts:
             added = _rank_bytes(part)
@@ -294,7 +350,10 @@ def plan(
 
 
 def _moves(
-    name: str, having: Sequence[Mapping[str, Piece]], wanting: Sequence[Mapping[str, Piece]], itemsize: int
+    name: str,
+    having: Sequence[Mapping[str, Piece]],
+    wanting: Sequence[Mapping[str, Piece]],
+    itemsize: int,
 ) -> Iterator[Move]:
     owners: dict[Piece, list[int]] = {}
     for rank, known in enumerate(having):
@@ -309,7 +368,13 @@ def _moves(
                 continue
             sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
             missing -= torch.Size(common.shape).numel()
-            yield Move(name, sender, receiver, common, _num_bytes(common, itemsize) if sender != receiver else 0)
+            yield Move(
+                name,
+                sender,
+                receiver,
+                common,
+                _num_bytes(common, itemsize) if sender != receiver else 0,
+            )
         if missing:
             got = f"{missing} numbers of rank {receiver}'s part that no rank of the trainer has, or two have"
             raise WeightSyncError(f"weight {name}", got=got, expected="each of them once")
@@ -329,7 +394,11 @@ def _cut(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
             box = one.box
             rows = Piece((start, *box.start[1:]), (stop - start, *box.shape[1:]))
             if (common := box.overlap(rows)) is not None:
-                half.append(one._replace(box=common, num_bytes=_num_bytes(common, itemsize) if one.num_bytes else 0))
+                half.append(
+                    one._replace(
+                        box=common, num_bytes=_num_bytes(common, itemsize) if one.num_bytes else 0
+                    )
+                )
         yield from _cut(half, itemsize, bucket_bytes)
 
 

@@ -92,7 +92,9 @@ class ActorRolloutRefWorker(Learner):
             # The weights below an adapter are frozen: they need no float32 masters.
             dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
             loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
-            self.make_engine(loaded, self.config.actor_rollout_ref.model if self.is_trained else None, "actor")
+            self.make_engine(
+                loaded, self.config.actor_rollout_ref.model if self.is_trained else None, "actor"
+            )
             correction = self.config.algorithm.rollout_correction
             self.objective = PolicyObjective(actor, correction, self.config.distillation)
             choices = self.describe("actor", has_adapter=self.has_adapter)
@@ -115,15 +117,23 @@ class ActorRolloutRefWorker(Learner):
                 self.engine.dtype,
                 is_beside_training=self.is_trained,
                 num_processes=self.world_size,
-                actor=self.engine.model if self.engine.has_replicated_weights and group is None else None,
+                actor=self.engine.model
+                if self.engine.has_replicated_weights and group is None
+                else None,
                 group=group,
             )
             if has_shards(self.config):
                 bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
-                self.weight_sync = ReshardedWeights(self.rank, self.world_size, device, bucket_bytes)
+                self.weight_sync = ReshardedWeights(
+                    self.rank, self.world_size, device, bucket_bytes
+                )
             else:
-                self.weight_sync = SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
-                self.generation.engine.is_load_stable = True  # tensors are gathered one by one, or the actor's own
+                self.weight_sync = (
+                    SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
+                )
+                self.generation.engine.is_load_stable = (
+                    True  # tensors are gathered one by one, or the actor's own
+                )
             choices |= self.generation.choices
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
@@ -175,9 +185,15 @@ class ActorRolloutRefWorker(Learner):
         """`old_log_probs`, `entropys` and, where wanted, `sum_pi_squared` [B, T] of the actor as it is; and the experts
         that the update repeats, `routed_experts` [B, P + T, L, k]."""
         with_routes = self.section.router_replay == "old_log_prob"
-        wanted = {"with_entropy": True, "with_sum_pi_squared": with_sum_pi_squared, "with_routes": with_routes}
+        wanted = {
+            "with_entropy": True,
+            "with_sum_pi_squared": with_sum_pi_squared,
+            "with_routes": with_routes,
+        }
         scores = self._infer(self.engine, data, self.rollout_config, **wanted)
-        found = DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
+        found = DataProto.from_dict(
+            tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]}
+        )
         for name in scores.keys() - {"log_probs", "entropy"}:
             found.batch[name] = scores[name]
         return found
@@ -197,8 +213,12 @@ class ActorRolloutRefWorker(Learner):
     def _infer(
         self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, **wanted: bool
     ) -> dict[str, torch.Tensor]:
-        num_sequences = None if config.log_prob_use_dynamic_bsz else config.log_prob_micro_batch_size_per_gpu
-        micro = MicroBatching(num_sequences, config.log_prob_max_token_len_per_gpu, self.share_prompts)
+        num_sequences = (
+            None if config.log_prob_use_dynamic_bsz else config.log_prob_micro_batch_size_per_gpu
+        )
+        micro = MicroBatching(
+            num_sequences, config.log_prob_max_token_len_per_gpu, self.share_prompts
+        )
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **wanted)
 
     @register(dispatch_mode=BY_REPLICA)
@@ -237,7 +257,10 @@ class ActorRolloutRefWorker(Learner):
     def pieces(self) -> Held:
         """The parts of the weights that this rank has, an adapter's beside them; names are those without an adapter."""
         parts = self.engine.parameters.pieces()
-        return {base_name(name): (Piece(start, tuple(tensor.shape)), tensor.detach()) for name, start, tensor in parts}
+        return {
+            base_name(name): (Piece(start, tuple(tensor.shape)), tensor.detach())
+            for name, start, tensor in parts
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
@@ -255,7 +278,9 @@ class ActorRolloutRefWorker(Learner):
     def open_stream(self, done: Done) -> GenerationStream:
         """Generation beside training, in this process and by an engine with a copy of the weights; `close` ends it."""
         device, dtype = self.engine.device, self.engine.dtype
-        own = Generation(self.config, self.tokenizer, device, dtype, is_beside_training=False, num_processes=2)
+        own = Generation(
+            self.config, self.tokenizer, device, dtype, is_beside_training=False, num_processes=2
+        )
         self.stream = GenerationStream(own, done)
         return self.stream
 
@@ -275,13 +300,22 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare weight sync with these ranks of a rollout elsewhere alone. Returns, from rank 0, the address."""
-        bucket_bytes, device = self.rollout_config.update_weights_bucket_megabytes << 20, self.processes.world.device
+        bucket_bytes, device = (
+            self.rollout_config.update_weights_bucket_megabytes << 20,
+            self.processes.world.device,
+        )
         if sends_parts(self.config):
-            first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None
+            first = (
+                open_store(self.place.master_addr, ranks, self.world_size)
+                if self.rank == 0
+                else None
+            )
             address = self.engine.world.gather(first and first[0])[0]
             meeting = partial(meet, address, self.rank, device, first and first[1])
             kind = ReshardedWeights if has_shards(self.config) else StreamedWeights
-            self.sender = kind(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
+            self.sender = kind(
+                self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting
+            )
             return address if self.rank == 0 else None
         if self.rank != 0:
             return None
@@ -303,7 +337,9 @@ class ActorRolloutRefWorker(Learner):
                 if self.sender is not None:
                     self.sender.publish(weights, version)
             finally:
-                for _ in weights:  # all ranks take part in gathering each tensor, even where it could not be sent
+                for _ in (
+                    weights
+                ):  # all ranks take part in gathering each tensor, even where it could not be sent
                     pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -40,7 +40,12 @@ from quadriga.observe.machine import Choice, choose_dtype, release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
-from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from quadriga.user_file import import_external
 from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
@@ -51,7 +56,9 @@ BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 """A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
 returns the result."""
 
-GROUPS = "rollout groups"  # the name under which a worker registers its place among the rollout groups
+GROUPS = (
+    "rollout groups"  # the name under which a worker registers its place among the rollout groups
+)
 BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
 """A chunk of rows for each rollout group, the same for all of its ranks; the leader returns the result."""
 
@@ -82,8 +89,12 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         got = f"{wish!r} ({str(error).strip().partition(chr(10))[0]})"
         fix = "Set trainer.device=auto; `quadriga doctor` says what there is."
-        raise ConfigError("trainer.device", got=got, expected="a device that torch can use here", fix=fix) from error
-    if device.type == "cuda":  # where Triton, vLLM and NCCL work, whatever device their tensors are on
+        raise ConfigError(
+            "trainer.device", got=got, expected="a device that torch can use here", fix=fix
+        ) from error
+    if (
+        device.type == "cuda"
+    ):  # where Triton, vLLM and NCCL work, whatever device their tensors are on
         torch.cuda.set_device(device)
     return device
 
@@ -97,7 +108,10 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
             start = time.perf_counter()
             rows = method(*args, **kwargs)
             metric = Metric(time.perf_counter() - start, "max")
-            rows.meta_info["metrics"] = {**rows.meta_info.get("metrics", {}), f"timing_s/{phase}": metric}
+            rows.meta_info["metrics"] = {
+                **rows.meta_info.get("metrics", {}),
+                f"timing_s/{phase}": metric,
+            }
             return rows
 
         return cast(Pass, measured)
@@ -143,7 +157,9 @@ class EngineWorker(Worker):
             "dtype": self.dtype.value,
             "device": self.processes.world.device,
             "processes": self.processes,
-            "training": Training(section.optim, section.grad_clip, section.max_nonfinite_steps) if section else None,
+            "training": Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
+            if section
+            else None,
             "memory": Memory(
                 gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
                 activation_offload=model is not None and model.enable_activation_offload,
@@ -164,12 +180,20 @@ class EngineWorker(Worker):
             **options,
         )
 
-    def build_frozen(self, loaded: LoadedModel, fsdp: FSDPConfig, name: str) -> tuple[FSDPEngine, str]:
+    def build_frozen(
+        self, loaded: LoadedModel, fsdp: FSDPConfig, name: str
+    ) -> tuple[FSDPEngine, str]:
         """An engine for inference alone, whose weights rest where `fsdp` says so; and what it is, to be printed."""
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
-        rests, said = engine.rest_between_phases(kinds, self.config.trainer.offload_directory), engine.describe()
-        return engine, f"{said['parameters'] / 1e6:.1f} M parameters, {said['weights']} ({self.dtype.reason}){rests}"
+        rests, said = (
+            engine.rest_between_phases(kinds, self.config.trainer.offload_directory),
+            engine.describe(),
+        )
+        return (
+            engine,
+            f"{said['parameters'] / 1e6:.1f} M parameters, {said['weights']} ({self.dtype.reason}){rests}",
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -186,27 +210,39 @@ class Learner(EngineWorker):
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
         is_critic = self.part == "critic"
-        self.section: ActorConfig | CriticConfig = config.critic if is_critic else config.actor_rollout_ref.actor
+        self.section: ActorConfig | CriticConfig = (
+            config.critic if is_critic else config.actor_rollout_ref.actor
+        )
         self._peak_flops: float | None = None
 
-    def make_engine(self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str) -> None:
+    def make_engine(
+        self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str
+    ) -> None:
         """Put the model into `engine`; without its section `model` it is for inference only."""
         section = self.section if model else None
-        self.engine = self.build_engine(loaded, self.section.fsdp_config, name=name, section=section, model=model)
+        self.engine = self.build_engine(
+            loaded, self.section.fsdp_config, name=name, section=section, model=model
+        )
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
         """Let rest between phases what `fsdp_config` says. Returns what does, behind a semicolon, to be printed.
         `keeps_weights`: another role computes with these weights."""
         fsdp = self.section.fsdp_config
-        kinds = {"masters", *(() if keeps_weights else ("weights",))} if fsdp.param_offload else set()
+        kinds = (
+            {"masters", *(() if keeps_weights else ("weights",))} if fsdp.param_offload else set()
+        )
         kinds |= {"optimizer"} if fsdp.optimizer_offload else set()
         frees = fsdp.grad_offload if fsdp.grad_offload is not None else self.device.type != "cpu"
-        text = self.engine.rest_between_phases(kinds, self.config.trainer.offload_directory, frees_gradients=frees)
+        text = self.engine.rest_between_phases(
+            kinds, self.config.trainer.offload_directory, frees_gradients=frees
+        )
         if fsdp.param_offload and not self.engine.resting.keys() & {"masters", "weights"}:
             text += "; param_offload moves nothing: the rollout computes with these weights"
         if fsdp.offload_policy and self.device.type == "cpu":
-            text += "; offload_policy changes nothing on a CPU: weights are, and steps are taken, there"
+            text += (
+                "; offload_policy changes nothing on a CPU: weights are, and steps are taken, there"
+            )
         return text
 
     def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
@@ -226,7 +262,9 @@ class Learner(EngineWorker):
             "weights": f"{chosen['weights']} ({self.dtype.reason}); {masters}",
         }
 
-    def learn(self, data: DataProto, rows_per_prompt: int, *, temperature: float = 1.0) -> DataProto:
+    def learn(
+        self, data: DataProto, rows_per_prompt: int, *, temperature: float = 1.0
+    ) -> DataProto:
         """Update the model on a batch.
 
         Args:
@@ -248,12 +286,16 @@ class Learner(EngineWorker):
         release_free_memory()
         # Measured once; where that was at a busy moment, a rate that an update reaches raises it.
         self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
-        return DataProto(meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}})
+        return DataProto(
+            meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}}
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
         """Copy the model and its optimizer, and begin to write them below `directory`."""
-        self.checkpoint.start(directory / self.part, frozenset(self.section.checkpoint.save_contents))
+        self.checkpoint.start(
+            directory / self.part, frozenset(self.section.checkpoint.save_contents)
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
@@ -268,7 +310,9 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Read the model and its optimizer from below `directory`."""
-        self.checkpoint.load(directory / self.part, frozenset(self.section.checkpoint.load_contents))
+        self.checkpoint.load(
+            directory / self.part, frozenset(self.section.checkpoint.load_contents)
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
@@ -300,11 +344,15 @@ class Learner(EngineWorker):
             self.engine.state_was_loaded(COPIED)
 
 
-def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS, *, with_routes: bool = False) -> DataProto:
+def model_inputs(
+    batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS, *, with_routes: bool = False
+) -> DataProto:
     """What a pass without gradients reads: `MODEL_INPUTS`, those of the objects that are there, and `with_routes` the
     experts of each token, where the rollout reported them."""
     routes = {ROUTES} & set(batch.batch.keys()) if with_routes else ()
-    return batch.select([*MODEL_INPUTS, *routes], [key for key in objects if key in batch.non_tensor_batch])
+    return batch.select(
+        [*MODEL_INPUTS, *routes], [key for key in objects if key in batch.non_tensor_batch]
+    )
 
 
 class UpdateInputs:
@@ -321,4 +369,6 @@ class UpdateInputs:
             self._policy.add_batch_columns(batch)
         fields = (self._policy if role == "actor" else self._value).fields(batch)
         names = dict.fromkeys((*MODEL_INPUTS, *fields, *({"row_index"} & set(batch.batch.keys()))))
-        return batch.select(list(names), [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch])
+        return batch.select(
+            list(names), [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
+        )

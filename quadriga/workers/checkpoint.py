@@ -37,7 +37,9 @@ OPTIMIZER, FROZEN = "optimizer", "frozen"
 class RoleCheckpoint:
     """Writes and reads one role's part. All ranks of the role call the same methods in turn."""
 
-    def __init__(self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.engine, self.model, self.tokenizer = engine, model, tokenizer
         self.writer = StateWriter(engine.world)
 
@@ -82,16 +84,23 @@ class RoleCheckpoint:
                 for one in (saved, adapter_of(self.model))
             ]
             if kinds[0] != kinds[1]:
-                where, expected = folder / ADAPTER_CONFIG if saved else folder, "as actor_rollout_ref.model says"
+                where, expected = (
+                    folder / ADAPTER_CONFIG if saved else folder,
+                    "as actor_rollout_ref.model says",
+                )
                 fix = "Resume with the lora_rank and lora_alpha of the run that wrote it."
-                raise CheckpointError(str(where), got=kinds[0], expected=f"{kinds[1]}, {expected}", fix=fix)
+                raise CheckpointError(
+                    str(where), got=kinds[0], expected=f"{kinds[1]}, {expected}", fix=fix
+                )
         with self.engine.awake(*ALL_KINDS):
             for part in sorted(parts):
                 load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
             self.engine.state_was_loaded(parts)
 
 
-def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel) -> None:
+def _complete(
+    folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel
+) -> None:
     if adapter and MODEL in contents:
         with explained(folder):
             files = open_weights(folder / MODEL)

@@ -46,12 +46,19 @@ class Generation:
         group: RolloutGroup | None = None,
     ) -> None:
         self.config, self.tokenizer, self.group = config, tokenizer, group
-        self.engine = make_rollout_engine(config, tokenizer, device=device, dtype=dtype, actor=actor, group=group)
-        leads, num_processes = group is None or group.is_leader, num_processes // (1 if group is None else group.size)
+        self.engine = make_rollout_engine(
+            config, tokenizer, device=device, dtype=dtype, actor=actor, group=group
+        )
+        leads, num_processes = (
+            group is None or group.is_leader,
+            num_processes // (1 if group is None else group.size),
+        )
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self.sleeps = is_beside_training and rollout.free_cache_engine
         shape = load_config(
-            model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+            model.path,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
         )
         self.vocabulary_size = shape.get_text_config().vocab_size
         self.loops: AgentLoopManager | None = None
@@ -81,7 +88,9 @@ class Generation:
         if input_ids.numel() and int(input_ids.max()) >= self.vocabulary_size:
             expected = f"ids below {self.vocabulary_size}, the size of the model's vocabulary"
             fix = "Use the model's own tokenizer: see data.tokenizer."
-            raise EngineError("prompts", got=f"token id {int(input_ids.max())}", expected=expected, fix=fix)
+            raise EngineError(
+                "prompts", got=f"token id {int(input_ids.max())}", expected=expected, fix=fix
+            )
         prompts.meta_info["weight_version"] = weight_version
         if self.sleeps:
             self.engine.wake()
@@ -106,9 +115,13 @@ class Generation:
                 self.engine.release()
             if self.sleeps:
                 self.engine.sleep()
-        if not prompts.meta_info.get("validate", False):  # of validation no metrics of the engine are kept
+        if not prompts.meta_info.get(
+            "validate", False
+        ):  # of validation no metrics of the engine are kept
             counts, self.engine.counts = self.engine.counts, Counter()
-            responses.meta_info["metrics"] |= {name: Metric(count, "sum") for name, count in counts.items() if count}
+            responses.meta_info["metrics"] |= {
+                name: Metric(count, "sum") for name, count in counts.items() if count
+            }
         release_free_memory()
         return responses
 

@@ -16,7 +16,14 @@ from quadriga.config import Config, Layout, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
 from quadriga.config.adapter import adapter_route
 from quadriga.config.distillation import is_served
-from quadriga.config.placement import ACTOR, CRITIC, DISTILLATION, arranged_roles, rollout_devices, rollout_group_size
+from quadriga.config.placement import (
+    ACTOR,
+    CRITIC,
+    DISTILLATION,
+    arranged_roles,
+    rollout_devices,
+    rollout_group_size,
+)
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.names import require_known
@@ -24,7 +31,14 @@ from quadriga.engines.parallel.pipeline import layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
-from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, tensor_plan, way_of
+from quadriga.models.architecture import (
+    EXPERT_COUNTS,
+    PACKED,
+    choose_attention,
+    length_limit,
+    tensor_plan,
+    way_of,
+)
 from quadriga.models.experts import mixtures, router_of
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
@@ -50,7 +64,9 @@ class LoadedModel:
     read: ReadWeight | None
 
 
-def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False) -> LoadedModel:
+def load_policy(
+    config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False
+) -> LoadedModel:
     """The model of `actor_rollout_ref.model` as a policy, for the ranks that will hold it; a vision encoder that the
     configuration freezes is frozen, and the adapter of the configuration is in float32. `dtype`: of replicated weights;
     sharded ones are read when they are cut."""
@@ -60,10 +76,16 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
         vision_encoder(loaded.scorer.model).requires_grad_(False)
     if not has_adapter:
         return loaded
-    read_factor, read_base = add_adapter(loaded.scorer.model, section, config.trainer.seed), loaded.read
+    read_factor, read_base = (
+        add_adapter(loaded.scorer.model, section, config.trainer.seed),
+        loaded.read,
+    )
     if read_base is None:
         return loaded
-    return LoadedModel(loaded.scorer, lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)))
+    return LoadedModel(
+        loaded.scorer,
+        lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)),
+    )
 
 
 def load_model(
@@ -89,7 +111,9 @@ def load_model(
         whole = scorer(load_causal_lm(path, **how, **options))
         if is_critic and folder is not None:
             files = _files(whole, folder)
-            for name, parameter in whole.model.get_submodule("value_head").named_parameters("value_head"):
+            for name, parameter in whole.model.get_submodule("value_head").named_parameters(
+                "value_head"
+            ):
                 if name in files.shapes:
                     parameter.data.copy_(files.read(name))
         return LoadedModel(whole, None)
@@ -103,7 +127,9 @@ def load_model(
     return loaded
 
 
-def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool) -> LoadedModel:
+def load_judge(
+    path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool
+) -> LoadedModel:
     """The reward model at `path`; sharded weights are read when they are cut. EngineError: as `load_reward_model`."""
     folder = None if processes.layout.is_whole else model_folder(path)
     if folder is None:
@@ -123,9 +149,17 @@ def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_rem
 
 def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
     """A model whose weights are read from the files of a folder, and the names that these lack: they are zero."""
-    files, buffers = ConvertedFiles(_files(skeleton, folder), skeleton.model), weight_buffers(skeleton.model)
-    names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
-    loaded = LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
+    files, buffers = (
+        ConvertedFiles(_files(skeleton, folder), skeleton.model),
+        weight_buffers(skeleton.model),
+    )
+    names, shapes = (
+        files.shapes,
+        {name: one.shape for name, one in skeleton.model.named_parameters()},
+    )
+    loaded = LoadedModel(
+        skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name])
+    )
     for name, buffer in buffers.items():
         if name in names:
             buffer.copy_(files.read(name))
@@ -142,7 +176,9 @@ def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
     files = RenamedFiles(open_model(folder), own_name)
     if (size := files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]) != 1:
         expected, fix = "one, the value", "Name a policy, a critic, or a classifier with one label."
-        raise EngineError(f"critic {folder}", got=f"a head with {size} labels", expected=expected, fix=fix)
+        raise EngineError(
+            f"critic {folder}", got=f"a head with {size} labels", expected=expected, fix=fix
+        )
     return files
 
 
@@ -150,18 +186,29 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     """ConfigError: heads or layers that cannot be divided over the ranks, or policies with too few positions."""
     policy = _model_config(config, ACTOR)
     names, own = policy.architectures or [], getattr(policy, "auto_map", {})
-    generates = not names or "AutoModelForCausalLM" in own or any(name.endswith(_GENERATING) for name in names)
+    generates = (
+        not names
+        or "AutoModelForCausalLM" in own
+        or any(name.endswith(_GENERATING) for name in names)
+    )
     if not generates and config.task != "reward_model":
         got = f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}"
         fix = "Name a model whose architecture ends in ForCausalLM."
-        raise ConfigError("actor_rollout_ref.model.path", got, "a causal language model, which generates text", fix)
+        raise ConfigError(
+            "actor_rollout_ref.model.path",
+            got,
+            "a causal language model, which generates text",
+            fix,
+        )
     _check_vision(config, policy, has_critic=has_critic)
     positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
     needed = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and needed > positions:
         expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
         fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
-        raise ConfigError("data.max_prompt_length + data.max_response_length", f"{needed} tokens", expected, fix)
+        raise ConfigError(
+            "data.max_prompt_length + data.max_response_length", f"{needed} tokens", expected, fix
+        )
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
     text, size = policy.get_text_config(), rollout_group_size(config) * rollout_devices(config)
@@ -169,8 +216,15 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     keys = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (keys % size and size % keys):
         where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {heads} heads"
-        expected = f"a number that divides them, and that {keys} key-value heads divide or are divided by"
-        raise ConfigError(where, got=f"{got} and {keys} key-value heads", expected=expected, fix="Choose another one.")
+        expected = (
+            f"a number that divides them, and that {keys} key-value heads divide or are divided by"
+        )
+        raise ConfigError(
+            where,
+            got=f"{got} and {keys} key-value heads",
+            expected=expected,
+            fix="Choose another one.",
+        )
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
             require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
@@ -197,15 +251,29 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
         alone = f"for an architecture whose rows are computed one at a time ({way.reason})"
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             fix = "Shard the weights with fsdp_config.fsdp_size."
-            raise ConfigError(where, f"{layout.describe()}, {alone}", "no other sizes than fsdp_size", fix)
+            raise ConfigError(
+                where, f"{layout.describe()}, {alone}", "no other sizes than fsdp_size", fix
+            )
         if where == ACTOR and rollout.needs_packed_rows:
-            expected, fix = "an engine that knows its layers", "Set it to hf, or to vllm where it loads the model."
-            raise ConfigError(f"{ROLLOUT}.name", got=f"{rollout.name}, {alone}", expected=expected, fix=fix)
-    limit, needed = length_limit(policy), config.data.max_prompt_length + config.data.max_response_length
+            expected, fix = (
+                "an engine that knows its layers",
+                "Set it to hf, or to vllm where it loads the model.",
+            )
+            raise ConfigError(
+                f"{ROLLOUT}.name", got=f"{rollout.name}, {alone}", expected=expected, fix=fix
+            )
+    limit, needed = (
+        length_limit(policy),
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
     if limit is not None and needed > limit and rollout.needs_packed_rows:
         got = f"{rollout.name}, for sequences of up to {needed} tokens of a model with rope_type=longrope"
-        expected = f"at most {limit} tokens: beyond, its positions depend on the length of a sequence"
-        raise ConfigError(f"{ROLLOUT}.name", got=got, expected=expected, fix="Set it to hf, or lower the lengths.")
+        expected = (
+            f"at most {limit} tokens: beyond, its positions depend on the length of a sequence"
+        )
+        raise ConfigError(
+            f"{ROLLOUT}.name", got=got, expected=expected, fix="Set it to hf, or lower the lengths."
+        )
 
 
 def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
@@ -213,7 +281,9 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
     process keeps of them; for people to read. Raises ConfigError: as `check_models`."""
     check_models(config, has_critic=has_critic)
     model, device = config.actor_rollout_ref.model, "cuda" if torch.cuda.is_available() else "cpu"
-    arranged = {where: layout for where, layout, _ in _arranged_models(config, has_critic=has_critic)}
+    arranged = {
+        where: layout for where, layout, _ in _arranged_models(config, has_critic=has_critic)
+    }
     for where, section in ((ACTOR, config.actor_rollout_ref.actor), (CRITIC, config.critic)):
         if (layout := arranged.get(where)) is None:
             continue
@@ -228,11 +298,17 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         if layers:
             counts = f"{router_of(layers[0]).top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
             told += f", {of_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        told += f"; {(cost.num_block_parameters + cost.num_head_parameters) / 1e6:.1f} M multiply it"
-        forward, update = (f"{one(1, 1, 0) / 1e9:.3g}" for one in (cost.forward_flops, cost.update_flops))
+        told += (
+            f"; {(cost.num_block_parameters + cost.num_head_parameters) / 1e6:.1f} M multiply it"
+        )
+        forward, update = (
+            f"{one(1, 1, 0) / 1e9:.3g}" for one in (cost.forward_flops, cost.update_flops)
+        )
         yield f"{told}: {forward} GFLOP forward, {update} learned from, attention aside"
         dtype = choose_dtype(section.fsdp_config.model_dtype, device).value
-        kept = layout.state_bytes(of_experts, total - of_experts, dtype.itemsize, is_trained=not is_adapted)
+        kept = layout.state_bytes(
+            of_experts, total - of_experts, dtype.itemsize, is_trained=not is_adapted
+        )
         what = "frozen weights" if is_adapted else "weights, AdamW's moments and sums of gradients"
         yield f"{where}: a process keeps about {kept / 1e9:.3g} GB of {what} ({layout.describe()}, {str(dtype)[6:]})"
 
@@ -248,8 +324,13 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return
     if theirs != (ours := _num_experts(_model_config(config, ACTOR).get_text_config())):
-        got, fix = f"a model of {theirs} experts in a layer", "Resume with the model that the checkpoint was made of."
-        raise CheckpointError(f"{checkpoint / 'actor'}", got, f"{ours}, as actor_rollout_ref.model.path has", fix)
+        got, fix = (
+            f"a model of {theirs} experts in a layer",
+            "Resume with the model that the checkpoint was made of.",
+        )
+        raise CheckpointError(
+            f"{checkpoint / 'actor'}", got, f"{ours}, as actor_rollout_ref.model.path has", fix
+        )
 
 
 def _num_experts(text: Any) -> int:
@@ -259,7 +340,10 @@ def _num_experts(text: Any) -> int:
 
 def _check_routers(config: Config, policy: Any) -> None:
     actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
-    losses = {f"{ACTOR}.{one}": getattr(actor, one) for one in ("router_aux_loss_coef", "router_z_loss_coef")}
+    losses = {
+        f"{ACTOR}.{one}": getattr(actor, one)
+        for one in ("router_aux_loss_coef", "router_z_loss_coef")
+    }
     experts = config.actor_rollout_ref.rollout.expert_parallel_size
     asked = losses | {
         f"{ACTOR}.router_replay": actor.router_replay,
@@ -281,47 +365,86 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not is_vision(policy):
         if actor.freeze_vision_tower:
-            got, expected = f"True, with a model without a vision encoder ({policy.model_type})", "one that has it"
-            raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out.")
+            got, expected = (
+                f"True, with a model without a vision encoder ({policy.model_type})",
+                "one that has it",
+            )
+            raise ConfigError(
+                f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out."
+            )
         return
     if model.has_adapter and actor.freeze_vision_tower:
         got = "True, with an adapter, which learns in the vision encoder, too"
         fix = "Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the adapter out of it."
-        raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected="False: all weights are frozen", fix=fix)
+        raise ConfigError(
+            f"{ACTOR}.freeze_vision_tower",
+            got=got,
+            expected="False: all weights are frozen",
+            fix=fix,
+        )
     if model.has_adapter and adapter_route(config).is_alone:
         got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
         expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
-        raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
-    sizes = config.data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
-    is_glm = policy.model_type in ONE_TOKEN and ENGINES[config.actor_rollout_ref.rollout.name].cuts_images
+        raise ConfigError(
+            "actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true."
+        )
+    sizes = config.data.mm_processor_kwargs.model_dump(
+        include={"min_pixels", "max_pixels"}, exclude_none=True
+    )
+    is_glm = (
+        policy.model_type in ONE_TOKEN
+        and ENGINES[config.actor_rollout_ref.rollout.name].cuts_images
+    )
     if is_glm and (sizes or not policy.text_config.attention_bias):
         where = "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path"
-        got, fix = f"{sizes or 'attention_bias=false'}, with vllm and glm4v", "Set them in the model's own files."
-        raise ConfigError(where, got=got, expected="the model's sizes, and attention_bias=true", fix=fix)
+        got, fix = (
+            f"{sizes or 'attention_bias=false'}, with vllm and glm4v",
+            "Set them in the model's own files.",
+        )
+        raise ConfigError(
+            where, got=got, expected="the model's sizes, and attention_bias=true", fix=fix
+        )
     if any(map(is_served, config.distillation.all_teachers)):
         got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
-        raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)
+        raise ConfigError(
+            "distillation", got=got, expected="a model's folder: servers get no images", fix=fix
+        )
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if where == CRITIC and not is_vision(model):
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
             fix = "Leave the key out: the critic then starts from the policy's model."
-            raise ConfigError("critic.model.path", "a text model, with a vision-language policy", expected, fix)
+            raise ConfigError(
+                "critic.model.path", "a text model, with a vision-language policy", expected, fix
+            )
         if where == "reward_model" and _shown(model) != _shown(policy):
             got = f"a model of type {model.model_type}, with a vision-language policy of type {policy.model_type}"
             fix = "Train one with `quadriga sft objective=reward_model`, or grade with custom_reward_function.path."
-            raise ConfigError(f"{where}.model.path", got=got, expected="one with its image tokens and patches", fix=fix)
+            raise ConfigError(
+                f"{where}.model.path",
+                got=got,
+                expected="one with its image tokens and patches",
+                fix=fix,
+            )
         added = len(getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", ()))
         held = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
         if layout.pp != 1 and added > len(held):
             got = f"{layout.describe()}, with {len(held)} layers in the first stage ({model.model_type})"
-            raise ConfigError(where, got, f"at least {added} there, which images are added to", "Take fewer stages.")
+            raise ConfigError(
+                where,
+                got,
+                f"at least {added} there, which images are added to",
+                "Take fewer stages.",
+            )
 
 
 def _shown(model: Any) -> tuple[Any, ...]:
     """How images come to a model: its type, their tokens, and their patches; () of a text model."""
     if not is_vision(model):
         return ()
-    sizes = (getattr(model.vision_config, f"{one}_size") for one in ("patch", "spatial_merge", "temporal_patch"))
+    sizes = (
+        getattr(model.vision_config, f"{one}_size")
+        for one in ("patch", "spatial_merge", "temporal_patch")
+    )
     return (model.model_type, model.image_token_id, model.video_token_id, *sizes)
 
 
@@ -349,7 +472,9 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
 
 def _model_config(config: Config, where: str) -> Any:
     path, options = _path_and_options(config, where)
-    return load_config(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options)
+    return load_config(
+        path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options
+    )
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:

@@ -51,8 +51,15 @@ class RewardModelWorker(EngineWorker):
         given = self.config.reward_model.max_length
         if given is not None and positions is not None and given > positions:
             got, expected = str(given), f"at most {positions}, the positions of the reward model"
-            raise ConfigError("reward_model.max_length", got=got, expected=expected, fix="Lower it, or leave it out.")
-        self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
+            raise ConfigError(
+                "reward_model.max_length",
+                got=got,
+                expected=expected,
+                fix="Lower it, or leave it out.",
+            )
+        self.limit = given or min(
+            (limit for limit in (positions, tokenizer_limit) if limit), default=None
+        )
         longest = "" if self.limit is None else f", up to {self.limit} tokens"
         return {"reward model": about, "reward inputs": f"{reason}{longest}"}
 
@@ -72,7 +79,9 @@ class RewardModelWorker(EngineWorker):
         num_cut = sum(row is not before for row, before in zip(rows, whole, strict=True))
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
-        micro = MicroBatching(num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts)
+        micro = MicroBatching(
+            num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts
+        )
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
         broken = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
@@ -92,29 +101,43 @@ class RewardModelWorker(EngineWorker):
         """The rows as the reward model reads them: the policy's tokens, or chats rendered by its own template.
         Raises EngineError: a row lacks prompt or response, or has a token that the reward model does not know; or it
         has images, and is rendered anew. DataError: there are no chats, or the template refuses one."""
-        input_ids, attention = (data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask"))
+        input_ids, attention = (
+            data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask")
+        )
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
-        rows, axes = [], data.batch["position_ids"].cpu() if data.batch["position_ids"].dim() == 3 else None
+        rows, axes = (
+            [],
+            data.batch["position_ids"].cpu() if data.batch["position_ids"].dim() == 3 else None,
+        )
         given = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
         for number, (tokens, valid) in enumerate(zip(input_ids, attention != 0, strict=True)):
             positions = None if axes is None else axes[number][:, torch.from_numpy(valid)]
             response = tokens[width:][valid[width:]].tolist()
-            row = SequenceTokens(tokens[:width][valid[:width]].tolist(), response, positions, given[number] or {})
+            row = SequenceTokens(
+                tokens[:width][valid[:width]].tolist(), response, positions, given[number] or {}
+            )
             if not (row.prompt and row.response):
                 empty = "response" if row.prompt else "prompt"
                 where = f"row {number} of a batch for the reward model"
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
             rows.append(row)
         if self.judge is not None and any(row.inputs for row in rows):
-            expected, fix = "text: it reads chats by its own template", f"Set {_KEY}=null, for the policy's tokens."
-            raise EngineError("reward model", got="a prompt with images or videos", expected=expected, fix=fix)
+            expected, fix = (
+                "text: it reads chats by its own template",
+                f"Set {_KEY}=null, for the policy's tokens.",
+            )
+            raise EngineError(
+                "reward model", got="a prompt with images or videos", expected=expected, fix=fix
+            )
         if self.judge is not None:
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
             expected = f"ids below {self.vocabulary_size}, the size of its vocabulary"
             fix = f"Set {_KEY} to the policy's tokenizer: responses are then rendered for the reward model."
-            raise EngineError("reward model", got=f"token id {highest} of the policy", expected=expected, fix=fix)
+            raise EngineError(
+                "reward model", got=f"token id {highest} of the policy", expected=expected, fix=fix
+            )
         return rows
 
 
@@ -138,12 +161,19 @@ class SequenceTokens:
             raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
         tokens = [*self.prompt, *self.response][-limit:]
         kept = max(1, len(tokens) - len(self.response))
-        positions = None if self.positions is None else self.positions[:, -limit:] - self.positions[:, -limit:].min()
+        positions = (
+            None
+            if self.positions is None
+            else self.positions[:, -limit:] - self.positions[:, -limit:].min()
+        )
         return SequenceTokens(tokens[:kept], tokens[kept:], positions)
 
 
 def rendered_chats(
-    data: DataProto, responses: Sequence[Sequence[int]], policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase
+    data: DataProto,
+    responses: Sequence[Sequence[int]],
+    policy: PreTrainedTokenizerBase,
+    judge: PreTrainedTokenizerBase,
 ) -> list[SequenceTokens]:
     """Render chats with the template of `judge` and encode them.
 
@@ -177,13 +207,23 @@ def rendered_chats(
             messages = [*chat, *solution]
         if ends_with_assistant(chat):
             continued = messages[len(chat)]
-            joined = {**chat[-1], **continued, "content": chat[-1]["content"] + continued["content"]}
+            joined = {
+                **chat[-1],
+                **continued,
+                "content": chat[-1]["content"] + continued["content"],
+            }
             messages = [*chat[:-1], joined, *messages[len(chat) + 1 :]]
         try:
-            rendered.append(str(judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)))
+            rendered.append(
+                str(
+                    judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+                )
+            )
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
-            got = f"a chat that the reward model's template refuses ({type(error).__name__}: {error})"
+            got = (
+                f"a chat that the reward model's template refuses ({type(error).__name__}: {error})"
+            )
             expected = "messages in the form that the reward model was trained on"
             fix = "Correct the row's chat, or use another reward model."
             raise DataError(f"prompt {uid}", got=got, expected=expected, fix=fix) from error
@@ -194,11 +234,19 @@ def rendered_chats(
         groups.setdefault(uid, []).append(tokens)
     shared: dict[Any, int] = {}
     for uid, members in groups.items():
-        first, last = min(members), max(members)  # in lexicographic order: what these two share, all share
-        differing = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+        first, last = (
+            min(members),
+            max(members),
+        )  # in lexicographic order: what these two share, all share
+        differing = (
+            place
+            for place, (one, other) in enumerate(zip(first, last, strict=False))
+            if one != other
+        )
         shared[uid] = max(1, next(differing, len(first)))
     return [
-        SequenceTokens(tokens[: shared[uid]], tokens[shared[uid] :]) for uid, tokens in zip(uids, encoded, strict=True)
+        SequenceTokens(tokens[: shared[uid]], tokens[shared[uid] :])
+        for uid, tokens in zip(uids, encoded, strict=True)
     ]
 
 
@@ -220,7 +268,9 @@ def choose_tokenizer(
         if source.get_vocab() != policy.get_vocab():
             got = f"'{model.input_tokenizer}', whose vocabulary is not that of the run's tokenizer"
             expected = "the policy's tokenizer: it decodes the responses"
-            raise ConfigError(_KEY, got=got, expected=expected, fix=f"Set {_KEY}=auto, or leave it out.")
+            raise ConfigError(
+                _KEY, got=got, expected=expected, fix=f"Set {_KEY}=auto, or leave it out."
+            )
         difference = f"{_KEY} is set"
     elif policy.get_vocab() != judge.get_vocab():
         difference = "its vocabulary is not the policy's"
@@ -243,7 +293,9 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     except (OSError, ValueError, KeyError) as error:
         expected = "a folder or hub name with a tokenizer that transformers can load"
         fix = f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own."
-        raise ConfigError(key, f"'{path}' ({str(error).strip().partition(chr(10))[0]})", expected, fix) from error
+        raise ConfigError(
+            key, f"'{path}' ({str(error).strip().partition(chr(10))[0]})", expected, fix
+        ) from error
 
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
@@ -266,7 +318,15 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
         position_ids = position_ids[:, None].repeat(1, 3, 1)
         for number, row in enumerate(rows):
             start, stop = before - len(row.prompt), before + len(row.response)
-            position_ids[number, :, start:stop] = row.positions  # nothing reads that of the token behind
+            position_ids[number, :, start:stop] = (
+                row.positions
+            )  # nothing reads that of the token behind
         seen = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
-    tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return DataProto.from_dict(tensors={**tensors, "response_mask": response_mask}, non_tensors=seen)
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+    }
+    return DataProto.from_dict(
+        tensors={**tensors, "response_mask": response_mask}, non_tensors=seen
+    )

@@ -49,7 +49,9 @@ class RolloutWorker(Worker):
             self.world = process_group.join(self.place, self.device)
         if (settings := self.config.async_training).enable:
             self.stream = ServedStream(self._make(), waits=settings.deterministic)
-        choices = self.stream.generation.choices if self.stream is not None else self.generation.choices
+        choices = (
+            self.stream.generation.choices if self.stream is not None else self.generation.choices
+        )
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
 
     @cached_property
@@ -58,9 +60,13 @@ class RolloutWorker(Worker):
         return self._make()
 
     def _make(self) -> Generation:
-        dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
+        dtype = choose_dtype(
+            self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device
+        ).value
         own: dict[str, Any] = {"is_beside_training": False, "num_processes": self.world_size}
-        if (size := rollout_group_size(self.config)) > 1:  # each engine has its own, for they compute at the same time
+        if (
+            size := rollout_group_size(self.config)
+        ) > 1:  # each engine has its own, for they compute at the same time
             own["group"] = RolloutGroup(self.rank, self.world_size, size, self.device)
         return Generation(self.config, self.tokenizer, self.device, dtype, **own)
 
@@ -80,7 +86,9 @@ class RolloutWorker(Worker):
         """Take the address that weights will come from, and leave an earlier one."""
         if sends_parts(self.config):
             rank, size = address.num_senders + self.rank, address.num_senders + self.world_size
-            bucket_bytes = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+            bucket_bytes = (
+                self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+            )
             meeting = partial(meet, address, rank, self.device)
             kind = ReshardedWeights if has_shards(self.config) else StreamedWeights
             self._receiver = kind(rank, size, self.device, bucket_bytes, meeting)
@@ -125,5 +133,7 @@ class RolloutWorker(Worker):
         if self._receiver is None:
             got = "no connection to the actor's weights (expect_weights was not called)"
             fix = "Publish the weights before the first generation."
-            raise WeightSyncError("rollout", got, "expect_weights, and weights that were published", fix)
+            raise WeightSyncError(
+                "rollout", got, "expect_weights, and weights that were published", fix
+            )
         return self._receiver

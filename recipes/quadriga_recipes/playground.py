@@ -56,7 +56,9 @@ def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
     for name, tree in configurations(folder).items():
         parts[name] = folder / name
         with written_aside(parts[name], where=_WHERE) as draft:
-            draft.write_text(f"# SPDX-License-Identifier: Apache-2.0\n{to_yaml(tree)}", encoding="utf-8")
+            draft.write_text(
+                f"# SPDX-License-Identifier: Apache-2.0\n{to_yaml(tree)}", encoding="utf-8"
+            )
     return parts
 
 
@@ -65,7 +67,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
     It is the tokenizer of Qwen2 without its merges: transformers loads no other one for a model of this type.
     """
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *sorted(ByteLevel.alphabet())))}
+    vocabulary = {
+        token: number for number, token in enumerate((*SPECIAL, *sorted(ByteLevel.alphabet())))
+    }
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
@@ -115,7 +119,12 @@ def _write_data(folder: Path, seed: int) -> dict[str, Path]:
     random = Random(seed)
     chats = [pair for task in TASKS for pair in mixed_habits(task, NUM_SFT_ROWS, random)]
     rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for question, answer in chats
     ]
     files = {"data, supervised": _write_table(folder / "sft.parquet", rows)}

@@ -38,7 +38,11 @@ def configurations(folder: Path) -> dict[str, Tree]:
 
 def _sft(folder: Path) -> Tree:
     return {
-        "data": {"train_files": f"{folder}/data/sft.parquet", "max_length": 32, "train_batch_size": 128},
+        "data": {
+            "train_files": f"{folder}/data/sft.parquet",
+            "max_length": 32,
+            "train_batch_size": 128,
+        },
         "model": {"path": f"{folder}/model"},
         "optim": {"lr": 2e-3, "lr_warmup_steps": 20},
         "engine": {"fsdp_config": {"model_dtype": "float32"}},
@@ -64,7 +68,8 @@ def _grpo(folder: Path, task: Task) -> Tree:
             },
             "rollout": {"n": NUM_RESPONSES, "temperature": 1.0, "max_num_seqs": 256},
         },
-        "trainer": _trainer(folder, task.name) | {"total_training_steps": 80, "test_freq": 10, "save_freq": 80},
+        "trainer": _trainer(folder, task.name)
+        | {"total_training_steps": 80, "test_freq": 10, "save_freq": 80},
     }
 
 
@@ -80,7 +85,12 @@ def _over_recipes() -> dict[str, Tree]:
             "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 2}},
             # The more is right, the fewer groups differ, and the more prompts it takes.
             "algorithm": {"filter_groups": {"max_num_gen_batches": 40}},
-            "reward_model": {"reward_kwargs": {"max_resp_len": MAX_RESPONSE_TOKENS, "overlong_buffer_cfg": overlong}},
+            "reward_model": {
+                "reward_kwargs": {
+                    "max_resp_len": MAX_RESPONSE_TOKENS,
+                    "overlong_buffer_cfg": overlong,
+                }
+            },
         },
         "gspo": four_updates,
         "ppo": several_responses | {"critic": _critic()},
@@ -143,7 +153,12 @@ def _distilled(folder: Path) -> Tree:
     """A teacher in place of the rewards: `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes one."""
     fsdp = {"model_dtype": "float32"}
     return {
-        "distillation": {"enable": True, "path": f"{folder}/teacher", "use_task_rewards": False, "fsdp_config": fsdp},
+        "distillation": {
+            "enable": True,
+            "path": f"{folder}/teacher",
+            "use_task_rewards": False,
+            "fsdp_config": fsdp,
+        },
     }
 
 

@@ -62,7 +62,11 @@ SUMS = Task(
     "sums",
     "{}+{}=",
     2,
-    {"the sum": lambda a, b: a + b, "the difference": lambda a, b: abs(a - b), "the first": lambda a, b: a},
+    {
+        "the sum": lambda a, b: a + b,
+        "the difference": lambda a, b: abs(a - b),
+        "the first": lambda a, b: a,
+    },
 )
 LARGEST = Task(
     "largest",
@@ -105,7 +109,13 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
                 place = number + wrong
-                is_taken = (part == 1 or place % 3 == 0) if task.num_held_out else (place % 5 == 0) == (part == 1)
+                is_taken = (
+                    (part == 1 or place % 3 == 0)
+                    if task.num_held_out
+                    else (place % 5 == 0) == (part == 1)
+                )
                 if str(wrong) != right and is_taken:
-                    parts[part].append({"prompt": task.text(number), "chosen": right, "rejected": str(wrong)})
+                    parts[part].append(
+                        {"prompt": task.text(number), "chosen": right, "rejected": str(wrong)}
+                    )
     return parts

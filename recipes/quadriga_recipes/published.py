@@ -22,7 +22,9 @@ from quadriga.errors import DataError
 from quadriga.rewards.graders.reading import last_box
 from quadriga_recipes.rows import Pair, Problem, Row
 
-BY_FOUR_HASHES = 'Reason step by step. Put the final answer on a last line of its own, after "####".'
+BY_FOUR_HASHES = (
+    'Reason step by step. Put the final answer on a last line of its own, after "####".'
+)
 IN_A_BOX = "Reason step by step. Put the final answer in \\boxed{}."
 THINK_FIRST = "First think, between <think> and </think>. Then put the final answer in \\boxed{}."
 BY_LETTER = "How does it go on? Answer with the letter alone."
@@ -78,19 +80,33 @@ def published_rows(
     return _draw(train, num_train, seed), _draw(val, num_val, seed)
 
 
-def _from_files(name: str, of: Source, source: Path, num_val: int | None, seed: int) -> tuple[list[Row], list[Row]]:
+def _from_files(
+    name: str, of: Source, source: Path, num_val: int | None, seed: int
+) -> tuple[list[Row], list[Row]]:
     if source.is_file():
         every = _read([source], of)
         held_out = max(1, len(every) // 10) if num_val is None else min(num_val, len(every))
         order = Random(seed).sample(range(len(every)), len(every))
-        return [every[i] for i in sorted(order[held_out:])], [every[i] for i in sorted(order[:held_out])]
-    files = sorted(path for path in source.rglob("*") if Path(path.name.removesuffix(".gz")).suffix in TABLE_SUFFIXES)
+        return [every[i] for i in sorted(order[held_out:])], [
+            every[i] for i in sorted(order[:held_out])
+        ]
+    files = sorted(
+        path
+        for path in source.rglob("*")
+        if Path(path.name.removesuffix(".gz")).suffix in TABLE_SUFFIXES
+    )
     split = {
-        word: [path for path in files if re.search(f"(?<![a-z]){word}", path.relative_to(source).as_posix().lower())]
+        word: [
+            path
+            for path in files
+            if re.search(f"(?<![a-z]){word}", path.relative_to(source).as_posix().lower())
+        ]
         for word in ("train", *of.held_out)
     }
     train, *others = split.values()
-    val = next(filter(None, ([path for path in found if path not in train] for found in others)), [])
+    val = next(
+        filter(None, ([path for path in found if path not in train] for found in others)), []
+    )
     if not train or not val:
         listed = ", ".join(path.name for path in files[:8])
         raise DataError(
@@ -113,7 +129,9 @@ def _read(files: list[Path], of: Source) -> list[Row]:
                     with gzip.open(file) as packed, plain.open("wb") as target:
                         shutil.copyfileobj(packed, target)
                 except (OSError, EOFError) as error:
-                    raise DataError(str(file), got=f"no whole gzip file ({error})", expected="one") from error
+                    raise DataError(
+                        str(file), got=f"no whole gzip file ({error})", expected="one"
+                    ) from error
             table = read_table(plain)
             for column in of.columns:
                 if column not in table.columns:
@@ -123,7 +141,9 @@ def _read(files: list[Path], of: Source) -> list[Row]:
                         expected=f"a column {column!r}",
                         fix=f"Name files with the columns {', '.join(of.columns)}.",
                     )
-            found += _converted(chain.from_iterable(table.batches(of.columns, 256)), of, str(file), file.parent)
+            found += _converted(
+                chain.from_iterable(table.batches(of.columns, 256)), of, str(file), file.parent
+            )
     return found
 
 
@@ -146,18 +166,25 @@ def _from_hub(name: str, of: Source) -> tuple[list[Row], list[Row]]:
     train, val = (
         # As they are stored: images are bytes then.
         _converted(
-            chain.from_iterable(batch.to_pylist() for batch in loaded[split].data.to_batches()), of, split, Path()
+            chain.from_iterable(batch.to_pylist() for batch in loaded[split].data.to_batches()),
+            of,
+            split,
+            Path(),
         )
         for split in ("train", held_out)
     )
     return train, val
 
 
-def _converted(rows: Iterable[Mapping[str, Any]], of: Source, where: str, folder: Path) -> list[Row]:
+def _converted(
+    rows: Iterable[Mapping[str, Any]], of: Source, where: str, folder: Path
+) -> list[Row]:
     every = [of.make(row, f"{where} row {number}", folder) for number, row in enumerate(rows)]
     useful = [row for row in every if row is not None]
     if num_useless := len(every) - len(useful):
-        print(f"{where}: {num_useless} of {len(every)} rows are left out: {of.useless}.", flush=True)
+        print(
+            f"{where}: {num_useless} of {len(every)} rows are left out: {of.useless}.", flush=True
+        )
     return useful
 
 
@@ -177,7 +204,9 @@ def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     question, answer = _text(row, "question", where), _text(row, "answer", where)
     match = _FINAL_ANSWER.search(answer)
     if match is None:
-        raise DataError(where, got=f"the answer {answer[-60:]!r}", expected="text that ends in `#### NUMBER`")
+        raise DataError(
+            where, got=f"the answer {answer[-60:]!r}", expected="text that ends in `#### NUMBER`"
+        )
     extra = {"question": question, "answer": answer}
     return Problem(f"{question}\n\n{BY_FOUR_HASHES}", match.group(1).replace(",", ""), extra)
 
@@ -198,10 +227,19 @@ def _math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
 
 def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     problem, answer = _text(row, "problem", where), _text(row, "answer", where)
-    images = tuple(_bytes_of(image, f"{where}, column 'images'", folder) for image in row["images"] or ())
+    images = tuple(
+        _bytes_of(image, f"{where}, column 'images'", folder) for image in row["images"] or ()
+    )
     if (num_tags := problem.count("<image>")) != len(images):
-        raise DataError(where, got=f"{num_tags} times <image> and {len(images)} images", expected="one for each")
-    return Problem(f"{problem}\n\n{THINK_FIRST}", answer, {"question": problem, "answer": answer}, images=images)
+        raise DataError(
+            where, got=f"{num_tags} times <image> and {len(images)} images", expected="one for each"
+        )
+    return Problem(
+        f"{problem}\n\n{THINK_FIRST}",
+        answer,
+        {"question": problem, "answer": answer},
+        images=images,
+    )
 
 
 def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
@@ -211,7 +249,9 @@ def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
         return given["bytes"]
     path = Path(str(given.get("path") or ""))
     if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
-        raise DataError(where, got=repr(str(path)), expected=f"the bytes of an image, or a file below {folder}")
+        raise DataError(
+            where, got=repr(str(path)), expected=f"the bytes of an image, or a file below {folder}"
+        )
     return (folder / path).read_bytes()
 
 
@@ -219,13 +259,30 @@ def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | No
     context, endings, label = _text(row, "ctx", where), row["endings"], str(row["label"]).strip()
     if not label:
         return None
-    if not isinstance(endings, list) or not label.isdecimal() or not int(label) < len(endings) <= 26:
-        raise DataError(where, got=f"the label {label!r} of {endings!r}"[:200], expected="the number of an ending")
+    if (
+        not isinstance(endings, list)
+        or not label.isdecimal()
+        or not int(label) < len(endings) <= 26
+    ):
+        raise DataError(
+            where,
+            got=f"the label {label!r} of {endings!r}"[:200],
+            expected="the number of an ending",
+        )
     letters = [chr(ord("A") + number) for number in range(len(endings))]
     # Marks such as [title] are left over from the pages that the texts were taken from.
-    texts = [_MARK.sub("", str(text)).strip() for text in (f"{row['activity_label']}: {context}", *endings)]
-    options = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts[1:], strict=True))
-    return Problem(f"{texts[0]}\n\n{options}\n\n{BY_LETTER}", letters[int(label)], {"answer": texts[1 + int(label)]})
+    texts = [
+        _MARK.sub("", str(text)).strip()
+        for text in (f"{row['activity_label']}: {context}", *endings)
+    ]
+    options = "\n".join(
+        f"{letter}. {text}" for letter, text in zip(letters, texts[1:], strict=True)
+    )
+    return Problem(
+        f"{texts[0]}\n\n{options}\n\n{BY_LETTER}",
+        letters[int(label)],
+        {"answer": texts[1 + int(label)]},
+    )
 
 
 def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
@@ -235,10 +292,16 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
         roles = ["user" if name == "Human" else "assistant" for name in parts[::2]]
         contents = [text.strip() for text in parts[1::2]]
         if start.strip() or not roles:
-            raise DataError(f"{where}, column {column!r}", got=repr(str(row[column])[:60]), expected="\\n\\nHuman: ...")
+            raise DataError(
+                f"{where}, column {column!r}",
+                got=repr(str(row[column])[:60]),
+                expected="\\n\\nHuman: ...",
+            )
         if not all(contents) or roles != ["user", "assistant"] * (len(roles) // 2):
             return None
-        chats.append([{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)])
+        chats.append(
+            [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        )
     (*prompt, chosen), (*other, rejected) = chats
     is_pair = prompt == other and chosen != rejected
     return Pair(prompt, chosen["content"], rejected["content"]) if is_pair else None
@@ -257,7 +320,11 @@ SOURCES: dict[str, Source] = {
         "no \\boxed{} in the solution",
     ),
     "geometry3k": Source(
-        ("hiyouga/geometry3k", None), ("images", "problem", "answer"), _geometry3k, "hiyouga/geometry3k", "geometry"
+        ("hiyouga/geometry3k", None),
+        ("images", "problem", "answer"),
+        _geometry3k,
+        "hiyouga/geometry3k",
+        "geometry",
     ),
     "hellaswag": Source(
         ("Rowan/hellaswag", None),

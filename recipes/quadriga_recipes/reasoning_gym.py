@@ -26,7 +26,9 @@ _VALIDATION_SEED = 1_000_003
 _DRAWS_PER_ROW = 4
 
 
-def problems(task: str, *, num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+def problems(
+    task: str, *, num_train: int, num_val: int, seed: int
+) -> tuple[list[Problem], list[Problem]]:
     """Training and validation problems of a task; no question of the validation set is in the training set.
 
     Args:
@@ -44,7 +46,10 @@ def problems(task: str, *, num_train: int, num_val: int, seed: int) -> tuple[lis
     val: dict[str, Problem] = {}
     train: list[Problem] = []
     # Some puzzles take the library a second each.
-    with waiting(where, lambda: f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows"):
+    with waiting(
+        where,
+        lambda: f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows",
+    ):
         for problem in _generate(library, task, _DRAWS_PER_ROW * num_val, _VALIDATION_SEED, where):
             if len(val) == num_val:
                 break
@@ -54,7 +59,10 @@ def problems(task: str, *, num_train: int, num_val: int, seed: int) -> tuple[lis
                 break
             if problem.text not in val:
                 train.append(problem)
-    for option, asked, got in (("--num-val", num_val, len(val)), ("--num-train", num_train, len(train))):
+    for option, asked, got in (
+        ("--num-val", num_val, len(val)),
+        ("--num-train", num_train, len(train)),
+    ):
         if got < asked:
             raise DataError(
                 where,
@@ -97,7 +105,10 @@ def _library() -> Any:
         import reasoning_gym.factory
     except ImportError as error:
         raise DataError(
-            "prepare data", got="no package reasoning-gym", expected="it", fix="pip install reasoning-gym."
+            "prepare data",
+            got="no package reasoning-gym",
+            expected="it",
+            fix="pip install reasoning-gym.",
         ) from error
     return reasoning_gym
 
@@ -122,6 +133,8 @@ def _generate(library: Any, task: str, size: int, seed: int, where: str) -> Iter
         try:
             metadata = encode_metadata(entry, score)
         except TypeError as error:
-            raise DataError(where, got=f"metadata that JSON cannot hold ({error})", expected="plain values") from error
+            raise DataError(
+                where, got=f"metadata that JSON cannot hold ({error})", expected="plain values"
+            ) from error
         extra = {"task": task, "question": entry["question"], "metadata": metadata}
         yield Problem(f"{entry['question']}\n\n{INSTRUCTION}", entry["answer"], extra)

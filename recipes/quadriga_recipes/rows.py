@@ -72,7 +72,9 @@ class Pair:
 Row: TypeAlias = Problem | Pair
 
 
-def write_rows(found: Sequence[Row], target: Path, *, data_source: str, ability: str, split: str) -> Path:
+def write_rows(
+    found: Sequence[Row], target: Path, *, data_source: str, ability: str, split: str
+) -> Path:
     """Write rows of one kind to the parquet file `target`, all of them or nothing, and return it.
 
     Raises:
@@ -80,7 +82,10 @@ def write_rows(found: Sequence[Row], target: Path, *, data_source: str, ability:
     """
     if not found:
         raise DataError(
-            "prepare data", got=f"no rows for {target.name}", expected="at least one", fix="Ask for at least one row."
+            "prepare data",
+            got=f"no rows for {target.name}",
+            expected="at least one",
+            fix="Ask for at least one row.",
         )
     rows = [
         {"data_source": data_source, "ability": ability, **row.columns()}
@@ -99,6 +104,12 @@ def write_splits(
 ) -> dict[str, Path]:
     """Write train.parquet and val.parquet into `output_dir` and return their paths by split."""
     return {
-        split: write_rows(found, output_dir / f"{split}.parquet", data_source=data_source, ability=ability, split=split)
+        split: write_rows(
+            found,
+            output_dir / f"{split}.parquet",
+            data_source=data_source,
+            ability=ability,
+            split=split,
+        )
         for split, found in (("train", train), ("val", val))
     }

@@ -41,9 +41,13 @@ def prepare_data(
             raise DataError(f"prepare data {name}", got=f"{option} {count}", expected="at least 1")
     output_dir = Path(output_dir).expanduser()
     if name in SOURCES:
-        train, val = published_rows(name, num_train=num_train, num_val=num_val, seed=seed, source=source)
+        train, val = published_rows(
+            name, num_train=num_train, num_val=num_val, seed=seed, source=source
+        )
         facts = SOURCES[name]
-        return write_splits(train, val, output_dir, data_source=facts.data_source, ability=facts.ability)
+        return write_splits(
+            train, val, output_dir, data_source=facts.data_source, ability=facts.ability
+        )
     if source is not None:
         raise DataError(
             f"prepare data {name}",

@@ -35,7 +35,9 @@ def fork_without_a_reason(source: Source) -> Iterator[str]:
     """A fork, or a start of processes that leaves it to the system whether it forks."""
     for name, line, what in forks(source):
         if name not in MAY_FORK:
-            yield source.at(line, f"{what}; start a program (quadriga.programs), or give a reason in MAY_FORK")
+            yield source.at(
+                line, f"{what}; start a program (quadriga.programs), or give a reason in MAY_FORK"
+            )
 
 
 def forks(source: Source) -> Iterator[tuple[str, int, str]]:
@@ -81,7 +83,9 @@ def _fork_of(call: ast.Call, origins: dict[str, str]) -> str:
         if isinstance(method, ast.Constant) and method.value in (None, "fork"):
             return f"get_context({method.value!r}), which forks on Linux"
     if module in _MODULES | {"concurrent.futures.process"} and name in _CLASSES:
-        has_context = name == "ProcessPoolExecutor" and (len(call.args) > 1 or "mp_context" in keywords)
+        has_context = name == "ProcessPoolExecutor" and (
+            len(call.args) > 1 or "mp_context" in keywords
+        )
         return "" if has_context else f"{name} without a context by name"
     if name.endswith("DataLoader") and "multiprocessing_context" not in keywords:
         workers = keywords.get("num_workers", ast.Constant(0))

@@ -63,31 +63,47 @@ def nameless_module(source: Source) -> Iterator[str]:
     """A module whose name says nothing about what is in it."""
     for part in source.name.removesuffix(".py").split("/"):
         if part in NAMELESS:
-            yield source.at(1, f"no module or package is called {part!r}; name it for what is in it")
+            yield source.at(
+                1, f"no module or package is called {part!r}; name it for what is in it"
+            )
 
 
 def swallowed_exception(source: Source) -> Iterator[str]:
     """An `except` that takes anything without raising, or that does nothing at all."""
     for name, node in broad_handlers(source):
         if f"{source.name}:{name}" not in CATCHES_ANYTHING:
-            yield source.at(node.lineno, f"{name} catches anything and raises nothing; name what is expected here")
+            yield source.at(
+                node.lineno,
+                f"{name} catches anything and raises nothing; name what is expected here",
+            )
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield source.at(node.lineno, "a bare except; name what is expected here")
-        elif isinstance(node, ast.ExceptHandler) and all(isinstance(part, ast.Pass) for part in node.body):
-            yield source.at(node.lineno, "an exception is passed over in silence; say what happened, or let it go up")
+        elif isinstance(node, ast.ExceptHandler) and all(
+            isinstance(part, ast.Pass) for part in node.body
+        ):
+            yield source.at(
+                node.lineno,
+                "an exception is passed over in silence; say what happened, or let it go up",
+            )
         elif isinstance(node, ast.Call) and _is_broad_suppress(node):
             yield source.at(node.lineno, "suppress() of anything; name what is expected here")
 
 
 def _is_broad_suppress(call: ast.Call) -> bool:
-    return ast.unparse(call.func).endswith("suppress") and bool(BROAD & {ast.unparse(part) for part in call.args})
+    return ast.unparse(call.func).endswith("suppress") and bool(
+        BROAD & {ast.unparse(part) for part in call.args}
+    )
 
 
 def broad_handlers(source: Source) -> Iterator[tuple[str, ast.ExceptHandler]]:
     """The handlers that catch anything and raise nothing, each with the function it stands in."""
     for name, node in _handlers(source):
-        caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else BROAD
+        caught = (
+            {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+            if node.type
+            else BROAD
+        )
         if caught & BROAD and not any(isinstance(part, ast.Raise) for part in ast.walk(node)):
             yield name, node
 
@@ -106,4 +122,6 @@ def left_over(source: Source) -> Iterator[str]:
     """A comment that announces work instead of explaining code."""
     for number, line in enumerate(source.text.splitlines(), start=1):
         if _LEFT_OVER.search(line):
-            yield source.at(number, "a note of work not done; do it, or file it where work is filed")
+            yield source.at(
+                number, "a note of work not done; do it, or file it where work is filed"
+            )

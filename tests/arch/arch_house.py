@@ -99,11 +99,14 @@ PRIVATE_WORDS = {
     r"of the run\.": "say what it is for",
     r"see the module": "say it here, or leave it out",
 }
-_PRIVATE = {word: re.compile(rf"(?<![\w`.])(?:{word})(?![\w`])", re.IGNORECASE) for word in PRIVATE_WORDS}
+_PRIVATE = {
+    word: re.compile(rf"(?<![\w`.])(?:{word})(?![\w`])", re.IGNORECASE) for word in PRIVATE_WORDS
+}
 
 # Parts of names that stood for an idea for which the field has a name.
 PRIVATE_NAMES = re.compile(
-    r"crew|outgoing|parcel|kept_?answers|seeing|stop_?texts|last_?words|letters?\b|partners?|deal_rows", re.IGNORECASE
+    r"crew|outgoing|parcel|kept_?answers|seeing|stop_?texts|last_?words|letters?\b|partners?|deal_rows",
+    re.IGNORECASE,
 )
 
 
@@ -135,7 +138,9 @@ def grown_package(sources: Iterable[Source]) -> Iterator[str]:
 
 def body_of(function: FunctionNode) -> list[ast.stmt]:
     """The statements of a function below its docstring."""
-    return function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+    return (
+        function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+    )
 
 
 def count_uses(sources: Iterable[Source]) -> Counter[str]:
@@ -159,7 +164,10 @@ def short_functions_used_once(sources: Iterable[Source]) -> Iterator[tuple[str, 
     uses = count_uses(listed)
     # A table beside a module names its functions too.
     folders = {source.name: (REPOSITORY / source.name).parent for source in listed}
-    texts = {folder: "".join(map(Path.read_text, folder.glob("*.tsv"))) for folder in set(folders.values())}
+    texts = {
+        folder: "".join(map(Path.read_text, folder.glob("*.tsv")))
+        for folder in set(folders.values())
+    }
     tables = {folder: set(re.findall(r"\w+", text)) for folder, text in texts.items()}
     functions = [(source, name, node) for source in listed for name, node in source.functions()]
     defined = Counter(node.name for _, _, node in functions)
@@ -168,8 +176,16 @@ def short_functions_used_once(sources: Iterable[Source]) -> Iterator[tuple[str, 
         lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
         is_single = uses[node.name] == 1 == defined[node.name] and not node.decorator_list
         is_in_table = name in tables[folders[source.name]]
-        if lines <= MAX_SHORT_LINES and is_single and not is_in_table and not node.name.startswith("__"):
-            yield f"{source.name}:{name}", source.at(node.lineno, f"{name} has {lines} lines and one caller; inline it")
+        if (
+            lines <= MAX_SHORT_LINES
+            and is_single
+            and not is_in_table
+            and not node.name.startswith("__")
+        ):
+            yield (
+                f"{source.name}:{name}",
+                source.at(node.lineno, f"{name} has {lines} lines and one caller; inline it"),
+            )
 
 
 def names_in_table(statement: ast.stmt) -> Iterator[str]:
@@ -185,7 +201,9 @@ def see_docstring(source: Source) -> Iterator[str]:
     """A docstring that only sends the reader elsewhere."""
     for name, node in source.functions():
         if (ast.get_docstring(node) or "").startswith("See "):
-            yield source.at(node.lineno, f"{name}: say what it does, or inherit the docstring by writing none")
+            yield source.at(
+                node.lineno, f"{name}: say what it does, or inherit the docstring by writing none"
+            )
 
 
 def prose_of(source: Source) -> Iterator[tuple[int, str]]:

@@ -9,9 +9,27 @@ from collections.abc import Iterable, Iterator
 from arch_tree import Source
 
 _CORE = frozenset(
-    {"lazy", "errors", "redact", "partition", "background", "descendants", "programs", "config", "observe", "protocol"}
+    {
+        "lazy",
+        "errors",
+        "redact",
+        "partition",
+        "background",
+        "descendants",
+        "programs",
+        "config",
+        "observe",
+        "protocol",
+    }
 )
-_BELOW_TRAINER = _CORE | {"user_file", "algorithms", "rewards", "data", "single_controller", "workers"}
+_BELOW_TRAINER = _CORE | {
+    "user_file",
+    "algorithms",
+    "rewards",
+    "data",
+    "single_controller",
+    "workers",
+}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
@@ -72,7 +90,10 @@ ONE_FILE_EACH = frozenset(
     }
 )
 # An extra that is too large for one file has a folder of its own.
-ONE_FOLDER_EACH = {"ray": "quadriga/single_controller/ray/", "megatron": "quadriga/engines/megatron/"}
+ONE_FOLDER_EACH = {
+    "ray": "quadriga/single_controller/ray/",
+    "megatron": "quadriga/engines/megatron/",
+}
 _ALSO = {"torch.utils.tensorboard": "tensorboard"}
 
 # Engines are told apart by their class, not by their name; config checks names, and BUILD looks them up.
@@ -84,7 +105,10 @@ _IMPORT_STRING = re.compile(r"quadriga(\.\w+)+(:\w+)?")
 def unknown_layer(source: Source) -> Iterator[str]:
     """A package or module directly under quadriga/, or a folder beside it, that the table of layers does not have."""
     if source.layer and source.layer not in LAYERS:
-        yield source.at(1, f"the layer {source.layer!r} is not in the table of layers; say there what it may import")
+        yield source.at(
+            1,
+            f"the layer {source.layer!r} is not in the table of layers; say there what it may import",
+        )
 
 
 def upward_import(source: Source) -> Iterator[str]:
@@ -94,7 +118,9 @@ def upward_import(source: Source) -> Iterator[str]:
     layer_here = "cli" if source.name == COMMAND else source.layer
     allowed = LAYERS.get(layer_here, frozenset()) | {layer_here, source.layer, "__version__", ""}
     mentioned = [(entry.layer, entry.line) for entry in source.imports() if entry.layer is not None]
-    mentioned += [("recipes", entry.line) for entry in source.imports() if entry.top == "quadriga_recipes"]
+    mentioned += [
+        ("recipes", entry.line) for entry in source.imports() if entry.top == "quadriga_recipes"
+    ]
     if source.name != BUILD:
         mentioned += list(_import_strings(source.tree))
     for layer, line in mentioned:
@@ -105,7 +131,11 @@ def upward_import(source: Source) -> Iterator[str]:
 
 def _import_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _IMPORT_STRING.fullmatch(node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and _IMPORT_STRING.fullmatch(node.value)
+        ):
             yield node.value.split(".")[1].partition(":")[0], node.lineno
 
 
@@ -114,7 +144,10 @@ def late_import(source: Source) -> Iterator[str]:
     for entry in source.imports():
         is_lazy_table = not entry.is_statement and entry.function == "__getattr__"
         if entry.layer is not None and entry.function and not is_lazy_table:
-            yield source.at(entry.line, f"{entry.function}() imports {entry.module}; move it to the top of the file")
+            yield source.at(
+                entry.line,
+                f"{entry.function}() imports {entry.module}; move it to the top of the file",
+            )
 
 
 def compared_engine_name(source: Source) -> Iterator[str]:
@@ -125,7 +158,9 @@ def compared_engine_name(source: Source) -> Iterator[str]:
         if isinstance(node, ast.Compare):
             constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
             for name in sorted(ENGINES & {value for value in constants if isinstance(value, str)}):
-                yield source.at(node.lineno, f"compares with the engine name {name!r}; ask the engine instead")
+                yield source.at(
+                    node.lineno, f"compares with the engine name {name!r}; ask the engine instead"
+                )
 
 
 def shared_third_party(sources: Iterable[Source]) -> Iterator[str]:
@@ -133,7 +168,10 @@ def shared_third_party(sources: Iterable[Source]) -> Iterator[str]:
     importers: dict[str, dict[str, int]] = defaultdict(dict)
     for source in sources:
         for entry in source.imports():
-            name = next((party for module, party in _ALSO.items() if entry.module.startswith(module)), entry.top)
+            name = next(
+                (party for module, party in _ALSO.items() if entry.module.startswith(module)),
+                entry.top,
+            )
             if name in ONE_FILE_EACH:
                 importers[name].setdefault(source.name, entry.line)
     for name, files in sorted(importers.items()):
@@ -147,4 +185,6 @@ def strayed_third_party(source: Source) -> Iterator[str]:
     for entry in source.imports():
         folder = ONE_FOLDER_EACH.get(entry.top)
         if folder is not None and not source.name.startswith(folder):
-            yield source.at(entry.line, f"imports {entry.top}, which is the business of {folder} alone")
+            yield source.at(
+                entry.line, f"imports {entry.top}, which is the business of {folder} alone"
+            )

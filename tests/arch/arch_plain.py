@@ -43,7 +43,9 @@ def paired_assignment(source: Source) -> Iterator[str]:
         assigned = {ast.unparse(element) for element in target.elts}
         read = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)}
         if not assigned & read:
-            yield source.at(node.lineno, "several unrelated names are assigned at once; give each its line")
+            yield source.at(
+                node.lineno, "several unrelated names are assigned at once; give each its line"
+            )
 
 
 def vague_name(source: Source) -> Iterator[str]:
@@ -71,7 +73,9 @@ def incomplete_docstring(source: Source) -> Iterator[str]:
             text = node.value.value.strip()
             if INCOMPLETE_START.match(text):
                 beginning = text.partition("\n")[0][:60]
-                yield source.at(node.lineno, f"{beginning!r} is no sentence or noun phrase of its own")
+                yield source.at(
+                    node.lineno, f"{beginning!r} is no sentence or noun phrase of its own"
+                )
 
 
 def many_attributes(source: Source) -> Iterator[str]:
@@ -82,7 +86,9 @@ def many_attributes(source: Source) -> Iterator[str]:
         names = attributes_of(node)
         is_listed = f"{source.name}:{node.name}" in MANY_ATTRIBUTES
         if len(names) > MAX_ATTRIBUTES and not is_listed and source.layer != "config":
-            yield source.at(node.lineno, f"{node.name} has {len(names)} attributes, at most {MAX_ATTRIBUTES}")
+            yield source.at(
+                node.lineno, f"{node.name} has {len(names)} attributes, at most {MAX_ATTRIBUTES}"
+            )
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
@@ -110,7 +116,11 @@ def splatted_tuple(source: Source) -> Iterator[str]:
             if not isinstance(node, ast.Call):
                 continue
             for argument in node.args:
-                is_splat = isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name)
+                is_splat = isinstance(argument, ast.Starred) and isinstance(
+                    argument.value, ast.Name
+                )
                 if is_splat and argument.value.id in tuples:
                     name = argument.value.id
-                    yield source.at(node.lineno, f"the tuple {name} is splatted; pass its values by keyword")
+                    yield source.at(
+                        node.lineno, f"the tuple {name} is splatted; pass its values by keyword"
+                    )

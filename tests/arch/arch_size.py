@@ -44,7 +44,9 @@ LOOP_METHODS = ("steps", "step")
 def long_file(source: Source) -> Iterator[str]:
     """A file that holds too much for one purpose."""
     if source.num_tokens > MAX_FILE_TOKENS and source.name not in LARGE_FILES:
-        yield source.at(1, f"{source.num_tokens} tokens, at most {MAX_FILE_TOKENS}; split it by purpose")
+        yield source.at(
+            1, f"{source.num_tokens} tokens, at most {MAX_FILE_TOKENS}; split it by purpose"
+        )
 
 
 def long_function(source: Source) -> Iterator[str]:
@@ -52,7 +54,9 @@ def long_function(source: Source) -> Iterator[str]:
     for name, function in source.functions():
         lines = num_lines(function)
         if lines > MAX_FUNCTION_LINES and f"{source.name}:{name}" not in LARGE_FUNCTIONS:
-            yield source.at(function.lineno, f"{name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+            yield source.at(
+                function.lineno, f"{name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+            )
 
 
 def branched_function(source: Source) -> Iterator[str]:
@@ -60,7 +64,9 @@ def branched_function(source: Source) -> Iterator[str]:
     for name, function in source.functions():
         paths = complexity(function)
         if paths > MAX_COMPLEXITY and f"{source.name}:{name}" not in LARGE_FUNCTIONS:
-            yield source.at(function.lineno, f"{name} has a complexity of {paths}, at most {MAX_COMPLEXITY}")
+            yield source.at(
+                function.lineno, f"{name} has a complexity of {paths}, at most {MAX_COMPLEXITY}"
+            )
 
 
 def many_parameters(source: Source) -> Iterator[str]:
@@ -68,7 +74,9 @@ def many_parameters(source: Source) -> Iterator[str]:
     for name, function in source.functions():
         count = num_parameters(function)
         if count > MAX_PARAMETERS and f"{source.name}:{name}" not in MANY_PARAMETERS:
-            yield source.at(function.lineno, f"{name} takes {count} parameters, at most {MAX_PARAMETERS}")
+            yield source.at(
+                function.lineno, f"{name} takes {count} parameters, at most {MAX_PARAMETERS}"
+            )
 
 
 def training_loop(source: Source) -> Iterator[str]:
@@ -84,6 +92,10 @@ def training_loop(source: Source) -> Iterator[str]:
         node = methods[name]
         lines, paths = num_lines(node), complexity(node)
         if lines > MAX_LOOP_LINES:
-            yield source.at(node.lineno, f"{name} has {lines} lines, at most {MAX_LOOP_LINES}: one screen")
+            yield source.at(
+                node.lineno, f"{name} has {lines} lines, at most {MAX_LOOP_LINES}: one screen"
+            )
         if paths > MAX_LOOP_COMPLEXITY:
-            yield source.at(node.lineno, f"{name} has a complexity of {paths}, at most {MAX_LOOP_COMPLEXITY}")
+            yield source.at(
+                node.lineno, f"{name} has a complexity of {paths}, at most {MAX_LOOP_COMPLEXITY}"
+            )

@@ -75,7 +75,9 @@ class Source:
             if is_text(node):
                 text_lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        return sum(token.type in COUNTED_TOKENS and token.start[0] not in text_lines for token in tokens)
+        return sum(
+            token.type in COUNTED_TOKENS and token.start[0] not in text_lines for token in tokens
+        )
 
     def at(self, line: int, sentence: str) -> str:
         """A complaint in the form that editors make a link of."""
@@ -92,7 +94,11 @@ class Source:
 
 def is_text(node: ast.AST) -> bool:
     """Whether a statement is a string that stands alone: a docstring, or the description of a field."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:
@@ -123,14 +129,22 @@ def _imported_from(source: Source, node: ast.ImportFrom, function: str | None) -
         parents = source.name.removesuffix(".py").split("/")[: -node.level]
         module = ".".join([*parents, module]).strip(".")
     if module == "quadriga":
-        yield from (Import(f"quadriga.{alias.name}", node.lineno, function, True) for alias in node.names)
+        yield from (
+            Import(f"quadriga.{alias.name}", node.lineno, function, True) for alias in node.names
+        )
     else:
         yield Import(module, node.lineno, function, True)
 
 
 def _imported_by_call(call: ast.Call, function: str | None) -> Iterator[Import]:
-    called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if called in {"import_module", "__import__"} and call.args and isinstance(call.args[0], ast.Constant):
+    called = (
+        call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    )
+    if (
+        called in {"import_module", "__import__"}
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+    ):
         yield Import(str(call.args[0].value), call.lineno, function, False)
 
 
@@ -148,7 +162,10 @@ def all_sources() -> tuple[Source, ...]:
 
 def _sources(*folders: str) -> tuple[Source, ...]:
     files = sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
-    return tuple(Source(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8")) for path in files)
+    return tuple(
+        Source(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8"))
+        for path in files
+    )
 
 
 def complexity(function: FunctionNode) -> int:
@@ -166,7 +183,10 @@ def num_lines(function: FunctionNode) -> int:
 def num_parameters(function: FunctionNode) -> int:
     """Named parameters; `self`, `cls`, `*args` and `**kwargs` do not count."""
     arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names = [
+        argument.arg
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    ]
     return len([name for name in names if name not in {"self", "cls"}])
 
 
@@ -174,5 +194,9 @@ def num_parameters(function: FunctionNode) -> int:
 def tracked_files() -> tuple[str, ...]:
     """Every file that is, or on the next commit would be, in the repository."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True).stdout
-    return tuple(sorted(name for name in listed.split("\0") if name and (REPOSITORY / name).is_file()))
+    listed = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, check=True, text=True
+    ).stdout
+    return tuple(
+        sorted(name for name in listed.split("\0") if name and (REPOSITORY / name).is_file())
+    )

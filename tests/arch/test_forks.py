@@ -35,7 +35,9 @@ GOOD = [
 
 def test_nothing_is_forked_without_a_reason() -> None:
     """No file of ours breaks the rule, tests and benchmarks included."""
-    complaints = [complaint for source in all_sources() for complaint in fork_without_a_reason(source)]
+    complaints = [
+        complaint for source in all_sources() for complaint in fork_without_a_reason(source)
+    ]
     assert not complaints, "\n".join(complaints)
 
 

@@ -24,16 +24,28 @@ BAD = [
     (arch_habits.nameless_module, "quadriga/common/tokens.py", ""),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format("", "raise")),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" Exception", "log()")),
-    (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" (KeyError, Exception) as error", "log(error)")),
+    (
+        arch_habits.swallowed_exception,
+        "quadriga/x.py",
+        TRY.format(" (KeyError, Exception) as error", "log(error)"),
+    ),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" BaseException", "return 1")),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" KeyError", "pass")),
     (arch_habits.swallowed_exception, "quadriga/x.py", "with contextlib.suppress(Exception): f()"),
     (arch_habits.left_over, "quadriga/x.py", "x = 1  # TO" + "DO: the rest"),
 ]
 GOOD = [
-    (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" Exception as error", "raise Wrapped from error")),
+    (
+        arch_habits.swallowed_exception,
+        "quadriga/x.py",
+        TRY.format(" Exception as error", "raise Wrapped from error"),
+    ),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" KeyError", "return None")),
-    (arch_habits.swallowed_exception, "quadriga/x.py", "with contextlib.suppress(FileNotFoundError): f()"),
+    (
+        arch_habits.swallowed_exception,
+        "quadriga/x.py",
+        "with contextlib.suppress(FileNotFoundError): f()",
+    ),
     (arch_habits.no_public_docstring, "quadriga/x.py", "def _f(): ...\n@overload\ndef f(): ..."),
     (arch_habits.nameless_module, "quadriga/data/commonsense.py", ""),
 ]
@@ -48,7 +60,11 @@ def test_everything(rule) -> None:
 
 def test_public_docstrings() -> None:
     """Each public class and function of the package says what it is for."""
-    complaints = [complaint for source in package_sources() for complaint in arch_habits.no_public_docstring(source)]
+    complaints = [
+        complaint
+        for source in package_sources()
+        for complaint in arch_habits.no_public_docstring(source)
+    ]
     assert not complaints, "\n".join(complaints)
 
 
@@ -66,6 +82,10 @@ def test_rule_is_silent(rule, name: str, text: str) -> None:
 
 def test_exceptions_are_still_needed() -> None:
     """Each place listed as one that catches anything still does, and has a reason."""
-    found = {f"{source.name}:{name}" for source in all_sources() for name, _ in arch_habits.broad_handlers(source)}
+    found = {
+        f"{source.name}:{name}"
+        for source in all_sources()
+        for name, _ in arch_habits.broad_handlers(source)
+    }
     for name, reason in arch_habits.CATCHES_ANYTHING.items():
         assert reason and name in found, name

@@ -27,7 +27,9 @@ def test_no_new_function_for_three_lines() -> None:
 
 def test_docstrings_say_something() -> None:
     """No docstring only points elsewhere."""
-    complaints = [complaint for source in package_sources() for complaint in arch_house.see_docstring(source)]
+    complaints = [
+        complaint for source in package_sources() for complaint in arch_house.see_docstring(source)
+    ]
     assert not complaints, "\n".join(complaints)
 
 
@@ -46,7 +48,9 @@ def test_words_are_the_fields() -> None:
 
 def test_names_are_the_fields() -> None:
     """Files, classes and functions are called by the field's words."""
-    complaints = [complaint for source in package_sources() for complaint in arch_house.private_names(source)]
+    complaints = [
+        complaint for source in package_sources() for complaint in arch_house.private_names(source)
+    ]
     assert not complaints, "\n".join(complaints)
 
 
@@ -63,9 +67,9 @@ def test_a_grown_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_short_function_is_found() -> None:
     """With one use it is found; with two, or with a decorator, it is not."""
     once = SHORT.replace(" + used", "")
-    assert [name for name, _ in arch_house.short_functions_used_once([Source("quadriga/x.py", once)])] == [
-        "quadriga/x.py:used"
-    ]
+    assert [
+        name for name, _ in arch_house.short_functions_used_once([Source("quadriga/x.py", once)])
+    ] == ["quadriga/x.py:used"]
     assert list(arch_house.short_functions_used_once([Source("quadriga/x.py", SHORT)])) == []
     decorated = "@register\n" + once
     in_table = once.replace("return used()", "return 1") + "TABLE = {'used': used}\n"
@@ -78,6 +82,10 @@ def test_private_words_are_found() -> None:
     text = '"""It deals with stop texts."""\nstop_text = "a"\nraise E(f"no whole weights of {x}")\n'
     source = Source("quadriga/x.py", text)
     complaints = list(arch_house.private_words(source.name, arch_house.prose_of(source)))
-    assert len(complaints) == 2 and "stop strings" in complaints[0] and "replicated" in complaints[1]
-    assert list(arch_house.private_names(Source("quadriga/x.py", "class WorkerCrew: ...\ndef fine(): ...")))
+    assert (
+        len(complaints) == 2 and "stop strings" in complaints[0] and "replicated" in complaints[1]
+    )
+    assert list(
+        arch_house.private_names(Source("quadriga/x.py", "class WorkerCrew: ...\ndef fine(): ..."))
+    )
     assert not list(arch_house.private_names(Source("quadriga/x.py", "class WorkerProcesses: ...")))

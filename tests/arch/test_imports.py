@@ -19,34 +19,110 @@ RULES = [
 
 BAD = [
     (arch_imports.unknown_layer, "quadriga/magic/wand.py", ""),
-    (arch_imports.upward_import, "quadriga/data/dataset.py", "from quadriga.trainer.build import build"),
+    (
+        arch_imports.upward_import,
+        "quadriga/data/dataset.py",
+        "from quadriga.trainer.build import build",
+    ),
     (arch_imports.upward_import, "quadriga/data/dataset.py", "import quadriga.models"),
     (arch_imports.upward_import, "quadriga/data/dataset.py", "from quadriga import rewards"),
     (arch_imports.upward_import, "quadriga/data/dataset.py", "from ..rewards import register"),
-    (arch_imports.upward_import, "quadriga/data/deep/model.py", "from ...models.load import load_causal_lm"),
+    (
+        arch_imports.upward_import,
+        "quadriga/data/deep/model.py",
+        "from ...models.load import load_causal_lm",
+    ),
     (arch_imports.upward_import, "quadriga/errors.py", "from quadriga.config import Config"),
-    (arch_imports.upward_import, "quadriga/algorithms/kl.py", "def f():\n    from quadriga.protocol import DataProto"),
-    (arch_imports.upward_import, "quadriga/protocol/wire.py", "x = import_module('quadriga.workers').ActorWorker"),
-    (arch_imports.upward_import, "quadriga/trainer/fit.py", "ENGINES = {'vllm': 'quadriga.rollout.vllm:VLLMEngine'}"),
-    (arch_imports.upward_import, "quadriga/trainer/build.py", "from quadriga_recipes.playground import SPECIAL"),
-    (arch_imports.upward_import, "recipes/quadriga_recipes/x.py", "from quadriga.trainer.build import build"),
-    (arch_imports.late_import, "quadriga/data/dataset.py", "def f():\n    from quadriga.errors import DataError"),
-    (arch_imports.late_import, "quadriga/data/dataset.py", "def f():\n    import_module('quadriga.errors')"),
-    (arch_imports.late_import, "quadriga/data/__init__.py", "def __getattr__(name):\n    import quadriga.data.dataset"),
-    (arch_imports.compared_engine_name, "quadriga/workers/critic.py", "if config.name == 'vllm': pass"),
-    (arch_imports.compared_engine_name, "quadriga/trainer/ray_trainer.py", "x = name in ('native', 'hf')"),
+    (
+        arch_imports.upward_import,
+        "quadriga/algorithms/kl.py",
+        "def f():\n    from quadriga.protocol import DataProto",
+    ),
+    (
+        arch_imports.upward_import,
+        "quadriga/protocol/wire.py",
+        "x = import_module('quadriga.workers').ActorWorker",
+    ),
+    (
+        arch_imports.upward_import,
+        "quadriga/trainer/fit.py",
+        "ENGINES = {'vllm': 'quadriga.rollout.vllm:VLLMEngine'}",
+    ),
+    (
+        arch_imports.upward_import,
+        "quadriga/trainer/build.py",
+        "from quadriga_recipes.playground import SPECIAL",
+    ),
+    (
+        arch_imports.upward_import,
+        "recipes/quadriga_recipes/x.py",
+        "from quadriga.trainer.build import build",
+    ),
+    (
+        arch_imports.late_import,
+        "quadriga/data/dataset.py",
+        "def f():\n    from quadriga.errors import DataError",
+    ),
+    (
+        arch_imports.late_import,
+        "quadriga/data/dataset.py",
+        "def f():\n    import_module('quadriga.errors')",
+    ),
+    (
+        arch_imports.late_import,
+        "quadriga/data/__init__.py",
+        "def __getattr__(name):\n    import quadriga.data.dataset",
+    ),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/workers/critic.py",
+        "if config.name == 'vllm': pass",
+    ),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/trainer/ray_trainer.py",
+        "x = name in ('native', 'hf')",
+    ),
     (arch_imports.strayed_third_party, "quadriga/single_controller/worker_group.py", "import ray"),
-    (arch_imports.strayed_third_party, "quadriga/trainer/task_runner.py", "def f():\n    from ray.util import state"),
-    (arch_imports.strayed_third_party, "quadriga/single_controller/ray.py", "import_module('ray.exceptions')"),
+    (
+        arch_imports.strayed_third_party,
+        "quadriga/trainer/task_runner.py",
+        "def f():\n    from ray.util import state",
+    ),
+    (
+        arch_imports.strayed_third_party,
+        "quadriga/single_controller/ray.py",
+        "import_module('ray.exceptions')",
+    ),
 ]
 
 GOOD = [
-    (arch_imports.strayed_third_party, "quadriga/single_controller/ray/pools.py", "import ray\nimport ray.util"),
-    (arch_imports.strayed_third_party, "quadriga/trainer/build.py", "from quadriga.single_controller import ray"),
+    (
+        arch_imports.strayed_third_party,
+        "quadriga/single_controller/ray/pools.py",
+        "import ray\nimport ray.util",
+    ),
+    (
+        arch_imports.strayed_third_party,
+        "quadriga/trainer/build.py",
+        "from quadriga.single_controller import ray",
+    ),
     (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'vllm'"),
-    (arch_imports.upward_import, "quadriga/data/dataset.py", "from quadriga.protocol import DataProto"),
-    (arch_imports.upward_import, "quadriga/data/dataset.py", "from .tokenizing import load_tokenizer"),
-    (arch_imports.upward_import, "quadriga/trainer/build.py", "ENGINES = {'hf': 'quadriga.rollout.hf:HFEngine'}"),
+    (
+        arch_imports.upward_import,
+        "quadriga/data/dataset.py",
+        "from quadriga.protocol import DataProto",
+    ),
+    (
+        arch_imports.upward_import,
+        "quadriga/data/dataset.py",
+        "from .tokenizing import load_tokenizer",
+    ),
+    (
+        arch_imports.upward_import,
+        "quadriga/trainer/build.py",
+        "ENGINES = {'hf': 'quadriga.rollout.hf:HFEngine'}",
+    ),
     (
         arch_imports.late_import,
         "quadriga/data/x.py",
@@ -83,7 +159,9 @@ def test_rule_is_silent(rule, name: str, text: str) -> None:
 def test_shared_extra_is_found() -> None:
     """An extra in two files is found in whatever form it is imported; in one file it may stand twice."""
     one = Source("quadriga/observe/a.py", "import wandb\nimport wandb.util\nimport numpy")
-    two = Source("quadriga/observe/b.py", "import numpy\ndef f():\n    return import_module('wandb')")
+    two = Source(
+        "quadriga/observe/b.py", "import numpy\ndef f():\n    return import_module('wandb')"
+    )
     board = Source("quadriga/observe/c.py", "from torch.utils.tensorboard import SummaryWriter")
     other = Source("quadriga/observe/d.py", "import tensorboard")
     assert list(arch_imports.shared_third_party([one, board])) == []
@@ -102,7 +180,14 @@ def test_layers_stand_on_each_other() -> None:
 
 @pytest.mark.parametrize(
     "modules",
-    ["quadriga", "quadriga.errors", "quadriga.config", "quadriga.cli.main", "quadriga.rewards", "quadriga.data"],
+    [
+        "quadriga",
+        "quadriga.errors",
+        "quadriga.config",
+        "quadriga.cli.main",
+        "quadriga.rewards",
+        "quadriga.data",
+    ],
 )
 def test_import_is_light(modules: str) -> None:
     """The module answers without loading torch or ray: `--help`, `config show`, and the processes that grade."""
@@ -115,6 +200,10 @@ def test_import_is_light(modules: str) -> None:
 
 def test_the_controller_needs_no_ray() -> None:
     """The controller and the trainer run where Ray is not installed."""
-    program = "import sys, quadriga.single_controller, quadriga.trainer; sys.exit('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    program = (
+        "import sys, quadriga.single_controller, quadriga.trainer; sys.exit('ray' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"ray was loaded, or: {done.stderr}"

@@ -16,7 +16,9 @@ RULES = [
     arch_plain.many_attributes,
     arch_plain.splatted_tuple,
 ]
-MANY = "class C:\n    def __init__(self):\n" + "".join(f"        self.a{n} = {n}\n" for n in range(16))
+MANY = "class C:\n    def __init__(self):\n" + "".join(
+    f"        self.a{n} = {n}\n" for n in range(16)
+)
 BAD = [
     (arch_plain.paired_assignment, "a, b = 1, f()"),
     (arch_plain.paired_assignment, "self.a, self.b = x, []"),
@@ -45,7 +47,11 @@ GOOD = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_plain_packages(rule) -> None:
     """No file of a package in the list breaks the rule."""
-    sources = [source for source in package_sources() if arch_house.package_of(source) in arch_plain.PLAIN_PACKAGES]
+    sources = [
+        source
+        for source in package_sources()
+        if arch_house.package_of(source) in arch_plain.PLAIN_PACKAGES
+    ]
     complaints = [complaint for source in sources for complaint in rule(source)]
     assert not complaints, "\n".join(complaints)
 

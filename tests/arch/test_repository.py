@@ -14,7 +14,9 @@ from arch_tree import REPOSITORY, tracked_files
 from tests import limits
 
 PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
-CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
+CONFIGS = sorted(
+    name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name)
+)
 # The class of its sections, by a file's name; the first that fits. The last is the tree of `quadriga train`.
 READERS = (
     (r"examples/tools/interactions\.yaml", "InteractionFile"),
@@ -36,21 +38,32 @@ def foreign_text(text: str) -> list[str]:
     """Each line that names what only one machine or one day knows, with what it names."""
     lines = text.splitlines()
     found = [
-        (number, what) for number, line in enumerate(lines, 1) for what, it in FOREIGN.items() if re.search(it, line)
+        (number, what)
+        for number, line in enumerate(lines, 1)
+        for what, it in FOREIGN.items()
+        if re.search(it, line)
     ]
     return [f"{number}: names {what}" for number, what in found]
 
 
 def commands_of(page: str) -> list[str]:
     """The command lines in the fenced blocks of a page, prompts, comments and continuation lines taken care of."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    blocks = re.findall(
+        r"^```(?:bash|sh|shell|console)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE
+    )
+    lines = [
+        line.strip().removeprefix("$ ")
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def paths_of(command: str) -> list[str]:
     """The files of this repository that a command line names."""
-    return re.findall(r"(?<![\w./-])(?:scripts|examples|configs|benchmarks|docs)/[\w./-]*\w", command)
+    return re.findall(
+        r"(?<![\w./-])(?:scripts|examples|configs|benchmarks|docs)/[\w./-]*\w", command
+    )
 
 
 def read_configuration(name: str) -> None:
@@ -79,21 +92,30 @@ def test_configuration_file_loads(name: str) -> None:
 def test_there_are_configurations() -> None:
     """The test above has something to read."""
     for pattern, reader in READERS:
-        assert any(re.fullmatch(pattern, name) for name in CONFIGS), f"there is no file for {reader}"
+        assert any(re.fullmatch(pattern, name) for name in CONFIGS), (
+            f"there is no file for {reader}"
+        )
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_name_files_that_exist(name: str) -> None:
     """What a page tells the reader to run is there."""
     page = (REPOSITORY / name).read_text(encoding="utf-8")
-    missing = [path for command in commands_of(page) for path in paths_of(command) if not (REPOSITORY / path).exists()]
+    missing = [
+        path
+        for command in commands_of(page)
+        for path in paths_of(command)
+        if not (REPOSITORY / path).exists()
+    ]
     assert not missing, f"{name} shows commands with files that do not exist: {missing}"
 
 
 def test_commands_are_commands_of_the_program() -> None:
     """Each `quadriga COMMAND` on a page is one that `quadriga --help` lists."""
     program = [sys.executable, "-c", "from quadriga.cli.main import main; main()", "--help"]
-    printed = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+    printed = subprocess.run(
+        program, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout
     listed = set(re.findall(r"\w+", printed))
     shown = {
         (name, word)
@@ -110,14 +132,18 @@ def test_links_lead_somewhere(name: str) -> None:
     """A relative link of a page, picture or text, leads to a file that is there."""
     page = (REPOSITORY / name).read_text(encoding="utf-8")
     targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page)
-    missing = [target for target in targets if not (REPOSITORY / name).parent.joinpath(target).exists()]
+    missing = [
+        target for target in targets if not (REPOSITORY / name).parent.joinpath(target).exists()
+    ]
     assert not missing, f"{name} links to {missing}"
 
 
 def test_number_of_pages() -> None:
     """The documentation stays small enough to be true."""
     pages = [name for name in PAGES if name.startswith("docs/") and name != "docs/README.md"]
-    assert len(pages) <= MAX_DOC_PAGES, f"{len(pages)} pages in docs/, at most {MAX_DOC_PAGES}: {pages}"
+    assert len(pages) <= MAX_DOC_PAGES, (
+        f"{len(pages)} pages in docs/, at most {MAX_DOC_PAGES}: {pages}"
+    )
     contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert len(contributing.splitlines()) < MAX_CONTRIBUTING_LINES
 
@@ -128,7 +154,9 @@ def test_text_fits_any_machine() -> None:
     for name in tracked_files():
         path = REPOSITORY / name
         if path.stat().st_size <= MAX_TEXT_BYTES and b"\0" not in (data := path.read_bytes()):
-            complaints += [f"{name}:{line}" for line in foreign_text(data.decode("utf-8", errors="replace"))]
+            complaints += [
+                f"{name}:{line}" for line in foreign_text(data.decode("utf-8", errors="replace"))
+            ]
     assert not complaints, "\n".join(complaints)
 
 
@@ -147,7 +175,9 @@ def test_foreign_text_is_found(text: str) -> None:
     assert foreign_text(f"a\n{text}\n")[0].startswith("2: ")
 
 
-@pytest.mark.parametrize("text", ["https://arxiv.org/abs/2409.19256", "quadriga/workers/opt/x.py", "a framework/paper"])
+@pytest.mark.parametrize(
+    "text", ["https://arxiv.org/abs/2409.19256", "quadriga/workers/opt/x.py", "a framework/paper"]
+)
 def test_other_text_is_not(text: str) -> None:
     """The rule about text leaves ordinary text in peace."""
     assert foreign_text(text) == []
@@ -155,7 +185,9 @@ def test_other_text_is_not(text: str) -> None:
 
 def test_commands_are_read_from_pages() -> None:
     """The reader of pages finds commands, their files and the program's subcommands, and nothing in other blocks."""
-    shell = "```bash\n# a comment\n$ scripts/test \\\n  tests/unit\n.venv/bin/quadriga train a=b\n```\n"
+    shell = (
+        "```bash\n# a comment\n$ scripts/test \\\n  tests/unit\n.venv/bin/quadriga train a=b\n```\n"
+    )
     page = f"x\n{shell}```python\nimport x\n```\n"
     commands = commands_of(page)
     assert commands == ["scripts/test    tests/unit", ".venv/bin/quadriga train a=b"]
@@ -166,7 +198,13 @@ def test_commands_are_read_from_pages() -> None:
 def test_scripts_are_executable() -> None:
     """Whoever clones the repository can run its scripts, and each names its licence."""
     scripts = [name for name in tracked_files() if re.fullmatch(r"scripts/\w+|\.ci/run", name)]
-    assert {".ci/run", "scripts/check", "scripts/install", "scripts/quickstart", "scripts/test"} <= set(scripts)
+    assert {
+        ".ci/run",
+        "scripts/check",
+        "scripts/install",
+        "scripts/quickstart",
+        "scripts/test",
+    } <= set(scripts)
     for name in scripts:
         text = Path(REPOSITORY / name).read_text(encoding="utf-8")
         assert os.access(REPOSITORY / name, os.X_OK), f"{name} is not executable"
@@ -175,33 +213,51 @@ def test_scripts_are_executable() -> None:
 
 def test_time_limits_inside_a_test_are_shorter_than_its_own() -> None:
     """`scripts/test` ends a test after `TEST_S`; what hangs on purpose hangs for longer."""
-    (seconds,) = re.findall(r"--timeout=(\d+)", (REPOSITORY / "scripts/test").read_text(encoding="utf-8"))
+    (seconds,) = re.findall(
+        r"--timeout=(\d+)", (REPOSITORY / "scripts/test").read_text(encoding="utf-8")
+    )
     assert int(seconds) == limits.TEST_S
-    inner = {name: value for name, value in vars(limits).items() if name.endswith("_S") and name != "TEST_S"}
+    inner = {
+        name: value
+        for name, value in vars(limits).items()
+        if name.endswith("_S") and name != "TEST_S"
+    }
     assert inner.pop("HANGS_S") > limits.TEST_S
     assert max(inner.values()) < limits.TEST_S
 
 
 def test_test_folders_are_no_packages() -> None:
     """Tests are found by their path (`--import-mode=importlib`); an `__init__.py` would make two of them one module."""
-    assert [name for name in tracked_files() if name.startswith("tests/") and name.endswith("__init__.py")] == []
+    assert [
+        name
+        for name in tracked_files()
+        if name.startswith("tests/") and name.endswith("__init__.py")
+    ] == []
 
 
 def test_what_is_rehearsed_has_a_test() -> None:
     """In the table of docs/verified.md: what was rehearsed, how, and the names of tests that are there."""
     table = [
-        line.split("|")[1:-1] for line in (REPOSITORY / "docs/verified.md").read_text().splitlines() if "|" in line
+        line.split("|")[1:-1]
+        for line in (REPOSITORY / "docs/verified.md").read_text().splitlines()
+        if "|" in line
     ]
-    cells = {what.strip(): how.strip() for what, _, how, _ in (row for row in table[2:] if len(row) == 4)}
+    cells = {
+        what.strip(): how.strip() for what, _, how, _ in (row for row in table[2:] if len(row) == 4)
+    }
     rehearsals = [
         file
         for folder in ("gpu", "rehearsal", "rehearsal_cuda")
         for file in (REPOSITORY / "tests" / folder).glob("*.py")
     ]
     tests = {
-        name for file in rehearsals for name in re.findall(r"^def (test_\w+)", file.read_text(), flags=re.MULTILINE)
+        name
+        for file in rehearsals
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), flags=re.MULTILINE)
     }
     assert sum(map(bool, cells.values())) > 15
     for how in filter(None, cells.values()):
-        assert all(re.match("(stand-in|fake tensors|kernels): `", part) for part in how.split("; ")), how
+        assert all(
+            re.match("(stand-in|fake tensors|kernels): `", part) for part in how.split("; ")
+        ), how
         assert set(re.findall("`(test_[^`]+)`", how)) <= tests, how

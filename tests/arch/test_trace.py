@@ -24,9 +24,13 @@ def test_the_way_of_an_update(tmp_path: Path) -> None:
     environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'recipes'}"
     command = [sys.executable, str(program), str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PROGRAM_S)
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PROGRAM_S
+    )
     _, _, trace = run.stdout.partition("entered:\n")
     entered = [line.split(" ", 1) for line in trace.splitlines()]
     assert any(name == "FSDPEngine.backward" for _, name in entered), run.stdout + run.stderr
     files = {file for file, _ in entered}
-    assert len(entered) <= MAX_FUNCTIONS and len(files) <= MAX_FILES, f"{len(entered)} in {len(files)}:\n{trace}"
+    assert len(entered) <= MAX_FUNCTIONS and len(files) <= MAX_FILES, (
+        f"{len(entered)} in {len(files)}:\n{trace}"
+    )

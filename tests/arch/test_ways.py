@@ -39,7 +39,9 @@ def named(dotted: str) -> object:
 
 def test_five_ways() -> None:
     """An update, a generation, a weight sync, a reward, a configuration key: each of several functions."""
-    assert len(WAYS) == 5 and all(len(names) > 8 for names in WAYS.values()), {way: len(WAYS[way]) for way in WAYS}
+    assert len(WAYS) == 5 and all(len(names) > 8 for names in WAYS.values()), {
+        way: len(WAYS[way]) for way in WAYS
+    }
 
 
 def test_weight_sync_with_vllm_is_short() -> None:
@@ -50,7 +52,9 @@ def test_weight_sync_with_vllm_is_short() -> None:
     )
     way = [name for name in WAYS["A weight sync"] if not other.search(name)]
     assert any(name.endswith("WorkerExtension.load_bucket") for name in way)
-    assert len(way) <= 9 and len({getattr(named(name), "__module__", name) for name in way}) <= 5, way
+    assert len(way) <= 9 and len({getattr(named(name), "__module__", name) for name in way}) <= 5, (
+        way
+    )
 
 
 @pytest.mark.parametrize("dotted", sorted({name for names in WAYS.values() for name in names}))
@@ -69,7 +73,10 @@ def test_the_way_of_an_update_on_ray_is_short() -> None:
     section = PAGE.partition("### An update\n")[2].partition("\n### ")[0]
     opened = re.findall(r"^ *- `(quadriga[.\w]+)`:", section, flags=re.MULTILINE)
     files = {named(dotted).__module__ for dotted in opened}
-    assert 20 < len(opened) == len(set(opened)) <= MAX_OPENED and len(files) <= MAX_OPENED_FILES, (opened, files)
+    assert 20 < len(opened) == len(set(opened)) <= MAX_OPENED and len(files) <= MAX_OPENED_FILES, (
+        opened,
+        files,
+    )
 
 
 def test_every_layer_is_on_the_page() -> None:

@@ -29,7 +29,11 @@ entered: dict[str, None] = {}
 def note(frame: FrameType, event: str, _: Any) -> None:
     """Called by Python for each call and return."""
     code = frame.f_code
-    if event == "call" and code.co_filename.startswith(f"{PACKAGE}/") and not code.co_name.startswith("<"):
+    if (
+        event == "call"
+        and code.co_filename.startswith(f"{PACKAGE}/")
+        and not code.co_name.startswith("<")
+    ):
         entered[f"{Path(code.co_filename).relative_to(PACKAGE)} {code.co_qualname}"] = None
 
 
@@ -54,9 +58,20 @@ def train(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     PhaseTimer.phase, torch.Tensor.backward = begin, end
     policy = "actor_rollout_ref"
-    sizes = ["data.train_batch_size=4", f"{policy}.actor.ppo_mini_batch_size=4", f"{policy}.rollout.n=4"]
-    run = [f"trainer.default_local_dir={folder}/run", "trainer.total_training_steps=1", "trainer.test_freq=-1"]
-    model = [f"{policy}.model.path={folder}/model", f"custom_reward_function.path={folder}/reward.py"]
+    sizes = [
+        "data.train_batch_size=4",
+        f"{policy}.actor.ppo_mini_batch_size=4",
+        f"{policy}.rollout.n=4",
+    ]
+    run = [
+        f"trainer.default_local_dir={folder}/run",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    ]
+    model = [
+        f"{policy}.model.path={folder}/model",
+        f"custom_reward_function.path={folder}/reward.py",
+    ]
     main(["train", "--config", str(folder / "sums.yaml"), *sizes, *run, *model])
 
 

@@ -22,7 +22,11 @@ def the_mask_of_responses(place: Place) -> None:
 def graded(data: Any, return_dict: bool = False) -> Any:
     """A reward manager as a function: a point for each token with an odd number."""
     rewards = (data.batch["responses"] % 2).float()
-    return {"reward_tensor": rewards, "reward_extra_info": {"acc": [1.0] * len(data)}} if return_dict else rewards
+    return (
+        {"reward_tensor": rewards, "reward_extra_info": {"acc": [1.0] * len(data)}}
+        if return_dict
+        else rewards
+    )
 
 
 def trainer_of(place: Place, name: str) -> Any:
@@ -38,14 +42,23 @@ def trainer_of(place: Place, name: str) -> Any:
         """A worker of one's own."""
 
     words = place.words(name)
-    words += ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True", "trainer.seed=3"]
+    words += [
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.seed=3",
+    ]
     config = load_config(words).config
-    rows = create_rl_dataset(config.data.train_files, config.data, place.tokenizer, None, is_train=True)
+    rows = create_rl_dataset(
+        config.data.train_files, config.data, place.tokenizer, None, is_train=True
+    )
     trainer = RayPPOTrainer(
         config=config,
         tokenizer=place.tokenizer,
         processor=None,
-        role_worker_mapping={Role.ActorRollout: ray.remote(Own), Role.Critic: ray.remote(CriticWorker)},
+        role_worker_mapping={
+            Role.ActorRollout: ray.remote(Own),
+            Role.Critic: ray.remote(CriticWorker),
+        },
         resource_pool_manager=None,
         ray_worker_group_cls=RayWorkerGroup,
         reward_fn=graded,
@@ -90,12 +103,19 @@ def a_trainer_by_its_constructor(place: Place) -> None:
     batch = compute_advantage(
         batch, adv_estimator=config.adv_estimator, gamma=1.0, lam=1.0, num_repeat=2, config=config
     )
-    for learned in (trainer.critic_wg.update_critic(batch), trainer.actor_rollout_wg.update_actor(batch)):
+    for learned in (
+        trainer.critic_wg.update_critic(batch),
+        trainer.actor_rollout_wg.update_actor(batch),
+    ):
         metrics |= {name: one[0].value for name, one in learned.meta_info["metrics"].items()}
     assert reduce_metrics({"n": [1.0, 3.0]}) == {"n": 2.0}
     other = trainer_of(place, "by_fit")
     other.fit()
-    assert other.global_steps == 1 and metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+    assert (
+        other.global_steps == 1
+        and metrics["actor/grad_norm"] > 0
+        and metrics["critic/grad_norm"] > 0
+    )
     for name in ("actor/grad_norm", "actor/pg_loss", "critic/grad_norm", "critic/vf_loss"):
         assert metrics[name] == pytest.approx(other.loop.metrics[name], rel=1e-5), name
 
@@ -104,7 +124,9 @@ def a_trainer_by_its_constructor(place: Place) -> None:
 def metrics_to_a_tracker(place: Place) -> None:
     from verl.utils.tracking import Tracking
 
-    logger = Tracking(project_name="p", experiment_name="e", default_backend=["jsonl"], config={"a": {"b": 1}})
+    logger = Tracking(
+        project_name="p", experiment_name="e", default_backend=["jsonl"], config={"a": {"b": 1}}
+    )
     logger.log(data={"actor/loss": 1.0}, step=1)
     logger.close()
     (line,) = (place.folder / "outputs" / "p" / "e" / "metrics.jsonl").read_text().splitlines()
@@ -167,7 +189,10 @@ def losses_by_their_functions(place: Place) -> None:
     from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
 
     mask = torch.tensor([[1, 1], [1, 0]])
-    assert float(agg_loss(loss_mat=torch.ones(2, 2), loss_mask=mask, loss_agg_mode="token-mean")) == 1.0
+    assert (
+        float(agg_loss(loss_mat=torch.ones(2, 2), loss_mask=mask, loss_agg_mode="token-mean"))
+        == 1.0
+    )
     vf_loss, clipped = compute_value_loss(
         vpreds=torch.ones(2, 2),
         values=torch.zeros(2, 2),
@@ -193,7 +218,11 @@ def metrics_of_a_step(place: Place) -> None:
     for name in ("token_level_rewards", "advantages", "returns"):
         batch.batch[name] = batch.batch["token_level_scores"]
     found = compute_data_metrics(batch=batch, use_critic=True)
-    assert found["critic/score/mean"] == 0.5 and found["response_length/max"] == 3 and "critic/values/mean" in found
+    assert (
+        found["critic/score/mean"] == 0.5
+        and found["response_length/max"] == 3
+        and "critic/values/mean" in found
+    )
     assert "critic/values/mean" not in compute_data_metrics(batch=batch, use_critic=False)
     times = compute_timing_metrics(batch=batch, timing_raw=seconds)
     assert times["timing_s/gen"] == 0.5 and times["timing_per_token_ms/gen"] == pytest.approx(50.0)

@@ -13,13 +13,33 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.algorithms import LossCounts, agg_loss, bind_options, estimate_advantages, options, required_fields
+from quadriga.algorithms import (
+    LossCounts,
+    agg_loss,
+    bind_options,
+    estimate_advantages,
+    options,
+    required_fields,
+)
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.algorithms.registry import ADVANTAGES, BATCH_COLUMNS, POLICY_LOSSES
 
-SETTINGS = {"gamma": 0.9, "lam": 0.8, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+SETTINGS = {
+    "gamma": 0.9,
+    "lam": 0.8,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 3.0,
+}
 SETTINGS |= {"gdpo_reward_keys": ["score", "format"]}
-LOSS_FIELDS = ("old_log_prob", "log_prob", "rollout_log_probs", "advantages", "response_mask", *BATCH_COLUMNS)
+LOSS_FIELDS = (
+    "old_log_prob",
+    "log_prob",
+    "rollout_log_probs",
+    "advantages",
+    "response_mask",
+    *BATCH_COLUMNS,
+)
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -42,7 +62,9 @@ def batch(seed: int = 0) -> dict[str, Any]:
         "old_log_probs": -noise(seed + 3, 9, 5).abs(),
         "sum_pi_squared": noise(seed + 4, 9, 5).sigmoid(),
         "rollout_is_weights": noise(seed + 6, 9, 5).exp(),
-        "reward_extra": np.array([{"format": score.item()} for score in noise(seed + 5, 9)], dtype=object),
+        "reward_extra": np.array(
+            [{"format": score.item()} for score in noise(seed + 5, 9)], dtype=object
+        ),
         "uid": np.array(["a", "b", "a", "c", "b", "a", "d", "c", "b"], dtype=object),
     }
 
@@ -84,7 +106,9 @@ def test_order_of_rows_does_not_matter(estimator) -> None:
     """Permuting the batch permutes the advantages."""
     fields, order = batch(), np.array([3, 8, 0, 5, 7, 1, 2, 6, 4])
     for result, permuted in zip(
-        estimate_advantages(estimator, fields), estimate_advantages(estimator, rows(fields, order)), strict=True
+        estimate_advantages(estimator, fields),
+        estimate_advantages(estimator, rows(fields, order)),
+        strict=True,
     ):
         torch.testing.assert_close(permuted, result[order])
 
@@ -106,13 +130,18 @@ def test_groups_of_one_and_empty_batches_are_finite(estimator) -> None:
     fields = batch() | {"uid": np.arange(9)}
     estimate_advantages(estimator, fields)
     estimate_advantages(estimator, rows(fields, np.array([0])))
-    advantages, returns = estimate_advantages(estimator, fields | {"response_mask": torch.zeros(9, 5)})
+    advantages, returns = estimate_advantages(
+        estimator, fields | {"response_mask": torch.zeros(9, 5)}
+    )
     assert not advantages.any() and not returns.any()
 
 
 def test_group_estimators_are_exactly_zero_where_a_group_is_all_alike(estimator) -> None:
     """Nothing was learned from such a group, and the engine may then skip it."""
-    fields = batch() | {"token_level_rewards": torch.full((9, 5), 0.1), "uid": np.array(list("aaabbbccc"))}
+    fields = batch() | {
+        "token_level_rewards": torch.full((9, 5), 0.1),
+        "uid": np.array(list("aaabbbccc")),
+    }
     fields["response_mask"] = torch.ones(9, 5)
     fields["reward_extra"] = np.array([{"format": 0.1}] * 9, dtype=object)
     if "uid" in required_fields(estimator):
@@ -148,7 +177,9 @@ def loss_inputs(seed: int = 0) -> dict[str, torch.Tensor]:
     return inputs | {name: (noise(seed + 3, 5, 6) > 0) & mask for name in BATCH_COLUMNS}
 
 
-def run(policy_loss: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+def run(
+    policy_loss: Callable[..., Any], inputs: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Call a loss with the fields that it names."""
     return policy_loss(*(inputs[name] for name in required_fields(policy_loss)))
 
@@ -160,7 +191,9 @@ def test_losses_are_per_token(policy_loss) -> None:
     losses, diagnostics = run(policy_loss, inputs)
     assert losses.shape == (5, 6) and bool(torch.isfinite(losses).all()) and losses.requires_grad
     for name, value in diagnostics.items():
-        assert value.shape == (5, 6) and not value.requires_grad and bool(torch.isfinite(value).all()), name
+        assert (
+            value.shape == (5, 6) and not value.requires_grad and bool(torch.isfinite(value).all())
+        ), name
 
 
 def test_losses_do_not_read_outside_the_mask(policy_loss) -> None:
@@ -174,7 +207,10 @@ def test_losses_do_not_read_outside_the_mask(policy_loss) -> None:
         losses, _ = run(policy_loss, inputs)
         agg_loss(losses, inputs["response_mask"], "token-mean").backward()
         results.append((losses.detach(), inputs["log_prob"].grad))
-        assert not losses[~inputs["response_mask"]].any() and not results[-1][1][~inputs["response_mask"]].any()
+        assert (
+            not losses[~inputs["response_mask"]].any()
+            and not results[-1][1][~inputs["response_mask"]].any()
+        )
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 

@@ -66,9 +66,14 @@ def test_the_result_does_not_depend_on_the_ranks(
 ) -> None:
     """Rows, their order and their number are those of one worker; shows nothing about real collectives."""
     worker_class = make_worker(mode, model_parallel)
-    group = LocalWorkerGroup(ClassWithInitArgs(worker_class), ResourcePool([dp_size * model_parallel]))
+    group = LocalWorkerGroup(
+        ClassWithInitArgs(worker_class), ResourcePool([dp_size * model_parallel])
+    )
     data = DataProto.from_dict(
-        {"row": torch.arange(rows)}, {"uid": list(range(rows))}, {"step": 1}, auto_padding=auto_padding
+        {"row": torch.arange(rows)},
+        {"uid": list(range(rows))},
+        {"step": 1},
+        auto_padding=auto_padding,
     )
     args = (label, data) if mode is WITH_FUNCTION else (data,)
     result = group.label(*args) if is_blocking else group.label_later(*args).get()
@@ -76,5 +81,7 @@ def test_the_result_does_not_depend_on_the_ranks(
     assert deep_equal(dict(result.batch.items()), dict(expected.batch.items()))
     assert result.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
     counted = sum(result.meta_info["metrics"]["rows"])
-    assert counted >= rows and (auto_padding or counted == rows), "without padding no row is seen twice"
+    assert counted >= rows and (auto_padding or counted == rows), (
+        "without padding no row is seen twice"
+    )
     assert len(data) == rows, "the caller's data stays as it was"

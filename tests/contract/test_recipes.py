@@ -98,7 +98,11 @@ REGISTRY_LINES = [
         r"(?=from quadriga\.algorithms\.losses\.dro)",
         "from quadriga.algorithms.losses.cubic import cubic\n",
     ),
-    ("quadriga/rewards/scoring.py", r"(?<=GRADERS: dict\[str, str\] = \{\n)", '    "letters/vowels": "vowels",\n'),
+    (
+        "quadriga/rewards/scoring.py",
+        r"(?<=GRADERS: dict\[str, str\] = \{\n)",
+        '    "letters/vowels": "vowels",\n',
+    ),
     ("quadriga/rewards/registry.py", r'(?<="naive", )', '"brief", '),
     (
         "quadriga/config/data.py",
@@ -132,7 +136,9 @@ print(json.dumps({
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package with everything added, and the contract tests of algorithms beside it."""
     folder = tmp_path_factory.mktemp("recipes")
-    shutil.copytree(REPOSITORY / "quadriga", folder / "quadriga", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "quadriga", folder / "quadriga", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(REPOSITORY / "tests/contract/test_algorithms.py", folder)
     for name, text in NEW_FILES.items():
         (folder / name).write_text(f"# SPDX-License-Identifier: Apache-2.0{text}", encoding="utf-8")
@@ -145,9 +151,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(copy: Path, *words: str) -> str:
     """What Python prints in the copy, which goes before every other installation."""
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(copy), *filter(None, sys.path)])}
+    environment = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join([str(copy), *filter(None, sys.path)])
+    }
     done = subprocess.run(
-        [sys.executable, *words], cwd=copy, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -155,7 +168,17 @@ def run(copy: Path, *words: str) -> str:
 
 def test_contract_tests_find_an_estimator_and_a_loss(copy: Path) -> None:
     """Recipe 1: nothing else must be told of them, and they pass what all others pass."""
-    printed = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "halved or cubic", "test_algorithms.py")
+    printed = run(
+        copy,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "halved or cubic",
+        "test_algorithms.py",
+    )
     assert int(re.findall(r"(\d+) passed", printed)[-1]) > 25
 
 
@@ -172,4 +195,8 @@ def test_a_new_key_is_listed_and_explained(copy: Path) -> None:
     """Recipe 4: the field is the only place; `config keys` shows it with its type, default and docstring."""
     main = "import sys; from quadriga.cli.main import main; sys.exit(main())"
     listed = run(copy, "-c", main, "config", "keys", "shuffle_window")
-    assert "data.shuffle_window" in listed and "7" in listed and "Rows among which prompts are shuffled." in listed
+    assert (
+        "data.shuffle_window" in listed
+        and "7" in listed
+        and "Rows among which prompts are shuffled." in listed
+    )

@@ -10,7 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout import Completion, HFEngine, NativeEngine, RolloutEngine, SamplingParams, ScriptedEngine
+from quadriga.rollout import (
+    Completion,
+    HFEngine,
+    NativeEngine,
+    RolloutEngine,
+    SamplingParams,
+    ScriptedEngine,
+)
 from quadriga.weight_sync import CopiedWeights, SharedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
@@ -42,7 +49,9 @@ class Pairs:
     eos_token_id = EOS
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(ord("a") + token // 8) + chr(ord("a") + token % 8) for token in token_ids)
+        return "".join(
+            chr(ord("a") + token // 8) + chr(ord("a") + token % 8) for token in token_ids
+        )
 
 
 def _script(prompt: list[int]) -> list[int]:
@@ -63,7 +72,9 @@ def engine(request: pytest.FixtureRequest) -> RolloutEngine:
 
 
 def _params(**options) -> list[SamplingParams]:
-    return [SamplingParams(**{"max_tokens": 12, "seed": row, **options}) for row in range(len(PROMPTS))]
+    return [
+        SamplingParams(**{"max_tokens": 12, "seed": row, **options}) for row in range(len(PROMPTS))
+    ]
 
 
 def test_one_answer_for_each_prompt(engine: RolloutEngine) -> None:
@@ -136,7 +147,9 @@ def test_published_weights_arrive(engine: RolloutEngine) -> None:
 
 def test_what_was_loaded_has_a_fingerprint(engine: RolloutEngine) -> None:
     """It is that of the weights that were sent; one weight that differs shows under its name."""
-    weights = {name: tensor.detach() for name, tensor in _model(ATTENTION_NAME, seed=1).named_parameters()}
+    weights = {
+        name: tensor.detach() for name, tensor in _model(ATTENTION_NAME, seed=1).named_parameters()
+    }
     engine.load_weights(weights.items(), 5)
     sent = fingerprint(weights.items())
     arrived = engine.fingerprint()
@@ -157,7 +170,9 @@ def test_a_text_ends_an_answer(engine: RolloutEngine) -> None:
         assert completion.token_ids == before.token_ids[: (end + 1) // 2]
         if stop in text:
             assert completion.finish_reason == "stop"
-    assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(stopped, free, strict=True))
+    assert any(
+        len(one.token_ids) < len(other.token_ids) for one, other in zip(stopped, free, strict=True)
+    )
 
 
 def test_a_text_needs_a_tokenizer(engine: RolloutEngine) -> None:
@@ -184,7 +199,9 @@ def test_log_probs_of_the_distribution_drawn_from(engine: RolloutEngine, options
 def test_greedy_samples_of_one_prompt_are_equal(engine: RolloutEngine) -> None:
     """Temperature 0 with several samples is no error: seeds change nothing."""
     params = [SamplingParams(max_tokens=6, temperature=0.0, seed=seed) for seed in range(3)]
-    assert len({tuple(one.token_ids) for one in engine.generate_batch([PROMPTS[0]] * 3, params)}) == 1
+    assert (
+        len({tuple(one.token_ids) for one in engine.generate_batch([PROMPTS[0]] * 3, params)}) == 1
+    )
 
 
 def test_requests_that_wait_are_given_up(engine: RolloutEngine) -> None:
@@ -192,7 +209,10 @@ def test_requests_that_wait_are_given_up(engine: RolloutEngine) -> None:
 
     async def ask() -> list[Completion]:
         params = _params(max_tokens=1500, ignore_eos=True)
-        tasks = [asyncio.ensure_future(engine.generate(*request)) for request in zip(PROMPTS, params, strict=True)]
+        tasks = [
+            asyncio.ensure_future(engine.generate(*request))
+            for request in zip(PROMPTS, params, strict=True)
+        ]
         await asyncio.sleep(0)  # they have asked, and nobody had the time to answer
         engine.abort()
         return await asyncio.gather(*tasks)
@@ -200,14 +220,20 @@ def test_requests_that_wait_are_given_up(engine: RolloutEngine) -> None:
     for completion in asyncio.run(ask()):
         assert completion.finish_reason == "abort"
         assert len(completion.token_ids) == len(completion.log_probs) < 1500
-    assert {one.finish_reason for one in engine.generate_batch(PROMPTS, _params())} <= {"stop", "length"}
+    assert {one.finish_reason for one in engine.generate_batch(PROMPTS, _params())} <= {
+        "stop",
+        "length",
+    }
 
 
 def test_a_cancelled_caller_does_not_disturb_the_others(engine: RolloutEngine) -> None:
     """Who is cancelled gets nothing; the others get what they would get anyway."""
 
     async def ask() -> list[Completion | BaseException]:
-        tasks = [asyncio.ensure_future(engine.generate(*one)) for one in zip(PROMPTS, _params(), strict=True)]
+        tasks = [
+            asyncio.ensure_future(engine.generate(*one))
+            for one in zip(PROMPTS, _params(), strict=True)
+        ]
         await asyncio.sleep(0)
         tasks[1].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -223,7 +249,12 @@ def test_a_cancelled_caller_does_not_disturb_the_others(engine: RolloutEngine) -
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"do_sample": False}, {"temperature": 0.5, "top_p": 0.7}, {"top_k": 3, "ignore_eos": True}],
+    [
+        {},
+        {"do_sample": False},
+        {"temperature": 0.5, "top_p": 0.7},
+        {"top_k": 3, "ignore_eos": True},
+    ],
 )
 def test_native_and_reference_agree(options: dict) -> None:
     """The same seeds, settings and weights give the same tokens and log-probabilities in both engines."""

@@ -33,7 +33,14 @@ from quadriga.rollout import (
     ScriptedEngine,
     generate_sequences,
 )
-from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, Conversation, ConversationOver, Sample, register
+from quadriga.rollout.agent_loop import (
+    AgentLoop,
+    AgentLoopManager,
+    Conversation,
+    ConversationOver,
+    Sample,
+    register,
+)
 from quadriga.rollout.agent_loop.conversation import Limits, TurnEncoder
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolFailedError
@@ -66,9 +73,14 @@ ASKED = [
 ]
 
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
-    **{f"hf {family}": lambda family=family: HFEngine(tiny_model(family), max_num_seqs=3) for family in FAMILIES},
     **{
-        f"native {family}": lambda family=family: NativeEngine(vision_model(family=family), max_num_seqs=3)
+        f"hf {family}": lambda family=family: HFEngine(tiny_model(family), max_num_seqs=3)
+        for family in FAMILIES
+    },
+    **{
+        f"native {family}": lambda family=family: NativeEngine(
+            vision_model(family=family), max_num_seqs=3
+        )
         for family in FAMILIES
     },
     "balanced": lambda: Balancer([HFEngine(tiny_model()), HFEngine(tiny_model())]),
@@ -88,7 +100,9 @@ def requests() -> tuple[list[list[int]], list[SamplingParams], list[Images | Non
         ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
         seen = PROCESSOR.prompt(ids, pictures, WIDTH, where="here")
         prompts.append(seen.ids)
-        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(ids), images_key(seen.inputs))
+        one = Images(
+            seen.pictures, seen.inputs, seen.positions, tuple(ids), images_key(seen.inputs)
+        )
         images.append(one if pictures else None)
     return prompts, [SamplingParams(max_tokens=6, seed=3, ignore_eos=True) for _ in prompts], images
 
@@ -110,7 +124,9 @@ def batch(num_samples: int = 1) -> DataProto:
         tensors["input_ids"][row, start:] = torch.tensor(seen.ids)
         tensors["attention_mask"][row, start:] = 1
         tensors["position_ids"][row, :, start:] = seen.positions
-    columns = {name: object_array([seen.columns()[name] for seen in rows]) for name in rows[0].columns()}
+    columns = {
+        name: object_array([seen.columns()[name] for seen in rows]) for name in rows[0].columns()
+    }
     columns["uid"] = np.array([str(row) for row in range(size)], dtype=object)
     return DataProto.from_dict(tensors, columns).repeat(num_samples, interleave=True)
 
@@ -125,14 +141,19 @@ def test_log_probs_are_the_models(engine: RolloutEngine) -> None:
     """Against one pass of the whole sequence, whose positions transformers computes by itself. In float32."""
     prompts, sampling, images = requests()
     model = models(engine)
-    for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
+    for prompt, one, done in zip(
+        prompts, images, engine.generate_batch(prompts, sampling, images), strict=True
+    ):
         ids = torch.tensor([[*prompt, *done.token_ids]])
         inputs = {} if one is None else {**one.inputs, "mm_token_type_ids": (ids == IMAGE).int()}
         model.model.rope_deltas = None
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (wanted, done.log_probs)
+        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (
+            wanted,
+            done.log_probs,
+        )
 
 
 def test_videos_behind_images(engine: RolloutEngine) -> None:
@@ -142,10 +163,21 @@ def test_videos_behind_images(engine: RolloutEngine) -> None:
     tokenizer, is_glm = tiny_tokenizer(family), family == "glm4v"
     rules = FrameRules(4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, are_apart=family in APART)
     per_second, film = 4 if family == "qwen2_5_vl" else None, FILM_BOUNDS if is_glm else None
-    frames = {"frames": rules, "tokens_per_second": per_second, "bounds": (START, END), "video_bounds": film}
+    frames = {
+        "frames": rules,
+        "tokens_per_second": per_second,
+        "bounds": (START, END),
+        "video_bounds": film,
+    }
     processor = replace(PROCESSOR, **frames)
-    films = [np.random.default_rng(seed).integers(0, 256, (4, 24, 24, 3), dtype=np.uint8) for seed in range(3)]
-    clips = [rules.read(open_video({"frames": one, "fps": 8}, folder=Path(), where=""), where="") for one in films]
+    films = [
+        np.random.default_rng(seed).integers(0, 256, (4, 24, 24, 3), dtype=np.uint8)
+        for seed in range(3)
+    ]
+    clips = [
+        rules.read(open_video({"frames": one, "fps": 8}, folder=Path(), where=""), where="")
+        for one in films
+    ]
     asked = [
         # Transformers tells images and videos of GLM-4V in one prompt not apart.
         (f"{'w2' if is_glm else PLACE} w1 {FILM} ?", [] if is_glm else ASKED[0][1], clips[:1]),
@@ -158,12 +190,22 @@ def test_videos_behind_images(engine: RolloutEngine) -> None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     for text, pictures, own in asked:
-        seen = processor.prompt(encode([named(text, family)])[0], pictures, 200, where="", clips=own, encode=encode)
+        seen = processor.prompt(
+            encode([named(text, family)])[0], pictures, 200, where="", clips=own, encode=encode
+        )
         prompts.append(seen.ids)
-        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(seen.short_ids), images_key(seen.inputs))
+        one = Images(
+            seen.pictures,
+            seen.inputs,
+            seen.positions,
+            tuple(seen.short_ids),
+            images_key(seen.inputs),
+        )
         images.append(one if seen.inputs else None)
     sampling = [SamplingParams(max_tokens=5, seed=3, ignore_eos=True)] * 3
-    for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
+    for prompt, one, done in zip(
+        prompts, images, engine.generate_batch(prompts, sampling, images), strict=True
+    ):
         ids = torch.tensor([[*prompt, *done.token_ids]])
         kinds = token_types(ids) * (torch.arange(ids.shape[1]) < len(prompt))
         inputs = {} if one is None else one.inputs | {"mm_token_type_ids": kinds}
@@ -171,7 +213,10 @@ def test_videos_behind_images(engine: RolloutEngine) -> None:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (wanted, done.log_probs)
+        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (
+            wanted,
+            done.log_probs,
+        )
 
 
 def test_images_decide(engine: RolloutEngine) -> None:
@@ -200,10 +245,14 @@ def test_awaiting_is_the_same(engine: RolloutEngine) -> None:
 def test_a_batch(engine: RolloutEngine) -> None:
     """Positions of answers go on along each axis, and the samples of a prompt share their images."""
     config = RolloutConfig(name="hf", ignore_eos=True)
-    answers = generate_sequences(engine, batch(2), config=config, response_length=6, pad_token_id=0, seed=1)
+    answers = generate_sequences(
+        engine, batch(2), config=config, response_length=6, pad_token_id=0, seed=1
+    )
     positions = answers.batch["position_ids"]
     assert positions.shape == (8, 3, WIDTH + 6)
-    assert torch.equal(positions[:, :, WIDTH:], positions[:, :, WIDTH - 1 : WIDTH] + torch.arange(1, 7))
+    assert torch.equal(
+        positions[:, :, WIDTH:], positions[:, :, WIDTH - 1 : WIDTH] + torch.arange(1, 7)
+    )
     # Seven tokens of text; the images are 3 places wide and 4 high.
     assert positions[6, :, WIDTH - 1].tolist() == [7 + 3 + 4 - 1] * 3
 
@@ -211,7 +260,9 @@ def test_a_batch(engine: RolloutEngine) -> None:
 def test_conversations_of_one_turn_are_the_same() -> None:
     """`mode=async` against `mode=sync`: tokens, positions and numbers."""
     engine, own = HFEngine(tiny_model()), {"response_length": 6, "seed": 1}
-    plain = generate_sequences(engine, batch(2), config=RolloutConfig(name="hf"), pad_token_id=0, **own)
+    plain = generate_sequences(
+        engine, batch(2), config=RolloutConfig(name="hf"), pad_token_id=0, **own
+    )
     config = RolloutConfig(name="hf", mode="async")
     manager = AgentLoopManager(config, tiny_tokenizer(), prompt_length=WIDTH, response_length=6)
     asked = manager.generate(engine, batch(2), seed=1)
@@ -228,7 +279,9 @@ def test_a_later_turn_goes_on_behind_the_images() -> None:
     assert later.short_prompt == (*images[3].short_prompt, 8, 9) and later.key == images[3].key
     last = images[3].position_ids[:, -1]
     assert torch.equal(later.position_ids[:, -2:], torch.stack((last + 1, last + 2), 1))
-    assert torch.equal(later.followed_by([7]).position_ids, images[3].followed_by([8, 9, 7]).position_ids)
+    assert torch.equal(
+        later.followed_by([7]).position_ids, images[3].followed_by([8, 9, 7]).position_ids
+    )
 
 
 @register("renders anew")
@@ -267,11 +320,25 @@ class _Looking(AgentLoop):
 
     async def run(self, chat) -> None:
         if chat.sample.row == 0:
-            chat.begin([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " w7 ?"}]}])
+            chat.begin(
+                [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image"}, {"type": "text", "text": " w7 ?"}],
+                    }
+                ]
+            )
         await chat.generate(max_tokens=1)
-        async with ToolBox(self.services.tools, {}, self.services.config.multi_turn, self.services.thread) as tools:
+        async with ToolBox(
+            self.services.tools, {}, self.services.config.multi_turn, self.services.thread
+        ) as tools:
             [response] = await tools.call_all([ToolCall("look", {"number": chat.sample.row})])
-        message = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": response.content}
+        message = {
+            "role": "tool",
+            "name": "look",
+            "tool_call_id": "call00000",
+            "content": response.content,
+        }
         chat.append([message], tool_responses=[response])
         await chat.generate(max_tokens=1)
         shown = {"type": "image", "image": SHOWN}
@@ -287,8 +354,14 @@ def test_images_in_later_turns(name: str, family: str, tmp_path: Path) -> None:
     the trainer, and tokens and positions those of transformers. A text cannot forge an image."""
     (tmp_path / "look.py").write_text(LOOK)
     turns = {"enable": True, "function_tool_path": str(tmp_path / "look.py")}
-    config = RolloutConfig(name=name, mode="async", agent={"default_agent_loop": "looks"}, multi_turn=turns)
-    engine = NativeEngine(vision_model(family=family)) if name == "native" else HFEngine(tiny_model(family))
+    config = RolloutConfig(
+        name=name, mode="async", agent={"default_agent_loop": "looks"}, multi_turn=turns
+    )
+    engine = (
+        NativeEngine(vision_model(family=family))
+        if name == "native"
+        else HFEngine(tiny_model(family))
+    )
     processor = load_processor(write_vision_folder(tmp_path / "model", family))
     lengths = {"prompt_length": WIDTH, "response_length": 60}
     manager = AgentLoopManager(config, tiny_tokenizer(family), **lengths, processor=processor)
@@ -299,17 +372,24 @@ def test_images_in_later_turns(name: str, family: str, tmp_path: Path) -> None:
     done = manager.generate(engine, prompts, seed={"qwen2_vl": 4, "glm4v": 9}.get(family, 5))
     manager.close()
     inputs, model = done.non_tensor_batch["multi_modal_inputs"], tiny_model(family)
-    assert [len(one["image_grid_thw"]) for one in inputs] == [3, 3, 2, 4], done.non_tensor_batch["finish_reason"]
+    assert [len(one["image_grid_thw"]) for one in inputs] == [3, 3, 2, 4], done.non_tensor_batch[
+        "finish_reason"
+    ]
     for row, one in enumerate(inputs):
         valid = done.batch["attention_mask"][row].bool()
-        ids, positions = done.batch["input_ids"][row][valid], done.batch["position_ids"][row][:, valid]
+        ids, positions = (
+            done.batch["input_ids"][row][valid],
+            done.batch["position_ids"][row][:, valid],
+        )
         assert torch.equal(positions, positions_of(model, ids.tolist(), one)), row
     scorer = PolicyScorer(vision_model(family=family))
     trainer = FSDPEngine(scorer, dtype=torch.float32, device=torch.device("cpu"))
     for share in (True, False):
         found = infer(trainer, done, MicroBatching(9, 1, share_prompts=share))["log_probs"]
         wanted = done.batch["rollout_log_probs"]
-        torch.testing.assert_close(found * done.batch["response_mask"], wanted, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found * done.batch["response_mask"], wanted, atol=2e-5, rtol=1e-5
+        )
     assert done.batch["response_mask"].sum(-1).tolist() == [5] * 4
 
 
@@ -329,16 +409,26 @@ def test_a_later_image_that_cannot_be_shown(tmp_path: Path) -> None:
     def shown(image: object) -> list[dict[str, object]]:
         return [{"role": "user", "content": [{"type": "image", "image": image}]}]
 
-    with pytest.raises(RolloutError, match="got images in a later turn, or beside tools, expected text, or a vision-l"):
+    with pytest.raises(
+        RolloutError,
+        match="got images in a later turn, or beside tools, expected text, or a vision-l",
+    ):
         begun("w1", None).append(shown(SHOWN))
-    with pytest.raises(ToolFailedError, match="row 0, image 0: got 5 bytes, which is no image that can be read"):
+    with pytest.raises(
+        ToolFailedError, match="row 0, image 0: got 5 bytes, which is no image that can be read"
+    ):
         begun("w1", processor).append(shown(b"words"))
     chat = begun("w1 <|image_pad|>", processor)
-    with pytest.raises(ConversationOver, match="image_token: the model wrote the token of images itself"):
+    with pytest.raises(
+        ConversationOver, match="image_token: the model wrote the token of images itself"
+    ):
         chat.append(shown(SHOWN))
     chat = begun("w1", processor)
     chat.append(shown(SHOWN))
-    assert len(chat.images.pictures) == 1 and chat.images.position_ids.shape[1] == len(chat.token_ids) + 2
+    assert (
+        len(chat.images.pictures) == 1
+        and chat.images.position_ids.shape[1] == len(chat.token_ids) + 2
+    )
     chat.finish("")
     assert chat.images is None and len(chat.token_ids) == 2
 
@@ -362,9 +452,20 @@ class _OursWithTools(AgentLoop):
     async def run(self, chat) -> None:
         chat.begin(chat.sample.messages)
         await chat.generate(max_tokens=2)
-        async with ToolBox(self.services.tools, {}, self.services.config.multi_turn, self.services.thread) as tools:
+        async with ToolBox(
+            self.services.tools, {}, self.services.config.multi_turn, self.services.thread
+        ) as tools:
             [response] = await tools.call_all([ToolCall("look", {"number": 3})])
-        chat.append([{"role": "tool", "name": "look", "tool_call_id": "call00000", "content": response.content}])
+        chat.append(
+            [
+                {
+                    "role": "tool",
+                    "name": "look",
+                    "tool_call_id": "call00000",
+                    "content": response.content,
+                }
+            ]
+        )
         await chat.generate(max_tokens=2)
 
 
@@ -373,7 +474,10 @@ class _Theirs(verl.AgentLoopBase):
     """verl's form of `_Ours`; row 1 forgets that its prompt has an image."""
 
     async def run(self, sampling_params, **kwargs) -> verl.AgentLoopOutput:
-        seen, own = await self.process_vision_info(kwargs["raw_prompt"]), {**sampling_params, "max_tokens": 2}
+        seen, own = (
+            await self.process_vision_info(kwargs["raw_prompt"]),
+            {**sampling_params, "max_tokens": 2},
+        )
         ids = await self.apply_chat_template(kwargs["raw_prompt"], **seen)
         if kwargs["extra_info"]["forgets"]:
             ids = self.tokenizer("<user> <|image_pad|>")["input_ids"]
@@ -381,8 +485,13 @@ class _Theirs(verl.AgentLoopBase):
         first = await self.server_manager.complete("a", prompt_ids=ids, **asked)
         messages = [{"role": "user", "content": [NINE, {"type": "image"}]}]
         turn = await self.apply_chat_template(messages, images=[SHOWN], remove_system_prompt=True)
-        second = await self.server_manager.complete("a", prompt_ids=[*ids, *first.token_ids, *turn], **asked)
-        response, mask = [*first.token_ids, *turn, *second.token_ids], [1, 1, *[0] * len(turn), 1, 1]
+        second = await self.server_manager.complete(
+            "a", prompt_ids=[*ids, *first.token_ids, *turn], **asked
+        )
+        response, mask = (
+            [*first.token_ids, *turn, *second.token_ids],
+            [1, 1, *[0] * len(turn), 1, 1],
+        )
         return verl.AgentLoopOutput(prompt_ids=ids, response_ids=response, response_mask=mask)
 
 
@@ -401,16 +510,26 @@ class _TheirsWithTools(verl.ToolAgentLoop):
 def test_loops_of_verl_show_images(tmp_path: Path) -> None:
     """Those of prompts, tools and users, with tokens, positions, numbers and inputs as our loops have them."""
     (tmp_path / "look.py").write_text(LOOK)
-    turns = {"enable": True, "function_tool_path": str(tmp_path / "look.py"), "max_assistant_turns": 2}
+    turns = {
+        "enable": True,
+        "function_tool_path": str(tmp_path / "look.py"),
+        "max_assistant_turns": 2,
+    }
     prompts, engine = batch(), HFEngine(tiny_model())
     messages = [[{"role": "user", "content": content}] for content in MESSAGES]
     prompts.non_tensor_batch["raw_prompt"] = object_array(messages)
     processor = load_processor(write_vision_folder(tmp_path / "model"))
 
     def done(loop: str, forgets: bool = False) -> DataProto:
-        prompts.non_tensor_batch["extra_info"] = object_array([{"forgets": forgets and row == 1} for row in range(4)])
+        prompts.non_tensor_batch["extra_info"] = object_array(
+            [{"forgets": forgets and row == 1} for row in range(4)]
+        )
         config = RolloutConfig(
-            name="hf", mode="async", ignore_eos=True, agent={"default_agent_loop": loop}, multi_turn=turns
+            name="hf",
+            mode="async",
+            ignore_eos=True,
+            agent={"default_agent_loop": loop},
+            multi_turn=turns,
         )
         lengths = {"prompt_length": WIDTH, "response_length": 40}
         manager = AgentLoopManager(config, tiny_tokenizer(), **lengths, processor=processor)
@@ -422,13 +541,22 @@ def test_loops_of_verl_show_images(tmp_path: Path) -> None:
     for ours, theirs in (("ours", "theirs"), ("ours with tools", "theirs with tools")):
         wanted, found = done(ours), done(theirs)
         assert (wanted.batch["input_ids"][:, -40:] == IMAGE).sum(-1).min() > 0
-        for name in ("input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"):
+        for name in (
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "response_mask",
+            "rollout_log_probs",
+        ):
             torch.testing.assert_close(found.batch[name], wanted.batch[name], msg=name)
         columns = (one.non_tensor_batch["multi_modal_inputs"] for one in (wanted, found))
         for one, other in zip(*columns, strict=True):
-            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            assert one.keys() == other.keys() and all(
+                torch.equal(one[name], other[name]) for name in one
+            )
     with pytest.raises(
-        RolloutError, match=r"got images, and other tokens for them, expected those of self\.apply_chat_te"
+        RolloutError,
+        match=r"got images, and other tokens for them, expected those of self\.apply_chat_te",
     ):
         done("theirs", forgets=True)
 
@@ -453,12 +581,16 @@ def test_engines_for_text_refuse_images_by_name() -> None:
     told = "mine.generate: got a prompt with images, expected text: the engine mine takes no images"
     config = RolloutConfig(name="hf")
     with pytest.raises(RolloutError, match=told):
-        generate_sequences(engine, batch(), config=config, response_length=6, pad_token_id=0, seed=1)
+        generate_sequences(
+            engine, batch(), config=config, response_length=6, pad_token_id=0, seed=1
+        )
     with pytest.raises(RolloutError, match=told):
         asyncio.run(engine.generate(prompts[0], sampling[0], images[0]))
     with pytest.raises(RolloutError, match=told):
         Balancer([engine]).generate_batch(prompts, sampling, images)
-    text = generate_sequences(engine, batch()[[2]], config=config, response_length=6, pad_token_id=0, seed=1)
+    text = generate_sequences(
+        engine, batch()[[2]], config=config, response_length=6, pad_token_id=0, seed=1
+    )
     assert text.batch["response_mask"].sum() == 1
     assert asyncio.run(engine.generate(prompts[2], sampling[2])).token_ids == [1]
 
@@ -466,7 +598,10 @@ def test_engines_for_text_refuse_images_by_name() -> None:
 def test_a_model_that_reads_text_refuses_images() -> None:
     engine, (prompts, sampling, images) = HFEngine(tiny_model()), requests()
     engine.model.config.vision_config = None
-    with pytest.raises(RolloutError, match=r"hf\.generate: got a prompt with images, for a model of type qwen2_5_vl"):
+    with pytest.raises(
+        RolloutError,
+        match=r"hf\.generate: got a prompt with images, for a model of type qwen2_5_vl",
+    ):
         engine.generate_batch(prompts, sampling, images)
 
 
@@ -480,7 +615,11 @@ def test_a_script_does_not_look() -> None:
 def test_keys() -> None:
     inputs = PROCESSOR.inputs([noise(16, 16)], where="")
     key = images_key(inputs)
-    assert key == images_key(dict(reversed(inputs.items()))) == images_key(PROCESSOR.inputs([noise(16, 16)], where=""))
+    assert (
+        key
+        == images_key(dict(reversed(inputs.items())))
+        == images_key(PROCESSOR.inputs([noise(16, 16)], where=""))
+    )
     changed = inputs["pixel_values"].clone()
     changed[3, 5] += 1e-3
     assert key != images_key({**inputs, "pixel_values": changed})

@@ -32,10 +32,14 @@ INSTEAD = {
 def a_data_set_by_its_constructor(place: Place) -> None:
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    rows = RLHFDataset(data_files=place.file, tokenizer=place.tokenizer, processor=None, config=place.config())
+    rows = RLHFDataset(
+        data_files=place.file, tokenizer=place.tokenizer, processor=None, config=place.config()
+    )
     assert len(rows) == len(rows.dataframe) == 3  # the fourth is too long
     (row,) = rows.__getitems__([1])
-    assert row["attention_mask"].tolist() == [0, 0, 0, 1, 1, 1] and row["position_ids"].tolist() == [0, 0, 0, 0, 1, 2]
+    assert row["attention_mask"].tolist() == [0, 0, 0, 1, 1, 1] and row[
+        "position_ids"
+    ].tolist() == [0, 0, 0, 0, 1, 2]
     assert row["raw_prompt"][0]["content"] == "w1 w2" and row["index"] == 2
 
 
@@ -45,7 +49,9 @@ def a_data_set_by_its_function(place: Place) -> None:
 
     config = place.config(train_max_samples=2, shuffle=False)
     count = config.get("train_max_samples", -1)
-    rows = create_rl_dataset(place.file, config, place.tokenizer, None, is_train=True, max_samples=count)
+    rows = create_rl_dataset(
+        place.file, config, place.tokenizer, None, is_train=True, max_samples=count
+    )
     assert list(create_rl_sampler(config, rows)) == [0, 1]
 
 
@@ -130,10 +136,14 @@ def rows_become_a_batch(place: Place) -> None:
     from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 
     rows = RLHFDataset(data_files=place.file, tokenizer=place.tokenizer, config=place.config())
-    loader = StatefulDataLoader(dataset=rows, batch_size=2, num_workers=0, drop_last=True, collate_fn=collate_fn)
+    loader = StatefulDataLoader(
+        dataset=rows, batch_size=2, num_workers=0, drop_last=True, collate_fn=collate_fn
+    )
     (batch_dict,) = loader
     batch = DataProto.from_single_dict(batch_dict)
-    assert batch.batch["input_ids"].shape == (2, 6) and batch.non_tensor_batch["index"].tolist() == [1, 2]
+    assert batch.batch["input_ids"].shape == (2, 6) and batch.non_tensor_batch[
+        "index"
+    ].tolist() == [1, 2]
     assert batch_dict["extra_info"].dtype == object and batch_dict["extra_info"].shape == (2,)
 
 
@@ -144,11 +154,15 @@ def padding_and_cutting(place: Place) -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     cut = {
-        side: verl_F.postprocess_data(input_ids=ids, max_length=3, truncation=side, **options)[0].tolist()
+        side: verl_F.postprocess_data(input_ids=ids, max_length=3, truncation=side, **options)[
+            0
+        ].tolist()
         for side in ("left", "right", "middle")
     }
     assert cut == {"left": [[2, 3, 4]], "right": [[1, 2, 3]], "middle": [[1, 3, 4]]}
-    longer, mask = verl_F.postprocess_data(input_ids=ids, max_length=6, left_pad=True, truncation="error", **options)
+    longer, mask = verl_F.postprocess_data(
+        input_ids=ids, max_length=6, left_pad=True, truncation="error", **options
+    )
     assert (longer.tolist(), mask.tolist()) == ([[0, 0, 1, 2, 3, 4]], [[0, 0, 1, 1, 1, 1]])
     with pytest.raises(DataError, match="4 tokens"):
         verl_F.postprocess_data(input_ids=ids, max_length=3, truncation="error", **options)
@@ -161,14 +175,23 @@ def masks_and_positions(place: Place) -> None:
     from verl.utils import torch_functional as verl_F
     from verl.utils.model import compute_position_id_with_mask
 
-    assert compute_position_id_with_mask(torch.tensor([[0, 0, 1, 1, 1]])).tolist() == [[0, 0, 0, 1, 2]]
+    assert compute_position_id_with_mask(torch.tensor([[0, 0, 1, 1, 1]])).tolist() == [
+        [0, 0, 0, 1, 2]
+    ]
     responses = torch.tensor([[5, 1, 0, 0], [5, 6, 7, 8]])
-    assert verl_F.get_eos_mask(response_id=responses, eos_token=1).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert verl_F.get_eos_mask(response_id=responses, eos_token=1).tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+    ]
     several = verl_F.get_response_mask(response_id=responses, eos_token=[1, 7], dtype=torch.bool)
     assert several.sum(-1).tolist() == [2, 3]
     assert float(verl_F.masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))) == 2.0
     zeros = torch.zeros(3)
-    assert verl_F.clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), zeros - 1, zeros + 1).tolist() == [-1.0, 0.5, 1.0]
+    assert verl_F.clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), zeros - 1, zeros + 1).tolist() == [
+        -1.0,
+        0.5,
+        1.0,
+    ]
 
 
 @snippet
@@ -183,7 +206,9 @@ def a_batch_of_tensors_and_objects(place: Place) -> None:
     assert [len(part) for part in data.chunk(chunks=2)] == [2, 2]
     assert DataProto.concat(data.chunk(chunks=2)).non_tensor_batch["name"].tolist() == list("abcd")
     assert data.to("cpu").batch["x"].device.type == "cpu"
-    assert data[1:3].batch["x"].tolist() == [1, 2] and data.select_idxs([3]).batch["x"].tolist() == [3]
+    assert data[1:3].batch["x"].tolist() == [1, 2] and data.select_idxs([3]).batch[
+        "x"
+    ].tolist() == [3]
     with pytest.raises(ProtocolError, match="expected 4 rows"):
         DataProto(batch=data.batch, non_tensor_batch={"short": np.array(["a"], dtype=object)})
 
@@ -193,7 +218,9 @@ def prompts_leave_and_responses_come(place: Place) -> None:
     from verl import DataProto
 
     tensors = {"input_ids": torch.arange(2)[:, None], "attention_mask": torch.ones(2, 1)}
-    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "b"], dtype=object)})
+    batch = DataProto.from_dict(
+        tensors=tensors, non_tensors={"uid": np.array(["a", "b"], dtype=object)}
+    )
     gen_batch = batch.pop(batch_keys=["input_ids", "attention_mask"])
     assert not batch.batch.keys() and gen_batch.batch["input_ids"].tolist() == [[0], [1]]
     repeated = gen_batch.repeat(repeat_times=2, interleave=True)
@@ -237,36 +264,55 @@ def workers_and_dispatch_modes(place: Place) -> None:
     assert group.generate_sequences(place.batch()).batch["y"].shape == (4, 3)
     assert group.which() == [0] and group.first(3) == 3
     assert len(group.later(place.batch()).get()) == 4
-    assert all(hasattr(Dispatch, name) for name in ("ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO_WITH_FUNC"))
+    assert all(
+        hasattr(Dispatch, name)
+        for name in ("ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO_WITH_FUNC")
+    )
 
 
 @snippet
 def dispatch_by_its_functions(place: Place) -> None:
-    from verl.single_controller.base.decorator import collect_dp_compute_data_proto, dispatch_dp_compute_data_proto
+    from verl.single_controller.base.decorator import (
+        collect_dp_compute_data_proto,
+        dispatch_dp_compute_data_proto,
+    )
 
     from quadriga.single_controller.dispatch import GroupLayout
 
     group, batch = GroupLayout(2), place.batch()
     (parts,), named = dispatch_dp_compute_data_proto(group, batch)
     assert [len(part) for part in parts] == [2, 2] and named == {}
-    assert collect_dp_compute_data_proto(group, parts).batch["values"].shape == batch.batch["values"].shape
+    assert (
+        collect_dp_compute_data_proto(group, parts).batch["values"].shape
+        == batch.batch["values"].shape
+    )
 
 
 @snippet
 def a_mode_of_ones_own(place: Place) -> None:
-    from verl.single_controller.base.decorator import Dispatch, register_dispatch_mode, update_dispatch_mode
+    from verl.single_controller.base.decorator import (
+        Dispatch,
+        register_dispatch_mode,
+        update_dispatch_mode,
+    )
 
     if "SHOWN_TO_ALL" not in Dispatch.members:
         register_dispatch_mode("SHOWN_TO_ALL")
     mode = Dispatch.SHOWN_TO_ALL
-    update_dispatch_mode(mode, lambda group, one: ([[one] * group.world_size], {}), lambda group, outputs: outputs)
+    update_dispatch_mode(
+        mode, lambda group, one: ([[one] * group.world_size], {}), lambda group, outputs: outputs
+    )
     assert mode.dispatch_fn is not None
     Dispatch.members.pop("SHOWN_TO_ALL")
 
 
 @snippet
 def roles_and_pools(place: Place) -> None:
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, create_colocated_worker_cls
+    from verl.single_controller.ray import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        create_colocated_worker_cls,
+    )
     from verl.single_controller.ray.base import RayWorkerGroup
     from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 
@@ -274,13 +320,17 @@ def roles_and_pools(place: Place) -> None:
 
     together = create_colocated_worker_cls({"actor": RayClassWithInitArgs(cls=Worker)})
     assert list(together.cls.roles) == ["actor"] and callable(RayWorkerGroup)
-    pools = ResourcePoolManager(resource_pool_spec={"all": [2]}, mapping={Role.ActorRollout: "all", Role.Critic: "all"})
+    pools = ResourcePoolManager(
+        resource_pool_spec={"all": [2]}, mapping={Role.ActorRollout: "all", Role.Critic: "all"}
+    )
     assert pools.get_n_gpus() == 2 and RayResourcePool([1, 1]).world_size == 2
 
 
 @pytest.mark.usefixtures("verl_names")
 @pytest.mark.parametrize("calls", SNIPPETS, ids=lambda one: one.__name__)
-def test_it_runs(calls: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs(
+    calls: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     calls(Place(tmp_path))
 
@@ -294,5 +344,7 @@ def test_what_is_written_instead_is_told(name: str) -> None:
 
 
 def test_their_number() -> None:
-    print(f"\n{len(SNIPPETS)} groups of calls run as they stand; {len(INSTEAD)} need something else to be written")
+    print(
+        f"\n{len(SNIPPETS)} groups of calls run as they stand; {len(INSTEAD)} need something else to be written"
+    )
     assert len(INSTEAD) <= 5 <= len(SNIPPETS)

@@ -16,7 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from quadriga.cli.main import main
 from tests.limits import COMMAND_S, PROCESS_ENDS_S
@@ -58,9 +63,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> LlamaConfig:
     """Of a tiny model for the tokenizer."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     return LlamaConfig(vocab_size=len(tokenizer), **sizes | heads | tokens | changes)
 
 
@@ -120,7 +134,12 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judges")
     torch.manual_seed(3)
     tokenizer = build_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 96, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 96,
+        "tie_word_embeddings": False,
+    }
     model = LlamaForSequenceClassification(build_config(tokenizer, **sizes, num_labels=1))
     torch.nn.init.normal_(model.score.weight)
     for name, template in (("same", tokenizer.chat_template), ("other", OTHER_TEMPLATE)):
@@ -149,7 +168,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller model than the policy, with other weights and the same tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("teacher"), build_tokenizer()
     torch.manual_seed(5)
-    model = LlamaForCausalLM(build_config(tokenizer, hidden_size=32, intermediate_size=48, tie_word_embeddings=False))
+    model = LlamaForCausalLM(
+        build_config(tokenizer, hidden_size=32, intermediate_size=48, tie_word_embeddings=False)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -231,15 +252,20 @@ def with_the_tests(*command: str) -> list[str]:
 
 
 @pytest.fixture
-def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(
+    arguments: Callable[..., list[str]], tmp_path: Path
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start(*overrides, run="run")`: a run in a process and a session of its own; what still lives is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def run_apart(*overrides: str, run: str = "run") -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            with_the_tests(sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)),
+            with_the_tests(
+                sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)
+            ),
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""},
+            env=os.environ
+            | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

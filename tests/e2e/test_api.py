@@ -81,7 +81,9 @@ def test_numbers_of_the_command(
 
 
 def test_rewards_by_the_names_of_their_arguments(
-    settings: Callable[..., dict[str, Any]], make_rows: Callable[..., list[dict[str, Any]]], metric_lines: Lines
+    settings: Callable[..., dict[str, Any]],
+    make_rows: Callable[..., list[dict[str, Any]]],
+    metric_lines: Lines,
 ) -> None:
     """verl's words, TRL's words with a column and a chat, a closure that cannot travel: all the same numbers."""
     rows, calls, lock = [{**row, "letter": "a"} for row in make_rows(10)], [], threading.Lock()
@@ -92,7 +94,9 @@ def test_rewards_by_the_names_of_their_arguments(
     async def of_trl(completions, prompts, letter, **kwargs):
         assert {len(completions), len(prompts), len(letter)} == {8}
         texts = [completion[0]["content"] for completion in completions]
-        return [text.count(one) / max(1, len(text)) for text, one in zip(texts, letter, strict=True)]
+        return [
+            text.count(one) / max(1, len(text)) for text, one in zip(texts, letter, strict=True)
+        ]
 
     def here(response, letter):
         with lock:
@@ -111,7 +115,9 @@ def test_rewards_by_the_names_of_their_arguments(
 
 def test_weights_and_components(settings: Callable[..., dict[str, Any]]) -> None:
     """Several functions: the weighted sum, each by its name; one that says None has no say. A data set of datasets."""
-    rows = datasets.Dataset.from_list([{"prompt": f"say a {number}", "letter": "a"} for number in range(10)])
+    rows = datasets.Dataset.from_list(
+        [{"prompt": f"say a {number}", "letter": "a"} for number in range(10)]
+    )
 
     def sometimes(response):
         return 1.0 if "b" in response else None
@@ -159,7 +165,9 @@ def test_steps_model_and_resume(
 
     whole = quadriga.train(reward=share, **arguments("whole", 4))
     numbers: list[int] = []
-    with quadriga.Trainer(reward=share, callbacks=[lambda step: numbers.append(step.number)], **arguments("b", 2)) as t:
+    with quadriga.Trainer(
+        reward=share, callbacks=[lambda step: numbers.append(step.number)], **arguments("b", 2)
+    ) as t:
         assert t.loop.global_steps == 0
         for step in t:
             assert step.number == numbers[-1]
@@ -193,14 +201,19 @@ def test_in_a_running_event_loop_without_checkpoints(
     run = asyncio.run(cell())
     # The rollout's own log-probs depend in the last bits on which conversations meet in a batch.
     ours, command = (
-        [{name: value for name, value in line.items() if not name.startswith("rollout/")} for line in metric_lines(one)]
+        [
+            {name: value for name, value in line.items() if not name.startswith("rollout/")}
+            for line in metric_lines(one)
+        ]
         for one in (run.directory, train("actor_rollout_ref.rollout.mode=async", run="command"))
     )
     assert ours == command
     assert sum(one.numel() for one in run.model.parameters()) > 0
     with pytest.raises(CheckpointError, match=r"no checkpoint.*trainer\.save_freq"):
         run.resume(steps=4)
-    answers = quadriga.generate(run, ["say a 1", "say a 2"], options={"data.max_response_length": 4})
+    answers = quadriga.generate(
+        run, ["say a 1", "say a 2"], options={"data.max_response_length": 4}
+    )
     assert [len(texts) for texts in answers] == [1, 1]
     many = {"data.max_response_length": 16, "actor_rollout_ref.rollout.n": 16}
     chat = [{"role": "system", "content": "bbb"}, {"role": "user", "content": "say a 1"}]
@@ -216,12 +229,17 @@ def test_in_a_running_event_loop_without_checkpoints(
     assert len(samples) == 3
 
 
-def test_sft(settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sft(
+    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Twice in one process, of a list and of a data frame: each run without a name has a directory of its own."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"say a {number}", "response": "aaa"} for number in range(8)]
     options = {"trainer.device": "cpu", "data.max_length": 40, "data.train_batch_size": 4}
-    runs = [quadriga.sft(settings()["model"], one, steps=2, options=options) for one in (rows, pd.DataFrame(rows))]
+    runs = [
+        quadriga.sft(settings()["model"], one, steps=2, options=options)
+        for one in (rows, pd.DataFrame(rows))
+    ]
     assert [run.directory.name for run in runs] == ["sft-1", "sft-2"]
     assert runs[0].metrics["train/loss"].tolist() == runs[1].metrics["train/loss"].tolist()
     assert runs[0].model.num_parameters() == runs[1].model.num_parameters()
@@ -234,7 +252,11 @@ def test_interrupt_in_a_callback_ends_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C passes to the caller once the run has ended and said how it goes on; the same call goes on."""
-    arguments = settings(**{"trainer.save_freq": 1}) | {"steps": 3, "data": make_rows(10), "reward": share}
+    arguments = settings(**{"trainer.save_freq": 1}) | {
+        "steps": 3,
+        "data": make_rows(10),
+        "reward": share,
+    }
 
     def press(step: Any) -> None:
         if step.number == 2:
@@ -248,15 +270,35 @@ def test_interrupt_in_a_callback_ends_the_run(
 
 
 BAD = {
-    "argument": ({"reward": lambda text, letter: 1.0}, ConfigError, "the argument 'text', expected one of .*letter"),
-    "truth": ({"reward": lambda ground_truth, response: 1.0}, DataError, "expected the column 'ground_truth'"),
+    "argument": (
+        {"reward": lambda text, letter: 1.0},
+        ConfigError,
+        "the argument 'text', expected one of .*letter",
+    ),
+    "truth": (
+        {"reward": lambda ground_truth, response: 1.0},
+        DataError,
+        "expected the column 'ground_truth'",
+    ),
     "row": ({"data": ["a prompt"], "reward": share}, DataError, "a prompt"),
     "empty list": ({"data": [], "reward": share}, DataError, "no rows"),
     "no rows": ({"data": iter(()), "reward": share}, DataError, "no rows"),
-    "not a function": ({"reward": [share, "x"]}, ConfigError, r"reward 2: got 'x', expected a function"),
+    "not a function": (
+        {"reward": [share, "x"]},
+        ConfigError,
+        r"reward 2: got 'x', expected a function",
+    ),
     "key": ({"options": {"data.train_batchsize": 3}}, ConfigError, "data.train_batch_size"),
-    "unknown argument": ({"learning_rate": 1.0}, ConfigError, "the argument 'learning_rate', expected one of steps"),
-    "two estimators": ({"algorithm": "grpo", "estimator": share}, ConfigError, "expected one of them"),
+    "unknown argument": (
+        {"learning_rate": 1.0},
+        ConfigError,
+        "the argument 'learning_rate', expected one of steps",
+    ),
+    "two estimators": (
+        {"algorithm": "grpo", "estimator": share},
+        ConfigError,
+        "expected one of them",
+    ),
 }
 
 

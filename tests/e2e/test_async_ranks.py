@@ -35,16 +35,33 @@ APART = (
     "trainer.resource_pools.generation=[2]",
 )
 ALIKE = ("async_training.preset=one_step_off", "async_training.deterministic=True")
-BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch", "rollout/engine_restarts")
-BY_TIME += ("async/dropped_equal", "async/dropped_surplus", "async/discarded_tokens")  # in which step they are counted
+BY_TIME = (
+    "async/depth",
+    "async/wait_s",
+    "async/rollout_wait_s",
+    "training/epoch",
+    "rollout/engine_restarts",
+)
+BY_TIME += (
+    "async/dropped_equal",
+    "async/dropped_surplus",
+    "async/discarded_tokens",
+)  # in which step they are counted
 
 
 class Here(WorkerGroups):
     """The groups of a run on Ray in this process."""
 
-    def __init__(self, classes: Mapping[str, Any], roles: Mapping[str, str], pools: Mapping[str, Any], *_: Any) -> None:
+    def __init__(
+        self,
+        classes: Mapping[str, Any],
+        roles: Mapping[str, str],
+        pools: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
         self.groups = {
-            role: LocalWorkerGroup(entry, ResourcePool(pools[roles[role]]), role) for role, entry in classes.items()
+            role: LocalWorkerGroup(entry, ResourcePool(pools[roles[role]]), role)
+            for role, entry in classes.items()
         }
 
 
@@ -115,7 +132,11 @@ def test_a_rank_that_is_lost_changes_no_number(
         assert restarted >= 1 if name == "one lost" else restarted == 0
         for ours, theirs in zip(lines, expected, strict=True):
             for metric in theirs.keys() - set(BY_TIME):
-                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (metric, name, ours["step"])
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (
+                    metric,
+                    name,
+                    ours["step"],
+                )
     assert "rollout engine 1 is started again" in caplog.text
 
 
@@ -131,11 +152,17 @@ def test_a_record_replays_on_several_ranks(
     for name, own in placements.items():
         first = train(*options, *own, run=name)
         expected, steps = metric_lines(first), steps_of(first)
-        again = train(*options, *APART, other, f"async_training.replay={first}/{RECORD}", run=f"{name} again")
+        again = train(
+            *options, *APART, other, f"async_training.replay={first}/{RECORD}", run=f"{name} again"
+        )
         assert steps_of(again) == steps and len(steps) == 6
         for ours, theirs in zip(metric_lines(again), expected, strict=True):
             for metric in theirs.keys() - set(BY_TIME):
-                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (metric, name, ours["step"])
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=2e-6), (
+                    metric,
+                    name,
+                    ours["step"],
+                )
 
 
 VARIED = (f"{ROLLOUT}.stop_token_ids=[5,6]", "trainer.save_freq=1")
@@ -143,17 +170,28 @@ VARIED = (f"{ROLLOUT}.stop_token_ids=[5,6]", "trainer.save_freq=1")
 CONTINUES = {
     "bounded": (),
     "keep": ("async_training.kv_on_update=keep",),
-    "streaming": ("async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    "streaming": (
+        "async_training.by_mini_batch=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ),
 }
 
 
 @pytest.mark.parametrize("side", CONTINUES)
 def test_a_deterministic_run_saves_what_is_under_way(
-    side: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+    side: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one rank of its own: it has the numbers of one process, bit for bit, and so has the run that goes on from one
     of its checkpoints, in either placement. The driver is slow to decide."""
-    options = (*ON, "async_training.max_staleness=2", "async_training.deterministic=True", *CONTINUES[side])
+    options = (
+        *ON,
+        "async_training.max_staleness=2",
+        "async_training.deterministic=True",
+        *CONTINUES[side],
+    )
     options = (*options, *VARIED, f"{ROLLOUT}.max_num_seqs=12")
     apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._take
     monkeypatch.setattr(RemoteStream, "_take", lambda *event: (time.sleep(0.01), take(*event)))
@@ -192,7 +230,9 @@ def test_what_several_ranks_have_under_way_goes_on_on_others(
 
 @pytest.mark.usefixtures("_ahead_only_slowly")
 def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
-    train: Callable[..., Path], metric_lines: Callable[[Path], Lines], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it had under way starts anew, in the run that goes on and in the one that resumes."""
     hand_out, lost = ServedStream.hand_out, list[ServedStream]()
@@ -205,7 +245,11 @@ def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
         else:
             hand_out(stream)
 
-    still = ("actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=2", "async_training.max_staleness=2")
+    still = (
+        "actor_rollout_ref.actor.optim.lr=0",
+        f"{ROLLOUT}.max_num_seqs=2",
+        "async_training.max_staleness=2",
+    )
     options = (*ON, *VARIED, *still)
     expected = metric_lines(train(*options, run="one process"))
     monkeypatch.setattr(ServedStream, "hand_out", dies)
@@ -226,20 +270,33 @@ def go_on(first: Path, step: int, train: Callable[..., Path], *options: str) -> 
 
 def unfinished_in(run: Path, step: int) -> list[Any]:
     """Responses of a checkpoint that are under way."""
-    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)["asynchronous"]
+    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)[
+        "asynchronous"
+    ]
     return [one for one in state["under_way"] if one[4] == "abort" and len(one[2])]
 
 
 def num_kept(run: Path, first: Path, step: int) -> int:
     """Checks that what a checkpoint has begun went on in a run from it: each of its tokens has its version. Returns how
     many are older than the checkpoint's weights."""
-    record = (run / f"async_schedule_from_step_{step + 1}.jsonl").read_text(encoding="utf-8").splitlines()
-    learned = {int(group): own for line in record for group, own in json.loads(line).get("groups", {}).items()}
+    record = (
+        (run / f"async_schedule_from_step_{step + 1}.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
+    learned = {
+        int(group): own
+        for line in record
+        for group, own in json.loads(line).get("groups", {}).items()
+    }
     num_older = 0
     for group, row, *_, versions in unfinished_in(first, step):
         if group in learned:  # else it was left out
             spans = learned[group][row]
-            ours = [max(start for start in spans if start[1] <= place)[0] for place in range(len(versions))]
+            ours = [
+                max(start for start in spans if start[1] <= place)[0]
+                for place in range(len(versions))
+            ]
             assert ours == versions.tolist(), (step, group, row)
             num_older += sum(version < step for version in ours)
     return num_older
@@ -250,22 +307,33 @@ def require_alike(lines: Lines, expected: Lines) -> None:
     for ours, theirs in zip(lines, expected, strict=True):
         for name in theirs.keys() - set(BY_TIME):
             if not name.startswith(("async/", "rollout/")):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, ours["step"])
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (
+                    name,
+                    ours["step"],
+                )
 
 
 def steps_of(run: Path) -> list[str]:
     """What each step learned from, as the record of a run has it."""
-    return [line for line in (run / RECORD).read_text(encoding="utf-8").splitlines() if '"step"' in line]
+    return [
+        line for line in (run / RECORD).read_text(encoding="utf-8").splitlines() if '"step"' in line
+    ]
 
 
-def test_the_bound_holds_with_several_ranks(train: Callable[..., Path], metric_lines: Callable[[Path], Lines]) -> None:
-    lines = metric_lines(train(*ON, *APART, "async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=3"))
+def test_the_bound_holds_with_several_ranks(
+    train: Callable[..., Path], metric_lines: Callable[[Path], Lines]
+) -> None:
+    lines = metric_lines(
+        train(*ON, *APART, "async_training.max_staleness=2", f"{ROLLOUT}.max_num_seqs=3")
+    )
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert 1 <= max(line["async/staleness_max"] for line in lines) <= 2
 
 
 def test_what_fails_in_a_rank_ends_the_run(
-    arguments: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Weights that change on their way are refused by the engine."""
     call = RemoteStream._call

@@ -15,7 +15,11 @@ def test_conversations_of_one_turn_are_the_batch(
     manager: str, train: Callable[..., Path], metric_lines: Callable[..., list]
 ) -> None:
     """The same tokens from the same seeds, and the same rewards, so the same training and validation."""
-    options = (f"reward_model.reward_manager={manager}", "trainer.test_freq=1", "trainer.total_training_steps=3")
+    options = (
+        f"reward_model.reward_manager={manager}",
+        "trainer.test_freq=1",
+        "trainer.total_training_steps=3",
+    )
     batch = metric_lines(train(*options, run="batch"))
     tasks = metric_lines(train(*options, *ASYNC, run="tasks"))
     for one, other in zip(batch, tasks, strict=True):
@@ -30,11 +34,18 @@ def test_kept_conversations_are_graded_anew(
 ) -> None:
     """Another reward function sees the answers of the first run."""
     skip = "actor_rollout_ref.rollout.skip"
-    options = (*ASYNC, f"{skip}.enable=True", f"{skip}.dump_dir={tmp_path / 'kept'}", "trainer.total_training_steps=1")
+    options = (
+        *ASYNC,
+        f"{skip}.enable=True",
+        f"{skip}.dump_dir={tmp_path / 'kept'}",
+        "trainer.total_training_steps=1",
+    )
     (first,) = metric_lines(train(*options, run="first"))
     (tmp_path / "other.py").write_text(
         "def compute_score(extra_info, **sample):\n    return 5.0 * extra_info['num_turns']\n"
     )
-    (again,) = metric_lines(train(*options, f"custom_reward_function.path={tmp_path / 'other.py'}", run="again"))
+    (again,) = metric_lines(
+        train(*options, f"custom_reward_function.path={tmp_path / 'other.py'}", run="again")
+    )
     assert again["critic/score/mean"] == 5.0 != first["critic/score/mean"]
     assert again["response_length/mean"] == first["response_length/mean"]

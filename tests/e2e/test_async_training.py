@@ -39,10 +39,14 @@ Lines = list[dict[str, Any]]
 def without_own(lines: Lines) -> Lines:
     """The metrics that lockstep has too."""
     own = ("async/", "rollout_corr/", "rollout/replayed")
-    return [{name: value for name, value in line.items() if not name.startswith(own)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(own)} for line in lines
+    ]
 
 
-@pytest.mark.parametrize("extra", [(), ("algorithm.filter_groups.enable=True", "data.shuffle=True")])
+@pytest.mark.parametrize(
+    "extra", [(), ("algorithm.filter_groups.enable=True", "data.shuffle=True")]
+)
 def test_without_staleness_it_is_lockstep_bit_for_bit(
     train: Callable[..., Path],
     metric_lines: Callable[..., Lines],
@@ -97,7 +101,9 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     monkeypatch.setattr(Generation, "advance", slow(advance_slowly, 0.02))
     monkeypatch.setattr(AsyncBatches, "take", take_at_once)
-    monkeypatch.setattr(RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.3))
+    monkeypatch.setattr(
+        RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.3)
+    )
     return dice.seed
 
 
@@ -121,7 +127,9 @@ def require_same(lines: Lines, expected: Lines) -> None:
     """The same numbers, bit for bit, but for what depends on the time."""
     assert [line["step"] for line in lines] == [line["step"] for line in expected] != []
     for line, first in zip(lines, expected, strict=True):
-        assert {name: (value, line[name]) for name, value in first.items() if differs(name, value, line)} == {}
+        assert {
+            name: (value, line[name]) for name, value in first.items() if differs(name, value, line)
+        } == {}
 
 
 SIDES = {
@@ -134,7 +142,10 @@ SIDES = {
 
 @pytest.mark.parametrize("side", SIDES)
 def test_the_bound_holds_in_a_run(
-    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+    side: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    delays: Callable[[int], None],
 ) -> None:
     """Whatever is slow. Other sides: `test_a_record_replays_on_any_timing`."""
     delays(3)
@@ -160,7 +171,10 @@ RESUMED = {
 
 @pytest.mark.parametrize("side", RESUMED)
 def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
-    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+    side: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    delays: Callable[[int], None],
 ) -> None:
     """With responses that were generated ahead in a checkpoint and those under way, whatever is slow.
 
@@ -172,7 +186,12 @@ def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
     expected = metric_lines(whole)
     assert len(expected) == 6
     under_way = [state_of(whole, step)["under_way"] for step in range(1, 6)]
-    lengths = [len(tokens) for responses in under_way for _, _, tokens, _, reason, *_ in responses if reason == "abort"]
+    lengths = [
+        len(tokens)
+        for responses in under_way
+        for _, _, tokens, _, reason, *_ in responses
+        if reason == "abort"
+    ]
     assert any(lengths) == (side not in ("lockstep", "one step off", "finish", "rounds that end"))
     if side in ("bounded", "finish", "by mini-batch"):
         assert sum(line.get("async/interruptions", 0) for line in expected) > 0 or side == "finish"
@@ -183,12 +202,17 @@ def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
         resumed.mkdir()
         shutil.copytree(whole / f"global_step_{step}", resumed / f"global_step_{step}")
         delays(step + 10)
-        require_same(metric_lines(train(*options, "trainer.resume_mode=auto", run=resumed.name)), expected[step:])
+        require_same(
+            metric_lines(train(*options, "trainer.resume_mode=auto", run=resumed.name)),
+            expected[step:],
+        )
 
 
 def state_of(run: Path, step: int) -> dict[str, Any]:
     """What a checkpoint has of generation."""
-    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)["asynchronous"]
+    state = torch.load(run / f"global_step_{step}" / "trainer" / "state.pt", weights_only=True)[
+        "asynchronous"
+    ]
     return state or {"under_way": []}
 
 
@@ -200,16 +224,27 @@ REPLAYED = {
     "bounded": (2, ("async_training.max_staleness=2", FEW)),
     "keep": (
         3,
-        ("async_training.max_staleness=3", "async_training.sync_every=2", "async_training.kv_on_update=keep", FEW),
+        (
+            "async_training.max_staleness=3",
+            "async_training.sync_every=2",
+            "async_training.kv_on_update=keep",
+            FEW,
+        ),
     ),
     "finish": (2, ("async_training.max_staleness=2", "async_training.in_flight=finish", FEW)),
-    "streaming": (1, ("async_training.preset=streaming", "actor_rollout_ref.actor.ppo_mini_batch_size=1")),
+    "streaming": (
+        1,
+        ("async_training.preset=streaming", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
+    ),
 }
 
 
 @pytest.mark.parametrize("side", REPLAYED)
 def test_a_record_replays_on_any_timing(
-    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+    side: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    delays: Callable[[int], None],
 ) -> None:
     """In random time, within the bound. The record, which says which token of which sequence was drawn by which
     weights, repeats the run bit for bit, from its start and from its checkpoints: what is under way in one has the same
@@ -220,22 +255,31 @@ def test_a_record_replays_on_any_timing(
     first = train(*options, "trainer.save_freq=1", run="first")
     expected = metric_lines(first)
     require_bound(expected, bound)
-    assert side in ("streaming", "finish") or sum(line.get("async/interruptions", 0) for line in expected) > 0
+    assert (
+        side in ("streaming", "finish")
+        or sum(line.get("async/interruptions", 0) for line in expected) > 0
+    )
     record = first / "async_schedule.jsonl"
     delays(2)
     again = train(*options, f"async_training.replay={record}", run="again")
     require_same(metric_lines(again), expected)
     steps, same_steps = (
-        [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
+        [line for line in run.read_text().splitlines() if "step" in line]
+        for run in (record, again / record.name)
     )
     assert same_steps == steps and len(steps) == (24 if side == "streaming" else 6)
     had_tokens = 0
     for step in (2, 4):
         delays(step + 20)
         had_tokens += sum(len(tokens) for _, _, tokens, *_ in state_of(first, step)["under_way"])
-        source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={first / f'global_step_{step}'}")
+        source = (
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={first / f'global_step_{step}'}",
+        )
         replay = f"async_training.replay={record}"
-        require_same(metric_lines(train(*options, replay, *source, run=f"from {step}")), expected[step:])
+        require_same(
+            metric_lines(train(*options, replay, *source, run=f"from {step}")), expected[step:]
+        )
     assert had_tokens or side in ("finish", "streaming")
 
 
@@ -250,7 +294,9 @@ def test_a_resumed_run_is_repeated_from_its_record(
     for run in (resumed, again):
         shutil.copytree(first / "global_step_4", run / "global_step_4")
     delays(2)
-    expected = metric_lines(train(*options, "trainer.save_freq=2", "trainer.resume_mode=auto", run=resumed.name))
+    expected = metric_lines(
+        train(*options, "trainer.save_freq=2", "trainer.resume_mode=auto", run=resumed.name)
+    )
     delays(3)
     record = f"async_training.replay={resumed}/async_schedule_from_step_5.jsonl"
     lines = metric_lines(train(*options, record, "trainer.resume_mode=auto", run=again.name))
@@ -280,7 +326,11 @@ def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpo
     monkeypatch.setattr(AsyncBatches, "state_dict", until_step_3)
     assert main(["train", *arguments(*options)]) == 1
     told = capsys.readouterr().err
-    assert "checkpoint of step 3" in told and "Step 2 is still there" in told and "Traceback" not in told
+    assert (
+        "checkpoint of step 3" in told
+        and "Step 2 is still there" in told
+        and "Traceback" not in told
+    )
     monkeypatch.undo()
     assert [line["step"] for line in metric_lines(train(*options))][-4:] == list(range(3, 7))
 
@@ -299,11 +349,19 @@ def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
 
     By SIGTERM and by SIGINT in this process, where no thread of it goes on, and by SIGKILL in one of its own.
     """
-    options = (*LONG, ON, *RESUMED["bounded"], "trainer.total_training_steps=12", "trainer.save_freq=1")
+    options = (
+        *LONG,
+        ON,
+        *RESUMED["bounded"],
+        "trainer.total_training_steps=12",
+        "trainer.save_freq=1",
+    )
     take, threads = AsyncBatches.take, threading.active_count()
     for step, end in {3: signal.SIGTERM, 6: signal.SIGINT}.items():
 
-        def end_it(batches: AsyncBatches, number: int, last: int = step, sent: signal.Signals = end) -> Any:
+        def end_it(
+            batches: AsyncBatches, number: int, last: int = step, sent: signal.Signals = end
+        ) -> Any:
             if number == last:
                 os.kill(os.getpid(), sent)
             return take(batches, number)
@@ -336,7 +394,12 @@ def test_an_update_starts_with_each_mini_batch(
         decisions = decide(self)
         for one in decisions:
             if isinstance(one, HandOver):
-                left.append(sum(group.batch == one.step and not group.is_complete for group in self.groups.values()))
+                left.append(
+                    sum(
+                        group.batch == one.step and not group.is_complete
+                        for group in self.groups.values()
+                    )
+                )
         return decisions
 
     def noted(self: RayPPOTrainer, batch: DataProto) -> DataProto:
@@ -345,7 +408,10 @@ def test_an_update_starts_with_each_mini_batch(
 
     monkeypatch.setattr(Schedule, "decide", decided)
     monkeypatch.setattr(RayPPOTrainer, "learn", noted)
-    one_by_one = ("actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+    one_by_one = (
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    )
     lines = metric_lines(train(*LONG, *one_by_one, ON, "async_training.preset=streaming"))
     assert [len(part) for part in learned] == [6, 2] * 6
     assert left[0] == 1 and not any(left[1::2]) and len(left) == 12
@@ -361,9 +427,15 @@ def test_an_update_starts_with_each_mini_batch(
 def test_a_profile_shows_which_weights_generate(train: Callable[..., Path], tmp_path: Path) -> None:
     """In the lane of the engine's thread, beside the trainer's."""
     keys = ("tool=torch", "steps=[2]", f"save_path={tmp_path}/profiles")
-    train(*LONG[1:], ON, "async_training.max_staleness=0", *(f"global_profiler.{key}" for key in keys))
+    train(
+        *LONG[1:], ON, "async_training.max_staleness=0", *(f"global_profiler.{key}" for key in keys)
+    )
     with gzip.open(tmp_path / "profiles" / "step_2.json.gz") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+        events = [
+            event
+            for event in json.load(file)["traceEvents"]
+            if event.get("cat") == "user_annotation"
+        ]
     lanes = {name: {event["tid"] for event in events if event["name"] == name} for name in LANES}
     assert lanes["step of version 1"] == lanes["new weights"] and len(lanes["new weights"]) == 1
     assert not lanes["step of version 0"] and lanes["update_actor"].isdisjoint(lanes["new weights"])
@@ -373,7 +445,10 @@ LANES = ("step of version 0", "step of version 1", "new weights", "update_actor"
 
 
 def test_explain_simulates_a_recorded_run(
-    train: Callable[..., Path], arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The seconds and the lengths of one in lockstep; another run has none."""
     kept = (f"trainer.rollout_data_dir={tmp_path / 'rows'}", "trainer.total_training_steps=4")
@@ -381,9 +456,15 @@ def test_explain_simulates_a_recorded_run(
     explain = ["config", "explain", *arguments(*kept, ON), "--recorded"]
     assert main([*explain, str(lockstep)]) == 0
     told = capsys.readouterr().out
-    assert f"by lengths and seconds of 4 steps of {lockstep}" in told and "recommended: max_staleness=" in told
+    assert (
+        f"by lengths and seconds of 4 steps of {lockstep}" in told
+        and "recommended: max_staleness=" in told
+    )
     assert main([*explain, str(stale)]) == 2
-    assert "expected metrics and responses (trainer.rollout_data_dir) of a run in lockstep" in capsys.readouterr().out
+    assert (
+        "expected metrics and responses (trainer.rollout_data_dir) of a run in lockstep"
+        in capsys.readouterr().out
+    )
 
 
 def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(
@@ -398,7 +479,10 @@ def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(
         "    stale = (token_staleness > 0).to(log_prob.dtype)\n"
         "    return -log_prob * advantages, {'stale': stale}\n"
     )
-    own = (f"algorithm.adv_estimator={tmp_path}/own.py:halved", "actor_rollout_ref.actor.policy_loss.loss_mode=")
+    own = (
+        f"algorithm.adv_estimator={tmp_path}/own.py:halved",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=",
+    )
     options = (own[0], f"{own[1]}{tmp_path}/own.py:told", "trainer.total_training_steps=4")
     lines = metric_lines(train(*options, ON, "async_training.preset=one_step_off"))
     for line in lines:
@@ -408,7 +492,9 @@ def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(
 
 
 def test_an_engine_that_refuses_weights_under_way_ends_the_run(
-    arguments: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     load = NativeEngine.load_weights
 

@@ -19,7 +19,9 @@ from quadriga.trainer.run_lock import LOCK, run_lock
 
 
 @pytest.fixture
-def refused(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(
+    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """`refused(*overrides, status=1)`: a run that must fail with that status and one error; returns the error.
 
     With `shows_users_code` the traceback of a user's own function may be part of it.
@@ -70,31 +72,60 @@ def test_directory_of_a_run_that_goes_on(refused: Callable[..., str], tmp_path: 
         (tmp_path / "run" / name).write_text('{"step": 1}\n')
     with run_lock(tmp_path / "run"):
         error = refused()
-        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "config.yaml", "metrics.jsonl"]
-    assert_says(error, f"default_local_dir={tmp_path / 'run'}", f"process {os.getpid()} on ", "Wait for its end")
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+            LOCK,
+            "config.yaml",
+            "metrics.jsonl",
+        ]
+    assert_says(
+        error,
+        f"default_local_dir={tmp_path / 'run'}",
+        f"process {os.getpid()} on ",
+        "Wait for its end",
+    )
     assert {path.read_text() for path in (tmp_path / "run").iterdir()} == {'{"step": 1}\n'}
 
 
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_row_without_ground_truth_is_found_at_the_start(
-    key: str, mode: str, refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
+    key: str,
+    mode: str,
+    refused: Callable[..., str],
+    make_rows: Callable,
+    write: Callable,
+    tmp_path: Path,
 ) -> None:
     """Behind a good file, and the last of its rows; no step is made."""
-    truths = [{"style": "rule", "ground_truth": "a"}] * 5 + [{"style": "rule", "ground_truth": None}]
+    truths = [{"style": "rule", "ground_truth": "a"}] * 5 + [
+        {"style": "rule", "ground_truth": None}
+    ]
     rows = [
-        row | {"reward_model": truth, "data_source": "math"} for row, truth in zip(make_rows(6), truths, strict=True)
+        row | {"reward_model": truth, "data_source": "math"}
+        for row, truth in zip(make_rows(6), truths, strict=True)
     ]
     files = [write(tmp_path / "good.parquet", rows[:4]), write(tmp_path / "bad.parquet", rows)]
     rollout = f"actor_rollout_ref.rollout.mode={mode}"
-    given = (f"data.train_files={files[0]}", f"data.val_files={files[0]}", f"data.{key}=[{files[0]},{files[1]}]")
+    given = (
+        f"data.train_files={files[0]}",
+        f"data.val_files={files[0]}",
+        f"data.{key}=[{files[0]},{files[1]}]",
+    )
     error = refused(*given, "custom_reward_function.path=null", rollout)
-    assert_says(error, f"{files[1]} row 5, column 'reward_model': got the ground truth None", "Correct the data file")
+    assert_says(
+        error,
+        f"{files[1]} row 5, column 'reward_model': got the ground truth None",
+        "Correct the data file",
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_explain_finds_what_keeps_a_run_from_starting(
-    arguments: Callable[..., list[str]], write: Callable, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    write: Callable,
+    tmp_path: Path,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All of it at once, without a model in memory and without a run's directory; nothing where nothing is wrong."""
     good = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=5")
@@ -104,45 +135,94 @@ def test_explain_finds_what_keeps_a_run_from_starting(
     assert "Before training" not in told and not (tmp_path / "run").exists()
     (tmp_path / "reward.py").write_text("def compute_score(text):\n    return 1\n")
     val = write(tmp_path / "val.parquet", [{"prompt": "a", "data_source": "letters"}])
-    wrong = ("algorithm.adv_estimator=grpoo", "data.train_batch_size=11", f"data.val_files={val}", f"{LOSS}=vanila")
-    assert main(["config", "explain", *arguments(*wrong, f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
+    wrong = (
+        "algorithm.adv_estimator=grpoo",
+        "data.train_batch_size=11",
+        f"data.val_files={val}",
+        f"{LOSS}=vanila",
+    )
+    assert (
+        main(
+            [
+                "config",
+                "explain",
+                *arguments(*wrong, f"custom_reward_function.path={tmp_path / 'reward.py'}"),
+            ]
+        )
+        == 2
+    )
     told = capsys.readouterr().out
-    assert "Did you mean 'grpo'" in told and "Did you mean 'vanilla'" in told and "leaves" not in told
+    assert (
+        "Did you mean 'grpo'" in told and "Did you mean 'vanilla'" in told and "leaves" not in told
+    )
     assert "got 11 prompts a batch from a data set of 10" in told
-    assert f"{val}: got the columns" in told and "expected a function that takes the keyword arguments" in told
+    assert (
+        f"{val}: got the columns" in told
+        and "expected a function that takes the keyword arguments" in told
+    )
     (tmp_path / "reward.py").write_text("def compute_score(**kwargs):\n    return 1 / 0\n")
-    assert main(["config", "explain", *arguments(f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
+    assert (
+        main(
+            [
+                "config",
+                "explain",
+                *arguments(f"custom_reward_function.path={tmp_path / 'reward.py'}"),
+            ]
+        )
+        == 2
+    )
     told = capsys.readouterr().out
-    assert f"{home / 'train.parquet'} row 0, graded with its ground truth" in told and "ZeroDivisionError" in told
+    assert (
+        f"{home / 'train.parquet'} row 0, graded with its ground truth" in told
+        and "ZeroDivisionError" in told
+    )
 
 
-def test_missing_column(refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path) -> None:
-    rows = [{name: value for name, value in row.items() if name != "prompt"} for row in make_rows(8)]
+def test_missing_column(
+    refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
+) -> None:
+    rows = [
+        {name: value for name, value in row.items() if name != "prompt"} for row in make_rows(8)
+    ]
     path = write(tmp_path / "bad.parquet", rows)
-    assert_says(refused(f"data.train_files={path}"), str(path), "expected", "'prompt'", "data.prompt_key")
+    assert_says(
+        refused(f"data.train_files={path}"), str(path), "expected", "'prompt'", "data.prompt_key"
+    )
 
 
 def test_missing_reward_column(
     refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
 ) -> None:
-    rows = [{name: value for name, value in row.items() if name != "reward_model"} for row in make_rows(8)]
+    rows = [
+        {name: value for name, value in row.items() if name != "reward_model"}
+        for row in make_rows(8)
+    ]
     path = write(tmp_path / "bad.parquet", rows)
     assert_says(refused(f"data.train_files={path}"), "reward_model")
 
 
-def test_missing_data_source(refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path) -> None:
-    rows = [{name: value for name, value in row.items() if name != "data_source"} for row in make_rows(8)]
+def test_missing_data_source(
+    refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
+) -> None:
+    rows = [
+        {name: value for name, value in row.items() if name != "data_source"}
+        for row in make_rows(8)
+    ]
     path = write(tmp_path / "bad.parquet", rows)
     assert_says(refused(f"data.train_files={path}"), "data_source", "data.reward_fn_key")
 
 
-def test_file_without_rows(refused: Callable[..., str], make_rows: Callable, tmp_path: Path, write: Callable) -> None:
+def test_file_without_rows(
+    refused: Callable[..., str], make_rows: Callable, tmp_path: Path, write: Callable
+) -> None:
     path = tmp_path / "empty.parquet"
     pq.write_table(pa.Table.from_pylist(make_rows(1)).slice(0, 0), path)
     assert_says(refused(f"data.train_files={path}"), "got", "expected")
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing of the kind", b"PAR1\x00\x00\x00\x00PAR1"])
+@pytest.mark.parametrize(
+    "content", [b"", b"PAR1 and then nothing of the kind", b"PAR1\x00\x00\x00\x00PAR1"]
+)
 def test_corrupt_file(content: bytes, refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "corrupt.parquet"
     path.write_bytes(content)
@@ -168,7 +248,9 @@ def test_batch_larger_than_the_data(refused: Callable[..., str]) -> None:
 # --- tokenizer and model ---------------------------------------------------------------------------------------------
 
 
-def test_tokenizer_without_chat_template(refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path) -> None:
+def test_tokenizer_without_chat_template(
+    refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -194,11 +276,15 @@ def test_tokenizer_without_pad_token_pads_with_the_end(
     assert metric_lines(run) == metric_lines(train(run="with"))
 
 
-def test_tokenizer_without_pad_and_end(refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path) -> None:
+def test_tokenizer_without_pad_and_end(
+    refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert_says(refused(f"data.tokenizer={tmp_path / 'tokenizer'}"), "neither a pad token", "pad_token")
+    assert_says(
+        refused(f"data.tokenizer={tmp_path / 'tokenizer'}"), "neither a pad token", "pad_token"
+    )
 
 
 def test_model_without_weights(refused: Callable[..., str], home: Path, tmp_path: Path) -> None:
@@ -210,16 +296,22 @@ def test_model_without_weights(refused: Callable[..., str], home: Path, tmp_path
     assert_says(refused(f"actor_rollout_ref.model.path={folder}"), f"model {folder}", "expected")
 
 
-def test_model_with_damaged_weights(refused: Callable[..., str], home: Path, tmp_path: Path) -> None:
+def test_model_with_damaged_weights(
+    refused: Callable[..., str], home: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for path in (home / "model").iterdir():
         content = path.read_bytes()
-        (folder / path.name).write_bytes(content[: len(content) // 2] if path.suffix == ".safetensors" else content)
+        (folder / path.name).write_bytes(
+            content[: len(content) // 2] if path.suffix == ".safetensors" else content
+        )
     assert_says(refused(f"actor_rollout_ref.model.path={folder}"), f"model {folder}", "expected")
 
 
-def test_tokenizer_of_another_model(refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path) -> None:
+def test_tokenizer_of_another_model(
+    refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path
+) -> None:
     """Its tokens would lie outside the model's vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["x" * length for length in range(2, 50)] + ["say"])
@@ -230,7 +322,11 @@ def test_tokenizer_of_another_model(refused: Callable[..., str], make_tokenizer:
 
 @pytest.mark.parametrize("device", ["banana", "xpu"])
 def test_device_that_is_not_there(device: str, refused: Callable[..., str]) -> None:
-    assert_says(refused(f"trainer.device={device}", status=2), f"trainer.device: got '{device}'", "trainer.device=auto")
+    assert_says(
+        refused(f"trainer.device={device}", status=2),
+        f"trainer.device: got '{device}'",
+        "trainer.device=auto",
+    )
 
 
 def test_sampler_that_yields_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -279,8 +375,14 @@ def test_reward_function_that_sometimes_fails(
 ) -> None:
     """A few failures are counted, reported and stored with their samples; the run goes on."""
     function = reward_file("return 1 / (len(solution_str) - 7)")
-    run = train(function, "reward_model.max_error_rate=1.0", f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
-    rows = [json.loads(line) for step in (1, 2) for line in (tmp_path / f"rollouts/{step}.jsonl").open()]
+    run = train(
+        function,
+        "reward_model.max_error_rate=1.0",
+        f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
+    )
+    rows = [
+        json.loads(line) for step in (1, 2) for line in (tmp_path / f"rollouts/{step}.jsonl").open()
+    ]
     failed = [row for row in rows if row["reward_error"]]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert sum(line["reward/errors"] for line in lines) == len(failed) > 0
@@ -290,21 +392,32 @@ def test_reward_function_that_sometimes_fails(
 def test_reward_file_that_cannot_be_imported(refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_this_name\n")
-    assert_says(refused(f"custom_reward_function.path={path}", status=2, shows_users_code=True), "nothing_of_this_name")
+    assert_says(
+        refused(f"custom_reward_function.path={path}", status=2, shows_users_code=True),
+        "nothing_of_this_name",
+    )
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
-def test_directory_that_cannot_be_written(key: str, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_directory_that_cannot_be_written(
+    key: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
     """Said before anything is loaded. A path below a file, for root may write everywhere else."""
     (tmp_path / "file").write_text("in the way")
-    assert_says(refused(f"trainer.{key}={tmp_path / 'file' / 'run'}", status=2), f"trainer.{key}", "is a file")
+    assert_says(
+        refused(f"trainer.{key}={tmp_path / 'file' / 'run'}", status=2),
+        f"trainer.{key}",
+        "is a file",
+    )
 
 
 def test_directory_of_a_file_system_that_takes_nothing(refused: Callable[..., str]) -> None:
-    assert_says(refused("trainer.default_local_dir=/proc/quadriga"), "trainer.default_local_dir", "expected")
+    assert_says(
+        refused("trainer.default_local_dir=/proc/quadriga"), "trainer.default_local_dir", "expected"
+    )
 
 
 @contextmanager
@@ -327,12 +440,22 @@ def test_full_disk_during_a_checkpoint(
 ) -> None:
     """The earlier checkpoint and the log stay whole, nothing half-written stays, and the run can go on from them."""
     run = train("trainer.save_freq=2", "trainer.total_training_steps=2")
-    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent != run}
+    kept = {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent != run
+    }
     more = ("trainer.save_freq=2", "trainer.total_training_steps=4")
     with no_file_larger_than(num_bytes):
         error = refused(*more)
-    assert_says(error, "checkpoint of step 4", "File too large", "Free space", "Step 2 is still there to resume from")
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent != run} == kept
+    assert_says(
+        error,
+        "checkpoint of step 4",
+        "File too large",
+        "Free space",
+        "Step 2 is still there to resume from",
+    )
+    assert {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent != run
+    } == kept
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4]
     train(*more)
     assert metric_lines(run) == metric_lines(train(*more, run="alone"))
@@ -348,7 +471,9 @@ def test_full_disk_at_the_dumps(refused: Callable[..., str], tmp_path: Path) -> 
     (tmp_path / "cache").mkdir()
     refused_with_dumps = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
     with no_file_larger_than(12_000):
-        error = refused(refused_with_dumps, "data.train_batch_size=10", "actor_rollout_ref.rollout.n=8")
+        error = refused(
+            refused_with_dumps, "data.train_batch_size=10", "actor_rollout_ref.rollout.n=8"
+        )
     assert_says(error, "rollouts/1.jsonl", "Free some space")
     assert list((tmp_path / "rollouts").iterdir()) == []
 
@@ -363,7 +488,12 @@ def test_damaged_checkpoint(train: Callable[..., Path], refused: Callable[..., s
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert_says(refused("trainer.save_freq=2", "trainer.total_training_steps=4"), str(file), "SHA-256", "resume_path")
+    assert_says(
+        refused("trainer.save_freq=2", "trainer.total_training_steps=4"),
+        str(file),
+        "SHA-256",
+        "resume_path",
+    )
 
 
 def test_model_of_another_shape(refused: Callable[..., str], home: Path) -> None:
@@ -390,4 +520,9 @@ def test_checkpoint_of_another_model(
 def test_run_is_no_checkpoint(train: Callable[..., Path], refused: Callable[..., str]) -> None:
     run = train("trainer.save_freq=2")
     error = refused("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}")
-    assert_says(error, str(run), "expected a complete checkpoint", f"resume_from_path={run / 'global_step_2'}")
+    assert_says(
+        error,
+        str(run),
+        "expected a complete checkpoint",
+        f"resume_from_path={run / 'global_step_2'}",
+    )

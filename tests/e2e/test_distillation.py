@@ -20,7 +20,12 @@ Train = Callable[..., Path]
 @pytest.fixture
 def words(teacher: Path) -> list[str]:
     """The overrides of a run by the teacher alone, one response to a prompt."""
-    keys = ["enable=True", f"path={teacher}", "use_task_rewards=False", "fsdp_config.model_dtype=float32"]
+    keys = [
+        "enable=True",
+        f"path={teacher}",
+        "use_task_rewards=False",
+        "fsdp_config.model_dtype=float32",
+    ]
     optimizer = [
         "actor_rollout_ref.actor.optim.lr=1e-2",
         "trainer.total_training_steps=12",
@@ -47,16 +52,24 @@ def test_the_student_comes_near_its_teacher(
     assert metric_lines(train(*words, *top, *few, run="again")) == lines[:3]
 
 
-def test_a_policy_gradient_beside_the_rewards(train: Train, words: list[str], metric_lines: Lines) -> None:
+def test_a_policy_gradient_beside_the_rewards(
+    train: Train, words: list[str], metric_lines: Lines
+) -> None:
     """The divergence comes off the advantages: with a weight of next to nothing the run is the one without a teacher,
     and with one of 1 it is not. The first step sees the same student."""
-    steps = ["distillation.use_task_rewards=True", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"]
+    steps = [
+        "distillation.use_task_rewards=True",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=2",
+    ]
     plain = metric_lines(train(*words, *steps, "distillation.enable=False", run="plain"))
     light = metric_lines(train(*words, *steps, "distillation.loss_coef=1e-30", run="light"))
     full = metric_lines(train(*words, *steps, run="full"))
     assert plain[0]["actor/pg_loss"] == pytest.approx(light[0]["actor/pg_loss"], abs=1e-6)
     assert plain[1]["critic/score/mean"] == light[1]["critic/score/mean"]
-    assert full[0]["actor/pg_loss"] - plain[0]["actor/pg_loss"] == pytest.approx(full[0]["actor/teacher_kl"], abs=1e-5)
+    assert full[0]["actor/pg_loss"] - plain[0]["actor/pg_loss"] == pytest.approx(
+        full[0]["actor/teacher_kl"], abs=1e-5
+    )
     assert full[1]["actor/teacher_kl"] != light[1]["actor/teacher_kl"]
 
 

@@ -32,7 +32,9 @@ def run(alone: Callable[..., Path]) -> Path:
 
 def trained_model(folder: Path) -> PreTrainedModel:
     """The model of a checkpoint's actor, filled in tensor by tensor."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    )
     files = open_weights(folder)
     unused = model.load_state_dict({name: files.read(name) for name in files.shapes}, strict=False)
     assert unused.unexpected_keys == [] and unused.missing_keys == ["lm_head.weight"]
@@ -52,21 +54,29 @@ def logits(model: Path | PreTrainedModel) -> torch.Tensor:
         return model(torch.arange(3, 20)[None]).logits
 
 
-def test_export_is_the_trained_model(run: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_is_the_trained_model(
+    run: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In float32 to the last bit; from a run and from its checkpoint alike; the tokenizer and its template with it."""
     outputs = []
     for number, source in enumerate((run, run / "global_step_8")):
         outputs.append(tmp_path / f"out{number}")
-        assert main(["export", str(source), "--output", str(outputs[-1]), "--dtype", "float32"]) == 0
+        assert (
+            main(["export", str(source), "--output", str(outputs[-1]), "--dtype", "float32"]) == 0
+        )
     trained = logits(trained_model(run / "global_step_8" / "actor"))
     assert not torch.allclose(trained, logits(home / "model"), atol=0.1)
     for output in outputs:
         assert torch.equal(logits(output), trained)
         tokenizer = AutoTokenizer.from_pretrained(output)
-        assert tokenizer.chat_template == AutoTokenizer.from_pretrained(home / "model").chat_template
+        assert (
+            tokenizer.chat_template == AutoTokenizer.from_pretrained(home / "model").chat_template
+        )
 
 
-def test_export_in_half_the_bytes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_in_half_the_bytes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """bfloat16 is the default, and what is written is the rounded weights; over another file only if it is said."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("mine")
@@ -74,7 +84,9 @@ def test_export_in_half_the_bytes(run: Path, tmp_path: Path, capsys: pytest.Capt
     assert "got a folder with files" in capsys.readouterr().err
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--overwrite"]) == 0
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~umask()}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {
+        0o666 & ~umask()
+    }
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     trained = trained_model(run / "global_step_8" / "actor")
     assert exported.dtype == torch.bfloat16
@@ -82,7 +94,9 @@ def test_export_in_half_the_bytes(run: Path, tmp_path: Path, capsys: pytest.Capt
         assert torch.equal(one, other.bfloat16()), name
 
 
-def test_export_keeps_the_ways_to_stop(train: Callable[..., Path], home: Path, tmp_path: Path) -> None:
+def test_export_keeps_the_ways_to_stop(
+    train: Callable[..., Path], home: Path, tmp_path: Path
+) -> None:
     """A model names the tokens that end an answer beside its weights, and settings that transformers will not save."""
     source = tmp_path / "model"
     source.mkdir()
@@ -99,10 +113,16 @@ def test_export_keeps_the_ways_to_stop(train: Callable[..., Path], home: Path, t
 
 def test_hf_model_beside_the_weights(train: Callable[..., Path], tmp_path: Path) -> None:
     """`hf_model` alone is a checkpoint to export, not one to resume from."""
-    run = train("trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]", run="light")
+    run = train(
+        "trainer.save_freq=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        run="light",
+    )
     full = train("trainer.save_freq=2", run="full")
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert torch.equal(logits(tmp_path / "out"), logits(trained_model(full / "global_step_2" / "actor")))
+    assert torch.equal(
+        logits(tmp_path / "out"), logits(trained_model(full / "global_step_2" / "actor"))
+    )
     assert not (run / "global_step_2" / "actor" / "model").exists()
 
 
@@ -112,7 +132,10 @@ def test_hf_model_beside_the_weights(train: Callable[..., Path], tmp_path: Path)
         (["/nowhere/run", "--output", "{tmp}/out"], "/nowhere/run: got no such folder"),
         (["{tmp}", "--output", "{tmp}/out"], "config.json"),
         (["{home}/model", "--output", "{tmp}/file/out"], "--output"),
-        (["{home}/model", "--output", "{home}/../{home.name}/model"], "the folder that is exported"),
+        (
+            ["{home}/model", "--output", "{home}/../{home.name}/model"],
+            "the folder that is exported",
+        ),
     ],
 )
 def test_export_refuses(
@@ -123,7 +146,9 @@ def test_export_refuses(
     assert words in capsys.readouterr().err
 
 
-def test_export_refuses_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_a_damaged_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(run, tmp_path / "run")
     (file,) = (tmp_path / "run" / "global_step_8" / "actor" / "model").glob("*.distcp")
     content = bytearray(file.read_bytes())
@@ -134,10 +159,15 @@ def test_export_refuses_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_generate_answers_with_the_trained_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_answers_with_the_trained_model(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From a run, a checkpoint, and its export: the same greedy answers, of the letter that was learned."""
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    greedy = ("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.actor.fsdp_config.model_dtype=float32")
+    greedy = (
+        "actor_rollout_ref.rollout.do_sample=False",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+    )
     printed = []
     for source in (run, run / "global_step_8", tmp_path / "out"):
         capsys.readouterr()
@@ -149,8 +179,12 @@ def test_generate_answers_with_the_trained_model(run: Path, tmp_path: Path, caps
     assert printed[0] == printed[1] == printed[2]
 
 
-def test_generate_refuses_what_the_template_refuses(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    template = "actor_rollout_ref.model.custom_chat_template=\"{{ raise_exception('no such role') }}\""
+def test_generate_refuses_what_the_template_refuses(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = (
+        "actor_rollout_ref.model.custom_chat_template=\"{{ raise_exception('no such role') }}\""
+    )
     assert main(["generate", str(home / "model"), "--prompt", "a", *LONG, template]) == 1
     assert "prompt 0: got messages that the chat template refuses" in capsys.readouterr().err
 
@@ -163,12 +197,17 @@ def test_generate_refuses_a_long_prompt(run: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_eval_measures_what_validation_measured(run: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_measures_what_validation_measured(
+    run: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last validation of a run, by another command."""
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     expected = last["val-core/letters/reward/mean@1"]
     capsys.readouterr()
-    data = (f"data.val_files={home / 'val.parquet'}", f"custom_reward_function.path={home / 'reward.py'}")
+    data = (
+        f"data.val_files={home / 'val.parquet'}",
+        f"custom_reward_function.path={home / 'reward.py'}",
+    )
     exact = "actor_rollout_ref.actor.fsdp_config.model_dtype=float32"
     assert main(["eval", str(run), *LONG, *data, exact, "trainer.log_val_generations=1"]) == 0
     output = capsys.readouterr().out

@@ -41,12 +41,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_batch_is_full_of_groups_that_differ(
-    options: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., list], tmp_path: Path
+    options: tuple[str, ...],
+    train: Callable[..., Path],
+    metric_lines: Callable[..., list],
+    tmp_path: Path,
 ) -> None:
     lines = metric_lines(train(*options))
     assert len(lines) == NUM_STEPS
     for line in lines:
-        rows = [json.loads(row) for row in (tmp_path / "rows" / f"{line['step']}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(row)
+            for row in (tmp_path / "rows" / f"{line['step']}.jsonl").read_text().splitlines()
+        ]
         groups: dict[str, list[float]] = {}
         for row in rows:
             groups.setdefault(row["uid"], []).append(row["score"])
@@ -85,21 +91,34 @@ def test_resumed_run_takes_the_same_prompts(
     """From every checkpoint, the end of the run is that of the run left alone."""
     alone = train(*options, run="alone")
     for first in range(1, NUM_STEPS):
-        source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / f'global_step_{first}'}")
+        source = (
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={alone / f'global_step_{first}'}",
+        )
         resumed = train(*options, *source, run=f"from {first}")
-        assert metric_lines(resumed) == [line for line in metric_lines(alone) if line["step"] > first]
+        assert metric_lines(resumed) == [
+            line for line in metric_lines(alone) if line["step"] > first
+        ]
         one, other = weights(resumed), weights(alone)
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def test_batch_that_does_not_fill(
-    options: tuple[str, ...], arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: tuple[str, ...],
+    arguments: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """It says what was compared, what was found, and what to do; nothing goes on with less."""
     (tmp_path / "early.py").write_text("def compute_score(**sample):\n    return 1.0\n")
-    assert main(["train", *arguments(*options, "algorithm.filter_groups.max_num_gen_batches=3")]) == 1
+    assert (
+        main(["train", *arguments(*options, "algorithm.filter_groups.max_num_gen_batches=3")]) == 1
+    )
     said = capsys.readouterr().err
-    assert "algorithm.filter_groups: got 0 groups of responses that differ in score after 3 batches of prompts" in said
+    assert (
+        "algorithm.filter_groups: got 0 groups of responses that differ in score after 3 batches of prompts"
+        in said
+    )
     assert "(12 groups, 12 of them equal: 12 with 1), expected 4, data.train_batch_size" in said
     assert "raise algorithm.filter_groups.max_num_gen_batches" in said
 
@@ -107,7 +126,10 @@ def test_batch_that_does_not_fill(
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        ("accuracy", "metric=accuracy: got graders that return num_letters, text, expected score, or a number"),
+        (
+            "accuracy",
+            "metric=accuracy: got graders that return num_letters, text, expected score, or a number",
+        ),
         ("text", "metric=text: got str "),
     ],
 )

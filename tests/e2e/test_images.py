@@ -29,7 +29,9 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def paint(studio: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> Callable[..., list[dict[str, Any]]]:
+def paint(
+    studio: Path, tmp_path: Path, arguments: Callable[..., list[str]]
+) -> Callable[..., list[dict[str, Any]]]:
     """`paint(*overrides, run="run")`: a run that must succeed; returns its lines of metrics."""
 
     def paint_here(*overrides: str, run: str = "run") -> list[dict[str, Any]]:
@@ -53,7 +55,12 @@ def test_it_learns_to_see(paint: Callable[..., list[dict[str, Any]]]) -> None:
     rewards = [line["critic/score/mean"] for line in steps]
     assert len(rewards) == 64 and rewards[0] < 0.05 and sum(rewards[-8:]) / 8 > 0.9
     assert all(line["rollout/log_prob_diff_max"] < 2e-5 for line in steps)
-    (validated,) = [value for line in lines for name, value in line.items() if name.startswith("val-core/colors")]
+    (validated,) = [
+        value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("val-core/colors")
+    ]
     assert validated == 1.0
 
 
@@ -66,13 +73,20 @@ def test_engines_and_critics(paint: Callable[..., list[dict[str, Any]]]) -> None
     in_turns = paint(*TWO_STEPS, "actor_rollout_ref.rollout.mode=async", run="turns")
     for other in (by_hf, in_turns):
         for one, line in zip(by_native, other, strict=True):
-            for name in ("critic/score/mean", "actor/grad_norm", "actor/entropy", "prompt_length/mean"):
+            for name in (
+                "critic/score/mean",
+                "actor/grad_norm",
+                "actor/entropy",
+                "prompt_length/mean",
+            ):
                 assert line[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
     with_critic = paint(*TWO_STEPS, "algorithm.adv_estimator=gae", run="gae")
     assert all(line["critic/grad_norm"] >= 0 and "critic/vf_loss" in line for line in with_critic)
 
 
-def test_a_reward_model_that_sees(paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path) -> None:
+def test_a_reward_model_that_sees(
+    paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path
+) -> None:
     """It scores each response with its picture, beside the grader."""
     model = add_score(tiny_model())
     torch.nn.init.normal_(model.score.weight)
@@ -89,7 +103,9 @@ def test_a_reward_model_that_sees(paint: Callable[..., list[dict[str, Any]]], st
 
 @pytest.mark.slow
 def test_a_run_that_was_broken_off_goes_on(
-    paint: Callable[..., list[dict[str, Any]]], metric_lines: Callable[[Path], list[dict[str, Any]]], tmp_path: Path
+    paint: Callable[..., list[dict[str, Any]]],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
     """With a frozen vision encoder, bit for bit."""
     frozen = "actor_rollout_ref.actor.freeze_vision_tower=True"
@@ -108,7 +124,11 @@ def test_what_was_trained_answers_elsewhere(
     paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path
 ) -> None:
     """An export has all that transformers reads of a vision-language model, and the trained weights."""
-    paint(*TWO_STEPS, "trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
+    paint(
+        *TWO_STEPS,
+        "trainer.save_freq=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+    )
     actor, out = tmp_path / "run" / "global_step_2" / "actor", tmp_path / "out"
     assert main(["export", str(tmp_path / "run"), "--output", str(out), "--dtype", "float32"]) == 0
     before = AutoModelForImageTextToText.from_pretrained(studio / "model").state_dict()
@@ -116,8 +136,15 @@ def test_what_was_trained_answers_elsewhere(
     beside = AutoModelForImageTextToText.from_pretrained(actor / "huggingface").state_dict()
     for name, weight in trained.state_dict().items():
         assert torch.equal(weight, beside[name]), name
-    assert any(not torch.equal(weight, before[name]) for name, weight in beside.items() if ".visual." in name)
-    inputs = [load_processor(str(place)).inputs([noise(16, 24)], where="here") for place in (studio / "model", out)]
+    assert any(
+        not torch.equal(weight, before[name])
+        for name, weight in beside.items()
+        if ".visual." in name
+    )
+    inputs = [
+        load_processor(str(place)).inputs([noise(16, 24)], where="here")
+        for place in (studio / "model", out)
+    ]
     assert torch.equal(inputs[0]["pixel_values"], inputs[1]["pixel_values"])
 
 
@@ -137,10 +164,14 @@ def test_cached_responses_are_those_to_the_same_pictures(
     )
     first, second = (paint(*TWO_STEPS, *skip, run=run) for run in ("first", "second"))
     assert [line["rollout/replayed"] for line in second] == [1.0, 1.0]
-    assert [line["actor/grad_norm"] for line in second] == [line["actor/grad_norm"] for line in first]
+    assert [line["actor/grad_norm"] for line in second] == [
+        line["actor/grad_norm"] for line in first
+    ]
     rows = pq.read_table(studio / "train.parquet").to_pylist()
     rows[0]["images"], rows[1]["images"] = rows[1]["images"], rows[0]["images"]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "other.parquet")
     others = f"data.train_files={tmp_path / 'other.parquet'}"
-    assert main(["train", *arguments(*of_studio(studio), *TWO_STEPS, *skip, others, run="third")]) == 1
+    assert (
+        main(["train", *arguments(*of_studio(studio), *TWO_STEPS, *skip, others, run="third")]) == 1
+    )
     assert "got responses to other prompts" in capsys.readouterr().err

@@ -41,12 +41,18 @@ def with_adapter(home: Path, adapter: Path) -> PreTrainedModel:
 @pytest.fixture
 def run(train: Callable[..., Path]) -> Path:
     """Three steps."""
-    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model, optimizer, extra, hf_model]"
+    contents = (
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model, optimizer, extra, hf_model]"
+    )
     return train(*LORA, contents, "trainer.total_training_steps=3")
 
 
 def test_what_a_run_writes(
-    run: Path, home: Path, tmp_path: Path, metric_lines: Callable, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    home: Path,
+    tmp_path: Path,
+    metric_lines: Callable,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An adapter that PEFT loads, small; the merged model beside it; `export` writes either; all are the same model."""
     lines = metric_lines(run)
@@ -59,23 +65,41 @@ def test_what_a_run_writes(
     assert float((trained - logits(home / "model")).abs().max()) > 0.05
     for name, options in {"merged": [], "adapter": ["--adapter"]}.items():
         output = tmp_path / name
-        assert main(["export", str(run), "--output", str(output), "--dtype", "float32", *options]) == 0
+        assert (
+            main(["export", str(run), "--output", str(output), "--dtype", "float32", *options]) == 0
+        )
     exported = logits(tmp_path / "merged")
-    for found in (exported, logits(actor / "huggingface"), logits(with_adapter(home, tmp_path / "adapter"))):
+    for found in (
+        exported,
+        logits(actor / "huggingface"),
+        logits(with_adapter(home, tmp_path / "adapter")),
+    ):
         torch.testing.assert_close(found, trained, atol=1e-5, rtol=1e-5)
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    greedy = ("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.actor.fsdp_config.model_dtype=float32")
+    greedy = (
+        "actor_rollout_ref.rollout.do_sample=False",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+    )
     printed = []
     base = (str(home / "model"), f"{MODEL}.lora_adapter_path={tmp_path / 'adapter'}")
-    for source in ((str(run),), (str(actor),), (str(tmp_path / "merged"),), base, (str(home / "model"),)):
+    for source in (
+        (str(run),),
+        (str(actor),),
+        (str(tmp_path / "merged"),),
+        base,
+        (str(home / "model"),),
+    ):
         capsys.readouterr()
         assert main(["generate", *source, "--prompt", "say a 3", *LONG, *greedy]) == 0
         printed.append(capsys.readouterr().out)
     assert len(set(printed[:4])) == 1 and printed[4] != printed[0]
-    files = (f"data.val_files={home / 'val.parquet'}", f"custom_reward_function.path={home / 'reward.py'}")
+    files = (
+        f"data.val_files={home / 'val.parquet'}",
+        f"custom_reward_function.path={home / 'reward.py'}",
+    )
     assert main(["eval", str(run), *LONG, *files]) == 0
 
 
@@ -90,8 +114,14 @@ def test_choices_and_refusals_of_resume(
     assert "the actor with its adapter off" in capsys.readouterr().out
     resumed = train(*LORA, "trainer.total_training_steps=2", run="resumed")
     for change, said in (
-        (f"{MODEL}.lora_rank=8", "got an adapter of rank 4 and scale 2, expected an adapter of rank 8 and scale 1"),
-        (f"{MODEL}.lora_alpha=4", "expected an adapter of rank 4 and scale 1, as actor_rollout_ref.model says"),
+        (
+            f"{MODEL}.lora_rank=8",
+            "got an adapter of rank 4 and scale 2, expected an adapter of rank 8 and scale 1",
+        ),
+        (
+            f"{MODEL}.lora_alpha=4",
+            "expected an adapter of rank 4 and scale 1, as actor_rollout_ref.model says",
+        ),
         (f"{MODEL}.lora_rank=0", "got an adapter of rank 4 and scale 2, expected all weights"),
     ):
         words = arguments(*LORA, "trainer.total_training_steps=3", change, run="resumed")
@@ -99,12 +129,18 @@ def test_choices_and_refusals_of_resume(
         assert said in capsys.readouterr().err
     train(*LORA, "trainer.total_training_steps=3", run="resumed")
     assert metric_lines(resumed) == metric_lines(alone)
-    one, other = (load_file(run / "global_step_3" / "actor" / "adapter_model.safetensors") for run in (alone, resumed))
+    one, other = (
+        load_file(run / "global_step_3" / "actor" / "adapter_model.safetensors")
+        for run in (alone, resumed)
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_full_run_does_not_go_on_as_an_adapter(
-    train: Callable[..., Path], arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor has it an adapter to export."""
     run = train("trainer.save_freq=1", "trainer.total_training_steps=1", run="full")

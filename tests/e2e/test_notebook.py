@@ -21,7 +21,9 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(REPOSITORY), str(REPOSITORY / "recipes"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     book = nbformat.read(REPOSITORY / "examples" / "notebook.ipynb", as_version=4)
-    client = nbclient.NotebookClient(book, timeout=int(NOTEBOOK_S), resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        book, timeout=int(NOTEBOOK_S), resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     shown = [
         output.get("data", {}).get("text/html", "")

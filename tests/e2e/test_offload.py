@@ -12,7 +12,9 @@ from quadriga.cli.main import main
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.workers.generation import Generation
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text(
+    encoding="utf-8"
+)
 _, _, SECTION = PAGE.partition("## Who holds what, and when")
 TABLE = {
     phase: [set(cell.strip().split(", ")) & set(ALL_KINDS) for cell in cells.split("|")[:3]]
@@ -45,7 +47,10 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
     seen: dict[str, list[list[set[str]]]] = {}
 
     def note(phase: str) -> None:
-        held = [set(engines[name].resting) - engines[name].asleep for name in ("actor", "critic", "reference")]
+        held = [
+            set(engines[name].resting) - engines[name].asleep
+            for name in ("actor", "critic", "reference")
+        ]
         seen.setdefault(phase, []).append(held)
 
     def watch(owner: type, method: str, phases: Callable[[Any], str]) -> None:
@@ -67,7 +72,9 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
     watch(FSDPEngine, "optimizer_step", lambda engine: f"update_{engine.name}")
     watch(FSDPEngine, "weights", lambda engine: "publish_weights")
     watch(Generation, "generate", lambda generation: "generate")
-    (script := tmp_path / "responses.jsonl").write_text('{"response": "aab"}\n{"response": "bca"}\n{"response": "c"}\n')
+    (script := tmp_path / "responses.jsonl").write_text(
+        '{"response": "aab"}\n{"response": "bca"}\n{"response": "c"}\n'
+    )
     train(
         *PPO,
         *OFFLOAD,
@@ -76,9 +83,9 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
     )
     del seen["start"]
     assert len(TABLE) == 7 and seen.keys() == TABLE.keys()
-    assert {phase: [held for held in told if held != TABLE[phase]] for phase, told in seen.items()} == {
-        phase: [] for phase in TABLE
-    }
+    assert {
+        phase: [held for held in told if held != TABLE[phase]] for phase, told in seen.items()
+    } == {phase: [] for phase in TABLE}
 
 
 def test_numbers_and_a_resume_are_those_of_a_run_without(train: Train, metric_lines: Lines) -> None:
@@ -93,7 +100,9 @@ def test_numbers_and_a_resume_are_those_of_a_run_without(train: Train, metric_li
     assert metric_lines(plain) == metric_lines(resting)
 
 
-def test_no_place_to_write(arguments: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:
+def test_no_place_to_write(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "file").write_text("in the way")
     words = [*OFFLOAD, f"trainer.offload_dir={tmp_path / 'file'}"]
     assert main(["train", *arguments(*words)]) != 0

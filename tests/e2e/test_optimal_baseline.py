@@ -39,7 +39,9 @@ def test_reward_rises(estimator: str, train: Callable[..., Path], metric_lines: 
     assert rewards[0] < 0.1 and sum(rewards[-3:]) / 3 > 0.5
 
 
-def test_squares_are_those_of_the_whole_distribution(train: Callable[..., Path], home: Path, tmp_path: Path) -> None:
+def test_squares_are_those_of_the_whole_distribution(
+    train: Callable[..., Path], home: Path, tmp_path: Path
+) -> None:
     """What the estimator reads at the first step is what transformers' logits give, at the temperature of sampling."""
     file, path = tmp_path / "estimator.py", tmp_path / "read.pt"
     file.write_text(RECORDING.format(path=str(path)))

@@ -74,7 +74,12 @@ def before_log_probs(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -
 
 @pytest.mark.parametrize("manager", ["naive", "dapo", "batch", "in_process", "reward_model"])
 def test_the_numbers_are_those_of_a_step_that_waits(
-    manager: str, train: Train, metric_lines: Callable[..., list], judges: Path, tmp_path: Path, monkeypatch: Any
+    manager: str,
+    train: Train,
+    metric_lines: Callable[..., list],
+    judges: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
     """Every metric but the clock's, bit for bit, over PPO with critic, reference and several updates a step."""
     options = [*PPO, f"reward_model.reward_manager={manager}"]
@@ -91,14 +96,18 @@ def test_the_numbers_are_those_of_a_step_that_waits(
     assert ("reward/rm_score/mean" in waits[0]) == (manager == "reward_model")
 
 
-def test_graders_go_on_while_models_compute(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graders_go_on_while_models_compute(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They respond only after the models have begun; the phases have their own times, and one for all of them."""
     (tmp_path / "waits.py").write_text(WAITS)
     before_log_probs(monkeypatch, lambda: time.sleep(0.5) or (tmp_path / "goes_on").touch())
     run = train(*SLOW, f"custom_reward_function.path={tmp_path / 'waits.py'}")
     (line,) = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     assert line["critic/score/mean"] == 1.0
-    assert line["timing_s/prepare"] >= 0.5 + max(line["timing_s/old_log_prob"], line["timing_s/reward"])
+    assert line["timing_s/prepare"] >= 0.5 + max(
+        line["timing_s/old_log_prob"], line["timing_s/reward"]
+    )
     assert line["timing_s/step"] > line["timing_s/prepare"]
 
 

@@ -50,7 +50,9 @@ def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_row_of_the_page() -> None:
     """The row that docs/data.md shows has the columns that its table lists, and a chat with a system prompt."""
-    row = json.loads(next(text for text in blocks("docs/data.md", "json") if "ground_truth" in text))
+    row = json.loads(
+        next(text for text in blocks("docs/data.md", "json") if "ground_truth" in text)
+    )
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["reward_model"]["ground_truth"] == "5" and row["data_source"] == "my_sums"
 
@@ -60,7 +62,11 @@ def test_a_task_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["config", "explain", "--config", "mine.yaml", *QUICK]) == 0
     assert "4 prompts x 2" in capsys.readouterr().out
     assert main(["train", "--config", "mine.yaml", *QUICK]) == 0
-    lines = (folder / "outputs" / "mine" / "first" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (folder / "outputs" / "mine" / "first" / "metrics.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     last = json.loads(lines[-1])
     assert last["training/global_step"] == 2 and last["reward/errors"] == 0
 
@@ -78,6 +84,13 @@ def test_a_data_set_and_a_sampler_of_ones_own(folder: Path) -> None:
         "trainer.save_freq=2",
     )
     assert main(["train", "--config", "mine.yaml", *QUICK, *own]) == 0
-    assert main(["train", "--config", "mine.yaml", *QUICK, *own, "trainer.total_training_steps=3"]) == 0
-    steps = (folder / "outputs" / "mine" / "first" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert (
+        main(["train", "--config", "mine.yaml", *QUICK, *own, "trainer.total_training_steps=3"])
+        == 0
+    )
+    steps = (
+        (folder / "outputs" / "mine" / "first" / "metrics.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     assert [json.loads(line)["training/global_step"] for line in steps] == [1, 2, 3]

@@ -21,8 +21,13 @@ MORE_STEPS = {"remax": 30}
 # A recipe is for long answers and batches of 64 prompts, and a clip of 4e-4 lets a policy move that little.
 TINY = {
     "cispo": ("actor_rollout_ref.actor.ppo_mini_batch_size=4",),
-    "dapo": ("reward_model.reward_kwargs={max_resp_len: 8, overlong_buffer_cfg: {enable: true, len: 2, log: true}}",),
-    "gspo": ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.clip_ratio_high=0.2"),
+    "dapo": (
+        "reward_model.reward_kwargs={max_resp_len: 8, overlong_buffer_cfg: {enable: true, len: 2, log: true}}",
+    ),
+    "gspo": (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.clip_ratio_high=0.2",
+    ),
     "ppo": ("critic.optim.lr=1e-2",),
 }
 
@@ -35,7 +40,10 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_stands_over_the_base(recipe: Path) -> None:
     """As its first line says that it is used; what it says wins."""
-    base, loaded = load_config([], [CONFIGS / "grpo.yaml"]), load_config([], [CONFIGS / "grpo.yaml", recipe])
+    base, loaded = (
+        load_config([], [CONFIGS / "grpo.yaml"]),
+        load_config([], [CONFIGS / "grpo.yaml", recipe]),
+    )
     assert loaded.config != base.config
     assert loaded.config.data == base.config.data
 
@@ -56,7 +64,9 @@ def test_reward_rises(
         *TINY.get(recipe.stem, ()),
     )
     # How many answers a prompt has is the recipe's own affair.
-    words = [word for word in arguments(*changes) if not word.startswith("actor_rollout_ref.rollout.n=")]
+    words = [
+        word for word in arguments(*changes) if not word.startswith("actor_rollout_ref.rollout.n=")
+    ]
     assert main(["train", "--config", str(recipe), *words]) == 0
     rewards = [line["critic/score/mean"] for line in metric_lines(tmp_path / "run")]
     assert len(rewards) == num_steps

@@ -39,7 +39,11 @@ def losing(tmp_path: Path) -> Callable[..., tuple[str, ...]]:
     """`losing(error, steps, is_once)`: overrides of a run that raises there."""
 
     def make(error: str, *steps: int, is_once: bool = True) -> tuple[str, ...]:
-        text = ROWS.replace("{steps}", str(steps)).replace("{error}", error).replace("{is_once}", str(is_once))
+        text = (
+            ROWS.replace("{steps}", str(steps))
+            .replace("{error}", error)
+            .replace("{is_once}", str(is_once))
+        )
         (tmp_path / "rows.py").write_text(text)
         return *COMMON, f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows"
 
@@ -60,7 +64,11 @@ def test_each_completed_checkpoint_gives_the_restarts_back(
     lost = train(*overrides, "trainer.save_freq=1", "trainer.max_worker_restarts=2")
     output = capsys.readouterr().out
     assert metric_lines(lost) == metric_lines(alone)
-    fields = [line for line in (lost / "metrics.jsonl").read_text().splitlines() if '"recovery/restarts"' in line]
+    fields = [
+        line
+        for line in (lost / "metrics.jsonl").read_text().splitlines()
+        if '"recovery/restarts"' in line
+    ]
     assert len(fields) == 4
     assert '"recovery/restarts": 4.0, "recovery/seconds": ' in fields[-1]
     assert "recovery/" not in (alone / "metrics.jsonl").read_text()
@@ -79,13 +87,19 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints(
 ) -> None:
     """From the start where it has none yet, from step 3 later, bit for bit; what an earlier run has left in the same
     directory is left alone."""
-    train(*COMMON, "trainer.total_training_steps=1", "trainer.save_freq=1", "data.seed=7", run="lost")
+    train(
+        *COMMON, "trainer.total_training_steps=1", "trainer.save_freq=1", "data.seed=7", run="lost"
+    )
     options = ("trainer.save_freq=3", "trainer.test_freq=2", "trainer.log_val_generations=2")
     alone = train(*COMMON, *options, run="alone")
     capsys.readouterr()
     lost = train(*losing(LOST, 2, 5), *options, "trainer.resume_mode=disable", run="lost")
     output = capsys.readouterr().out
-    assert [line.partition("goes on ")[2] for line in output.splitlines() if line.startswith("Recovery: ")] == [
+    assert [
+        line.partition("goes on ")[2]
+        for line in output.splitlines()
+        if line.startswith("Recovery: ")
+    ] == [
         "from where it began, for it has written no checkpoint yet; 2 of 3 restarts are left "
         "(trainer.max_worker_restarts).",
         "from the checkpoint of step 3; 2 of 3 restarts are left (trainer.max_worker_restarts).",
@@ -97,14 +111,21 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints(
     assert (lost / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
     left, right = (open_weights(run / "global_step_6" / "actor") for run in (lost, alone))
     assert left.shapes == right.shapes
-    assert [name for name in left.shapes if not torch.equal(left.read(name), right.read(name))] == []
+    assert [
+        name for name in left.shapes if not torch.equal(left.read(name), right.read(name))
+    ] == []
 
 
 def test_a_budget_that_is_spent(
-    arguments: Callable[..., list[str]], losing: Callable[..., tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    losing: Callable[..., tuple[str, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The error says which key, what stands on the disk and how to go on; and so it does."""
-    command = ["train", *arguments(*losing(LOST, 4, 5, 6), "trainer.save_freq=3", "trainer.max_worker_restarts=2")]
+    command = [
+        "train",
+        *arguments(*losing(LOST, 4, 5, 6), "trainer.save_freq=3", "trainer.max_worker_restarts=2"),
+    ]
     assert main(command) == 1
     assert (
         "actor[rank 1/2] died in update_actor: got SIGSEGV. Look at its log. The workers are not started again: 2 "
@@ -115,12 +136,16 @@ def test_a_budget_that_is_spent(
 
 
 def test_a_step_that_is_lost_twice_ends_the_run(
-    arguments: Callable[..., list[str]], losing: Callable[..., tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    losing: Callable[..., tuple[str, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", *arguments(*losing(LOST, 3, is_once=False), "trainer.save_freq=1")]) == 1
     told = capsys.readouterr()
     assert told.out.count("Recovery: ") == 1
-    assert "step 3 has lost a worker before, so the cause may be in it" in " ".join(told.err.split())
+    assert "step 3 has lost a worker before, so the cause may be in it" in " ".join(
+        told.err.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +166,9 @@ def test_what_a_worker_raises_ends_the_run_at_once(
 
 
 def test_restarts_are_counted_for_an_hour(
-    train: Callable[..., Path], losing: Callable[..., tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Path],
+    losing: Callable[..., tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With an hour of no length, one restart is enough for any number of losses."""
     monkeypatch.setattr(task_runner, "RESTART_WINDOW_S", 0.0)

@@ -45,7 +45,10 @@ main({arguments!r})
 @pytest.fixture
 def prompts(tmp_path: Path, write: Write) -> Path:
     """Prompts without anything to grade by."""
-    rows = [{"question": [{"role": "user", "content": f"say a {number}"}], "id": number} for number in range(5)]
+    rows = [
+        {"question": [{"role": "user", "content": f"say a {number}"}], "id": number}
+        for number in range(5)
+    ]
     return write(tmp_path / "prompts.parquet", rows)
 
 
@@ -58,7 +61,10 @@ def generate(home: Path, files: Path, output: Path, *overrides: str) -> int:
 def test_each_row_gets_its_responses(home: Path, prompts: Path, tmp_path: Path) -> None:
     """Texts for every row in its place, the same for any batch size, beside the columns that were there."""
     for number, size in enumerate(("null", "2")):
-        assert generate(home, prompts, tmp_path / f"{number}.parquet", f"data.val_batch_size={size}") == 0
+        assert (
+            generate(home, prompts, tmp_path / f"{number}.parquet", f"data.val_batch_size={size}")
+            == 0
+        )
     table = pq.read_table(tmp_path / "0.parquet")
     assert table.column_names == ["question", "id", "responses"]
     rows = table.to_pylist()
@@ -72,13 +78,23 @@ def test_a_call_that_was_killed_goes_on(
     home: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that goes on and is interrupted: the file is that of a call left alone, and nothing is left beside it."""
-    words = ["generate", str(home / "model"), "--data", str(prompts), "--n", "3", "data.prompt_key=question"]
+    words = [
+        "generate",
+        str(home / "model"),
+        "--data",
+        str(prompts),
+        "--n",
+        "3",
+        "data.prompt_key=question",
+    ]
     words += ["data.val_batch_size=1", "data.max_response_length=6", "data.max_prompt_length=32"]
     assert main([*words, "--output", str(tmp_path / "alone.parquet")]) == 0
     output = tmp_path / "killed.parquet"
     journal = tmp_path / "killed.parquet.part" / RESPONSES
     program = KILLED.format(arguments=[*words, "--output", str(output)])
-    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=COMMAND_S, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=COMMAND_S, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert journal.read_bytes().count(b"\n") == 2 and not output.exists()
     # Killed while it was writing.
@@ -96,7 +112,11 @@ def test_a_call_that_was_killed_goes_on(
     assert journal.read_bytes().count(b"\n") == 3
     assert main([*words, "--output", str(output)]) == 0
     assert pq.read_table(output) == pq.read_table(tmp_path / "alone.parquet")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.parquet", "killed.parquet", "prompts.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "alone.parquet",
+        "killed.parquet",
+        "prompts.parquet",
+    ]
 
 
 def test_what_another_call_began_is_kept(
@@ -120,7 +140,10 @@ def test_what_another_call_began_is_kept(
     with pytest.raises(DataError, match=words), unfinished(output, config):
         pass
     (part.folder / "config.yaml").write_text("")
-    with pytest.raises(DataError, match=r"config.yaml: it cannot be read"), unfinished(output, config):
+    with (
+        pytest.raises(DataError, match=r"config.yaml: it cannot be read"),
+        unfinished(output, config),
+    ):
         pass
 
 
@@ -128,7 +151,10 @@ def test_rows_that_would_be_dropped_are_told(
     home: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert generate(home, prompts, tmp_path / "out.parquet", "data.val_max_samples=2") == 1
-    assert "got 2 of 5 rows, by data.filter_overlong_prompts or data.val_max_samples" in capsys.readouterr().err
+    assert (
+        "got 2 of 5 rows, by data.filter_overlong_prompts or data.val_max_samples"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out.parquet").exists()
 
 
@@ -138,18 +164,29 @@ def test_responses_of_a_file_are_graded(
 ) -> None:  # fmt: skip
     """The mean over rows of the mean of a row, by a function that takes its arguments by place."""
     (tmp_path / "share.py").write_text(BY_PLACE)
-    rows = [row | {"texts": texts} for row, texts in zip(make_rows(2), (["aa", "ab"], ["b", "b"]), strict=True)]
+    rows = [
+        row | {"texts": texts}
+        for row, texts in zip(make_rows(2), (["aa", "ab"], ["b", "b"]), strict=True)
+    ]
     file = write(tmp_path / "responses.parquet", rows)
-    function = [f"custom_reward_function.path={tmp_path / 'share.py'}", "custom_reward_function.name=share"]
+    function = [
+        f"custom_reward_function.path={tmp_path / 'share.py'}",
+        "custom_reward_function.name=share",
+    ]
     assert main(["eval", str(file), "--response-key", "texts", *function]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert (lines["test_score/letters"][0], lines["val-core/letters/reward/mean@2"][0]) == ("0.3750", "0.3750")
+    assert (lines["test_score/letters"][0], lines["val-core/letters/reward/mean@2"][0]) == (
+        "0.3750",
+        "0.3750",
+    )
     assert lines["val-core/letters/reward/best@2/mean"] == ["0.5000", "[0.0546,", "0.9454]"]
     assert main(["eval", str(file), *function]) == 1
     assert "expected 'responses' among them" in capsys.readouterr().err
 
 
-def test_one_response_may_be_a_text(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_response_may_be_a_text(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The built-in grader of the data source."""
     rows = [
         {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}, "responses": one}
@@ -165,26 +202,83 @@ def test_verls_programs_run_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Its generation, its grading and its older supervised program, by their own words."""
-    native = ["rollout.name=native", "rollout.prompt_length=32", "rollout.response_length=6", "rollout.top_k=-1"]
-    words = [f"data.path={prompts}", "data.prompt_key=question", "data.n_samples=2", f"model.path={home / 'model'}"]
+    native = [
+        "rollout.name=native",
+        "rollout.prompt_length=32",
+        "rollout.response_length=6",
+        "rollout.top_k=-1",
+    ]
+    words = [
+        f"data.path={prompts}",
+        "data.prompt_key=question",
+        "data.n_samples=2",
+        f"model.path={home / 'model'}",
+    ]
     output = tmp_path / "o.parquet"
     assert main(["verl", "main_generation", *words, *native, f"data.output_path={output}"]) == 0
     assert [len(one) for one in pq.read_table(output).column("responses").to_pylist()] == [2] * 5
     (tmp_path / "share.py").write_text(BY_PLACE)
     rows = [row | {"responses": ["aa", "ab"]} for row in make_rows(2)]
-    words = [f"data.path={write(tmp_path / 'r.parquet', rows)}", f"custom_reward_function.path={tmp_path / 'share.py'}"]
+    words = [
+        f"data.path={write(tmp_path / 'r.parquet', rows)}",
+        f"custom_reward_function.path={tmp_path / 'share.py'}",
+    ]
     capsys.readouterr()
-    assert main(["verl", "python3", "-m", "verl.trainer.main_eval", *words, "custom_reward_function.name=share"]) == 0
+    assert (
+        main(
+            [
+                "verl",
+                "python3",
+                "-m",
+                "verl.trainer.main_eval",
+                *words,
+                "custom_reward_function.name=share",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[0].split()[:2] == ["test_score/letters", "0.7500"]
     rows = [{"extra_info": {"q": f"say {letter}", "a": letter}} for letter in "abcdefgh"]
     file = write(tmp_path / "sft.parquet", rows)
-    words = [f"data.train_files={file}", f"data.val_files={file}", "data.prompt_key=extra_info", "data.max_length=48"]
-    words += ["data.response_key=extra_info", "data.prompt_dict_keys=[q]", "data.response_dict_keys=[a]"]
-    words += [f"model.partial_pretrain={home / 'model'}", "data.train_batch_size=4", "trainer.total_training_steps=2"]
-    words += ["trainer.logger=console", "trainer.test_freq=after_each_epoch", "optim.lr=1e-3", "trainer.device=cpu"]
-    words += [f"trainer.default_local_dir={tmp_path / 'sft'}", "model.enable_gradient_checkpointing=False"]
+    words = [
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        "data.prompt_key=extra_info",
+        "data.max_length=48",
+    ]
+    words += [
+        "data.response_key=extra_info",
+        "data.prompt_dict_keys=[q]",
+        "data.response_dict_keys=[a]",
+    ]
+    words += [
+        f"model.partial_pretrain={home / 'model'}",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=2",
+    ]
+    words += [
+        "trainer.logger=console",
+        "trainer.test_freq=after_each_epoch",
+        "optim.lr=1e-3",
+        "trainer.device=cpu",
+    ]
+    words += [
+        f"trainer.default_local_dir={tmp_path / 'sft'}",
+        "model.enable_gradient_checkpointing=False",
+    ]
     assert (
-        main(["verl", "--verl", "0.6", "torchrun", "--nproc_per_node=1", "-m", "verl.trainer.fsdp_sft_trainer", *words])
+        main(
+            [
+                "verl",
+                "--verl",
+                "0.6",
+                "torchrun",
+                "--nproc_per_node=1",
+                "-m",
+                "verl.trainer.fsdp_sft_trainer",
+                *words,
+            ]
+        )
         == 0
     )
     assert (tmp_path / "sft" / "model" / "config.json").is_file()

@@ -24,7 +24,11 @@ from tests.limits import COMMAND_S
 NUM_STEPS = 6
 
 # 10 rows in batches of 4 are 2 steps an epoch: every run crosses two ends of an epoch.
-COMMON = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=2", "trainer.log_val_generations=2")
+COMMON = (
+    f"trainer.total_training_steps={NUM_STEPS}",
+    "trainer.test_freq=2",
+    "trainer.log_val_generations=2",
+)
 GRPO = ("data.shuffle=True", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
 GENERATED = (
     f"data.datagen.path={Path(__file__).with_name('more_rows.py')}",
@@ -42,7 +46,12 @@ SEVERAL_UPDATES = (
     "algorithm.kl_ctrl.horizon=100",
     "algorithm.kl_ctrl.target_kl=0.01",
 )
-CRITIC = ("algorithm.adv_estimator=gae", "critic.ppo_epochs=2", "critic.ppo_mini_batch_size=2", "critic.shuffle=True")
+CRITIC = (
+    "algorithm.adv_estimator=gae",
+    "critic.ppo_epochs=2",
+    "critic.ppo_mini_batch_size=2",
+    "critic.shuffle=True",
+)
 
 
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -61,7 +70,9 @@ def assert_same_weights(one: Path, other: Path, role: str = "actor") -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def kill_after(process: subprocess.Popen[str], metrics: Path, num_lines: int, delay_s: float) -> None:
+def kill_after(
+    process: subprocess.Popen[str], metrics: Path, num_lines: int, delay_s: float
+) -> None:
     """Send SIGKILL a moment after so many lines and a checkpoint are written.
 
     A run that is quicker than that has come to its end.
@@ -81,7 +92,9 @@ def assert_none_left(session: int, members: Callable[[int], list[int]]) -> None:
     """What a killed run has started, such as its graders, ends by itself."""
     deadline = time.monotonic() + COMMAND_S
     while members(session):
-        assert time.monotonic() < deadline, f"processes {members(session)} of session {session} are still there"
+        assert time.monotonic() < deadline, (
+            f"processes {members(session)} of session {session} are still there"
+        )
         time.sleep(0.01)
 
 
@@ -101,7 +114,13 @@ def test_killed_run_equals_the_run_left_alone(
     With a critic, rows that are generated and a curriculum, and every other step saved in the place of the one before.
     """
     draw = random.Random(1)
-    overrides = (*CRITIC, *GENERATED, "data.shuffle=True", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
+    overrides = (
+        *CRITIC,
+        *GENERATED,
+        "data.shuffle=True",
+        "trainer.save_freq=2",
+        "trainer.max_ckpt_to_keep=1",
+    )
     alone = train(*COMMON, *overrides, run="alone")
     killed = tmp_path / "killed"
     process = start(*COMMON, *overrides, run="killed")
@@ -123,16 +142,24 @@ STREAMED = (*SEVERAL_UPDATES, "data.streaming=3")
     ids=["grpo", "several updates a batch, rows that are read as they are needed", "critic"],
 )
 def test_every_checkpoint_is_a_place_to_go_on_from(
-    overrides: tuple[str, ...], alone: Callable[..., Path], train: Callable[..., Path], metric_lines: Lines
+    overrides: tuple[str, ...],
+    alone: Callable[..., Path],
+    train: Callable[..., Path],
+    metric_lines: Lines,
 ) -> None:
     """Mid-epoch and at the end of one: a second run that starts from a checkpoint of the first writes its end."""
     saved = (*COMMON, *overrides, "trainer.save_freq=1")
     first = alone(*saved)
     for step in (1, 2, 5):
-        source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={first / f'global_step_{step}'}")
+        source = (
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={first / f'global_step_{step}'}",
+        )
         resumed = train(*saved, *source, run=f"from {step}")
         assert metric_lines(resumed) == metric_lines(first)[step:]
-        for role in {"actor", "critic"} & {path.name for path in (first / "global_step_6").iterdir()}:
+        for role in {"actor", "critic"} & {
+            path.name for path in (first / "global_step_6").iterdir()
+        }:
             assert_same_weights(resumed, first, role)
 
 
@@ -140,17 +167,28 @@ def test_float16_goes_on_with_its_loss_scale(
     train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
     """Bit for bit; and what is generated has the trainer's log-probabilities to within the dtype's rounding."""
-    saved = (*COMMON, "actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "trainer.save_freq=3")
+    saved = (
+        *COMMON,
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float16",
+        "trainer.save_freq=3",
+    )
     alone = train(*saved, run="alone")
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_3'}")
+    source = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={alone / 'global_step_3'}",
+    )
     resumed = train(*saved, *source, run="resumed")
     assert metric_lines(resumed) == metric_lines(alone)[3:]
     assert_same_weights(resumed, alone)
-    assert {(line["actor/loss_scale"], line["actor/nonfinite_steps"]) for line in metric_lines(alone)} == {(65536, 0)}
+    assert {
+        (line["actor/loss_scale"], line["actor/nonfinite_steps"]) for line in metric_lines(alone)
+    } == {(65536, 0)}
     assert all(0 < line["rollout/log_prob_diff_max"] < 1e-2 for line in metric_lines(alone))
 
 
-@pytest.mark.parametrize(("overrides", "name"), [(GRPO, "trainer/state.pt"), (CRITIC, "critic/optimizer/.metadata")])
+@pytest.mark.parametrize(
+    ("overrides", "name"), [(GRPO, "trainer/state.pt"), (CRITIC, "critic/optimizer/.metadata")]
+)
 def test_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     overrides: tuple[str, ...],
     name: str,
@@ -173,7 +211,9 @@ def test_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert (run / f"damaged_global_step_{NUM_STEPS}" / name).read_bytes() == content
     lines, samples, tensors = before
     assert metric_lines(run) == lines and (run / "samples.jsonl").read_bytes() == samples
-    assert [key for key, value in weights(run).items() if not torch.equal(value, tensors[key])] == []
+    assert [
+        key for key, value in weights(run).items() if not torch.equal(value, tensors[key])
+    ] == []
 
 
 def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
@@ -184,15 +224,23 @@ def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("total", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"])
+@pytest.mark.parametrize(
+    "total", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"]
+)
 def test_finished_run_is_no_place_for_another(
-    total: str, train: Callable[..., Path], arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    total: str,
+    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By a number of steps and by epochs (10 rows in batches of 4 are 2 steps): refused by what differs; untouched."""
     run = train("trainer.save_freq=2", total)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["train", *arguments("trainer.save_freq=2", total)]) == 0
-    assert f"nothing to do: 2 of 2 steps are done in {run}; raise trainer.total_" in capsys.readouterr().out
+    assert (
+        f"nothing to do: 2 of 2 steps are done in {run}; raise trainer.total_"
+        in capsys.readouterr().out
+    )
     assert main(["train", *arguments("trainer.save_freq=2", total, "data.seed=3")]) == 2
     error = capsys.readouterr().err
     assert "2 of 2 steps are done" in error and "\n  data.seed: 1 -> 3\n" in error
@@ -209,18 +257,29 @@ def test_run_that_goes_on_with_other_settings_says_which_and_keeps_both(
 ) -> None:
     run = train("trainer.save_freq=2")
     first = (run / "config.yaml").read_bytes()
-    train("trainer.save_freq=2", "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1e-4")
-    assert "The run goes on from step 2 with other settings than before:\n" in capsys.readouterr().out
+    train(
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+    )
+    assert (
+        "The run goes on from step 2 with other settings than before:\n" in capsys.readouterr().out
+    )
     assert (run / "config_from_step_1.yaml").read_bytes() == first
     assert "\n# steps 3 to 3\n" in (second := (run / "config.yaml").read_text())
     # Fewer rows than the sampler has drawn: no step follows.
     few = write(tmp_path / "few.parquet", make_rows(4))
-    assert main(["train", *arguments("trainer.total_training_steps=5", f"data.train_files={few}")]) == 1
+    assert (
+        main(["train", *arguments("trainer.total_training_steps=5", f"data.train_files={few}")])
+        == 1
+    )
     assert "got 4 rows that are not the 10 rows of the checkpoint" in capsys.readouterr().err
     assert (run / "config.yaml").read_text() == second
 
 
-def test_longer_run_goes_on(train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]) -> None:
+def test_longer_run_goes_on(
+    train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]
+) -> None:
     """A finished run that is given more steps equals one that had them from the start."""
     train("trainer.save_freq=2", "trainer.total_training_steps=2", run="longer")
     longer = train("trainer.save_freq=2", "trainer.total_training_steps=4", run="longer")

@@ -38,7 +38,11 @@ def judged(alone: Train, with_judge: Callable[..., list[str]]) -> Path:
 
 
 def test_the_model_alone_grades(
-    judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
+    judged: Path,
+    train: Train,
+    with_judge: Callable,
+    metric_lines: Lines,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Training and validation are by its score, and the same run again gives the same numbers."""
     first = metric_lines(judged)
@@ -46,21 +50,36 @@ def test_the_model_alone_grades(
     again = metric_lines(train(*with_judge("same"), "trainer.test_freq=3"))
     assert again == first
     said = capsys.readouterr().out
-    assert "one tokenizer for both, up to 96 tokens" in said and "M parameters, float32, frozen" in said
+    assert (
+        "one tokenizer for both, up to 96 tokens" in said
+        and "M parameters, float32, frozen" in said
+    )
     assert len(first) == 3
     for line in first:
         assert line["critic/score/mean"] == pytest.approx(line["reward/rm_score/mean"], abs=1e-6)
-        assert line["reward/rm_score/min"] < line["reward/rm_score/mean"] < line["reward/rm_score/max"]
+        assert (
+            line["reward/rm_score/min"] < line["reward/rm_score/mean"] < line["reward/rm_score/max"]
+        )
         assert line["reward/rule_score/mean"] == line["reward/rm_cut"] == line["reward/errors"] == 0
         assert {"critic/vf_loss", "critic/values/mean"} <= line.keys()
     rows = [json.loads(line) for line in (judged / "rollouts" / "1.jsonl").read_text().splitlines()]
-    assert sum(row["rm_score"] for row in rows) / len(rows) == pytest.approx(first[0]["critic/score/mean"], abs=1e-6)
+    assert sum(row["rm_score"] for row in rows) / len(rows) == pytest.approx(
+        first[0]["critic/score/mean"], abs=1e-6
+    )
     assert all(row["rm_score"] == row["score"] for row in rows)
-    assert first[-1]["val-core/letters/reward/mean@1"] == first[-1]["val-aux/letters/rm_score/mean@1"] != 0
+    assert (
+        first[-1]["val-core/letters/reward/mean@1"]
+        == first[-1]["val-aux/letters/rm_score/mean@1"]
+        != 0
+    )
 
 
 def test_another_template_is_rendered_and_long_inputs_are_cut(
-    judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
+    judged: Path,
+    train: Train,
+    with_judge: Callable,
+    metric_lines: Lines,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The same weights say something else of the same answers in their own template; ReMax asks for the greedy ones."""
     plain = metric_lines(judged)
@@ -79,20 +98,33 @@ def test_a_function_is_added_to_the_model(
     judged: Path, train: Train, with_judge: Callable, metric_lines: Lines, tmp_path: Path
 ) -> None:
     file = tmp_path / "length.py"
-    file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 2.0\n")
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 2.0\n"
+    )
     (alone, *_) = metric_lines(judged)
-    (both, *_) = metric_lines(train(*with_judge("same"), f"custom_reward_function.path={file}", run="both"))
+    (both, *_) = metric_lines(
+        train(*with_judge("same"), f"custom_reward_function.path={file}", run="both")
+    )
     assert both["reward/rm_score/mean"] == alone["reward/rm_score/mean"]
     assert both["reward/rule_score/mean"] == both["reward/rule_score/min"] == 2.0
     assert both["critic/score/mean"] == pytest.approx(alone["critic/score/mean"] + 2.0, abs=1e-6)
 
 
 def test_evaluation_grades_with_the_model_too(
-    arguments: Callable[..., list[str]], with_judge: Callable, home: Path, capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    with_judge: Callable,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["eval", str(home / "model"), *arguments(*with_judge("same"))]) == 0
-    numbers = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith("val-"))
-    assert float(numbers["val-core/letters/reward/mean@1"]) == float(numbers["val-aux/letters/rm_score/mean@1"]) != 0
+    numbers = dict(
+        line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith("val-")
+    )
+    assert (
+        float(numbers["val-core/letters/reward/mean@1"])
+        == float(numbers["val-aux/letters/rm_score/mean@1"])
+        != 0
+    )
 
 
 @pytest.mark.parametrize(

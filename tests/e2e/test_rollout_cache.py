@@ -21,17 +21,27 @@ OF_ANSWERS = ("timing", "perf", "rollout/replayed")
 
 
 def facts(lines: list[dict]) -> list[dict]:
-    return [{name: value for name, value in line.items() if not name.startswith(OF_ANSWERS)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(OF_ANSWERS)}
+        for line in lines
+    ]
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> tuple[str, ...]:
-    return f"{SKIP}.enable=True", f"{SKIP}.dump_dir={tmp_path / 'kept'}", "trainer.total_training_steps=3"
+    return (
+        f"{SKIP}.enable=True",
+        f"{SKIP}.dump_dir={tmp_path / 'kept'}",
+        "trainer.total_training_steps=3",
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_second_run_equals_the_first_without_generating(
-    algorithm: str, options: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., list]
+    algorithm: str,
+    options: tuple[str, ...],
+    train: Callable[..., Path],
+    metric_lines: Callable[..., list],
 ) -> None:
     """To the last bit of every metric but times, and to that of a run that keeps nothing."""
     changes = ALGORITHMS[algorithm]
@@ -61,8 +71,14 @@ def test_responses_to_something_else(
 ) -> None:
     train(*options, "trainer.total_training_steps=1", run="first")
     for change, said in (
-        ("actor_rollout_ref.rollout.n=3", "got responses with actor_rollout_ref.rollout.n=2, expected "),
-        ("data.shuffle=False", "got responses to other prompts, expected responses to those of step 1"),
+        (
+            "actor_rollout_ref.rollout.n=3",
+            "got responses with actor_rollout_ref.rollout.n=2, expected ",
+        ),
+        (
+            "data.shuffle=False",
+            "got responses to other prompts, expected responses to those of step 1",
+        ),
     ):
         assert main(["train", *arguments(*options, change, run="second")]) == 1
         error = capsys.readouterr().err

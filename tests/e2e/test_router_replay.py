@@ -37,7 +37,9 @@ def experts(home: Path, tmp_path: Path) -> str:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "experts")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        tmp_path / "experts"
+    )
     tokenizer.save_pretrained(tmp_path / "experts")
     return f"actor_rollout_ref.model.path={tmp_path / 'experts'}"
 
@@ -46,13 +48,27 @@ def test_in_float32_nothing_differs(
     experts: str, train: Callable[..., Path], metric_lines: Callable[..., list[dict[str, Any]]]
 ) -> None:
     """So a run with replay is one without, whatever leads the responses; and the choices did travel."""
-    options = (experts, "trainer.total_training_steps=3", "actor_rollout_ref.actor.router_aux_loss_coef=0.01")
+    options = (
+        experts,
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.actor.router_aux_loss_coef=0.01",
+    )
     own = metric_lines(train(*options, run="off"))
     assert all(DIFFERS not in line for line in own)
-    for name, changes in (("batch", (f"{REPLAY}=rollout",)), ("tasks", (f"{REPLAY}=rollout", *ASYNC))):
-        for line, expected in zip(metric_lines(train(*options, *changes, run=name)), own, strict=True):
+    for name, changes in (
+        ("batch", (f"{REPLAY}=rollout",)),
+        ("tasks", (f"{REPLAY}=rollout", *ASYNC)),
+    ):
+        for line, expected in zip(
+            metric_lines(train(*options, *changes, run=name)), own, strict=True
+        ):
             assert line[DIFFERS] == pytest.approx(0.0, abs=0.01)
-            for metric in ("critic/score/mean", "actor/grad_norm", "actor/router_entropy", "actor/router_aux_loss"):
+            for metric in (
+                "critic/score/mean",
+                "actor/grad_norm",
+                "actor/router_entropy",
+                "actor/router_aux_loss",
+            ):
                 assert line[metric] == pytest.approx(expected[metric], rel=1e-3), metric
 
 
@@ -60,8 +76,15 @@ def test_in_bfloat16_it_brings_rollout_and_training_no_farther_apart(
     experts: str, train: Callable[..., Path], metric_lines: Callable[..., list[dict[str, Any]]]
 ) -> None:
     """How often choices differ there is measured by benchmarks/experts.py: of a model so small hardly ever."""
-    options = (experts, "trainer.total_training_steps=1", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16")
-    off, on = ((*metric_lines(train(*options, f"{REPLAY}={mode}", run=mode)),)[0] for mode in ("off", "rollout"))
+    options = (
+        experts,
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+    )
+    off, on = (
+        (*metric_lines(train(*options, f"{REPLAY}={mode}", run=mode)),)[0]
+        for mode in ("off", "rollout")
+    )
     assert 0 <= on[DIFFERS] < 0.1
     assert 0 < on[DIFFERENCE] <= 1.01 * off[DIFFERENCE]
 

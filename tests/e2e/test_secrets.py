@@ -21,7 +21,12 @@ GIVEN = [f"{KWARGS}.api_key={WORD}", f"{KWARGS}.url=https://me:{WORD}@host"]
 
 
 def test_keys_stand_in_no_file(
-    start: Callable, tmp_path: Path, home: Path, arguments: Callable, capsys: pytest.CaptureFixture, monkeypatch
+    start: Callable,
+    tmp_path: Path,
+    home: Path,
+    arguments: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch,
 ) -> None:
     """Every byte that a run leaves is looked at, those of four trackers among them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -38,7 +43,9 @@ def test_keys_stand_in_no_file(
     assert process.returncode == 0, printed
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "1.jsonl"} <= {path.name for path in files}
-    assert [path for path in files if WORD.encode() in path.read_bytes()] == [] and WORD not in printed
+    assert [
+        path for path in files if WORD.encode() in path.read_bytes()
+    ] == [] and WORD not in printed
     config = tmp_path / "run" / "config.yaml"
     assert config.stat().st_mode & 0o777 == 0o600 and f"api_key: {'<hidden>'}" in config.read_text()
     # What a run wrote begins it again, once the keys are given.
@@ -47,5 +54,7 @@ def test_keys_stand_in_no_file(
     assert "env_vars.MY_PASSWORD" in capsys.readouterr().err
     given = [*GIVEN, f"ray_kwargs.ray_init.runtime_env.env_vars.MY_PASSWORD={WORD}"]
     assert main(["config", "show", "--config", str(config), *given]) == 0
-    text = "".join(line for line in config.read_text().splitlines(keepends=True) if not line.startswith("# "))
+    text = "".join(
+        line for line in config.read_text().splitlines(keepends=True) if not line.startswith("# ")
+    )
     assert capsys.readouterr().out == text

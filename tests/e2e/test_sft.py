@@ -28,7 +28,12 @@ from tests.vision_folder import COLORS, picture, tiny_tokenizer, write_vision_fo
 
 def chat(question: str, *rest: str) -> dict[str, Any]:
     contents = (question, *rest)
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(contents)
+        ]
+    }
 
 
 CHATS = [chat(f"say {letter}", letter * 3, "again", letter) for letter in "abcdefgh"]
@@ -83,7 +88,10 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 def answer_loss(folder: Path) -> float:
     """Mean loss of the assistant's tokens of CHATS, by transformers alone and with the marks set by hand."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     losses = []
     for row in CHATS:
         ids, marks = [tokenizer.bos_token_id], [False]
@@ -109,7 +117,10 @@ def test_the_loss_is_that_of_the_answers_and_falls(sft, start: Path) -> None:
 
 def test_how_a_batch_is_cut_changes_nothing(sft) -> None:
     """Losses of four steps, packed and one row at a time; equality of the weights bit by bit is not claimed."""
-    runs = [sft(CHATS, f"engine.micro_batch_size_per_gpu={size}", run=f"{size}") for size in ("null", "1")]
+    runs = [
+        sft(CHATS, f"engine.micro_batch_size_per_gpu={size}", run=f"{size}")
+        for size in ("null", "1")
+    ]
     packed, single = ([metrics(run)[step]["train/loss"] for step in range(1, 5)] for run in runs)
     assert packed == pytest.approx(single, rel=1e-4)
 
@@ -130,10 +141,14 @@ def test_a_resumed_run_is_the_run_that_was_not(sft, objective: str) -> None:
     halves = sft(rows, *how, run="halves")
     weights = [next((run / "model").glob("*.safetensors")).read_bytes() for run in (whole, halves)]
     assert weights[0] == weights[1]
-    assert [metrics(run)[4]["train/loss"] for run in (whole, halves)] == [metrics(whole)[4]["train/loss"]] * 2
+    assert [metrics(run)[4]["train/loss"] for run in (whole, halves)] == [
+        metrics(whole)[4]["train/loss"]
+    ] * 2
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core here: pip install -e '.[megatron]'")
+@pytest.mark.skipif(
+    find_spec("megatron") is None, reason="no megatron-core here: pip install -e '.[megatron]'"
+)
 @pytest.mark.parametrize("objective", ["sft", "reward_model"])
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_megatron_learns_the_same(sft, objective: str, processes: int) -> None:
@@ -143,7 +158,9 @@ def test_megatron_learns_the_same(sft, objective: str, processes: int) -> None:
     two = ["trainer.backend=ray", "trainer.n_gpus_per_node=2"]
     two += ["engine.tensor_model_parallel_size=2"] if objective == "sft" else []
     theirs = sft(rows, *how, run="fsdp")
-    ours = sft(rows, *how, "engine.strategy=megatron", *(two if processes == 2 else []), run="megatron")
+    ours = sft(
+        rows, *how, "engine.strategy=megatron", *(two if processes == 2 else []), run="megatron"
+    )
     losses = [[metrics(run)[step]["train/loss"] for step in range(1, 5)] for run in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     left, right = (open_weights(run / "model") for run in (ours, theirs))
@@ -156,7 +173,13 @@ def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sf
     """Order by transformers' own classifier on the folder; one answer a micro-batch changes nothing."""
     how = ("objective=reward_model", "trainer.total_training_steps=40", "optim.lr=5e-4")
     run = sft(PAIRS, *how)
-    apart = sft(PAIRS, *how, "engine.micro_batch_size_per_gpu=1", "trainer.total_training_steps=5", run="apart")
+    apart = sft(
+        PAIRS,
+        *how,
+        "engine.micro_batch_size_per_gpu=1",
+        "trainer.total_training_steps=5",
+        run="apart",
+    )
     logged = metrics(run)
     assert logged[0]["val/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert logged[40]["val/accuracy"] == 1.0
@@ -166,9 +189,13 @@ def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sf
     assert model.config.num_labels == 1
     tokenizer = playground_tokenizer()
     for pair in PAIRS:
-        texts = [f"<bos><user>{pair['prompt']}<assistant>{pair[key]}<eos>" for key in ("chosen", "rejected")]
+        texts = [
+            f"<bos><user>{pair['prompt']}<assistant>{pair[key]}<eos>"
+            for key in ("chosen", "rejected")
+        ]
         scores = [
-            model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, 0] for text in texts
+            model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, 0]
+            for text in texts
         ]
         assert scores[0] > scores[1]
 
@@ -179,10 +206,16 @@ def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sf
         ([*CHATS, {"messages": []}], [], "rows.jsonl row 8: got the messages []"),
         ([*CHATS, chat("say a", "")], [], "row 8, message 1: got an empty turn of the assistant"),
         ([*CHATS, chat("say a" * 20, "a")], [], "expected at most data.max_length=48"),
-        ([PAIRS[0] | {"rejected": "aaa"}], ["objective=reward_model"], "row 0: got two equal responses"),
+        (
+            [PAIRS[0] | {"rejected": "aaa"}],
+            ["objective=reward_model"],
+            "row 0: got two equal responses",
+        ),
     ],
 )
-def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrides: list[str], said: str) -> None:
+def test_a_bad_row_ends_the_run_before_its_first_step(
+    sft, capsys, rows, overrides: list[str], said: str
+) -> None:
     with pytest.raises(AssertionError):
         sft(rows, *overrides)
     printed = capsys.readouterr()
@@ -192,12 +225,24 @@ def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrid
 
 def test_what_is_due_after_each_epoch_is_due_after_its_last_step(sft, tmp_path: Path) -> None:
     """Sixteen rows are three steps of five an epoch; the last step of the run is the fourth. The second is profiled."""
-    profile = ("global_profiler.tool=torch", "global_profiler.steps=[2]", f"global_profiler.save_path={tmp_path / 'p'}")
-    path = sft(CHATS * 2, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch", *profile)
+    profile = (
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[2]",
+        f"global_profiler.save_path={tmp_path / 'p'}",
+    )
+    path = sft(
+        CHATS * 2,
+        "trainer.test_freq=after_each_epoch",
+        "trainer.save_freq=after_each_epoch",
+        *profile,
+    )
     assert b"aten::mm" in gzip.decompress((tmp_path / "p" / "step_2.json.gz").read_bytes())
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "val/loss" in line] == [0, 3, 4]
-    assert sorted(one.name for one in path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+    assert sorted(one.name for one in path.glob("global_step_*")) == [
+        "global_step_3",
+        "global_step_4",
+    ]
 
 
 @pytest.fixture
@@ -213,30 +258,45 @@ def paint(sft, tmp_path: Path) -> Callable[..., Path]:
 def test_supervised_learning_of_colors(paint, tmp_path: Path) -> None:
     """A picture in the second turn, and rows without any: the validation loss is that of transformers, row by row,
     before and after, and it falls below what one answer for all would have."""
-    rows = [{**chat("w1", "w2", "which <image> color ?", color), "images": [f"{color}.png"]} for color in COLORS] + [
-        chat("w1", "w2")
-    ]
+    rows = [
+        {**chat("w1", "w2", "which <image> color ?", color), "images": [f"{color}.png"]}
+        for color in COLORS
+    ] + [chat("w1", "w2")]
     run = paint(rows, "trainer.total_training_steps=30", "engine.micro_batch_size_per_gpu=2")
     logged = metrics(run)
-    assert logged[0]["val/loss"] == pytest.approx(losses_of(tmp_path / "sees", rows, tmp_path), rel=1e-4)
-    assert logged[30]["val/loss"] == pytest.approx(losses_of(run / "model", rows, tmp_path), rel=1e-3)
+    assert logged[0]["val/loss"] == pytest.approx(
+        losses_of(tmp_path / "sees", rows, tmp_path), rel=1e-4
+    )
+    assert logged[30]["val/loss"] == pytest.approx(
+        losses_of(run / "model", rows, tmp_path), rel=1e-3
+    )
     assert logged[30]["val/loss"] < 0.1
 
 
 def losses_of(folder: Path, rows: list[dict[str, Any]], pictures: Path) -> float:
     """Mean loss of the assistant's tokens by transformers alone."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), load_processor(folder)
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder).eval(),
+        load_processor(folder),
+    )
     tokenizer, losses = tiny_tokenizer(), []
     image, _ = processor.media_ids
     for row in rows:
         ids, marks, shown = [], [], [Image.open(pictures / one) for one in row.get("images", ())]
         seen = processor.inputs(shown, where="")
         for number, message in enumerate(row["messages"]):
-            text = message["content"].replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+            text = message["content"].replace(
+                "<image>", "<|vision_start|><|image_pad|><|vision_end|>"
+            )
             is_last = number == len(row["messages"]) - 1
-            tokens = tokenizer(f"<{message['role']}> {text}{' <eos>' if is_last else ''}")["input_ids"]
+            tokens = tokenizer(f"<{message['role']}> {text}{' <eos>' if is_last else ''}")[
+                "input_ids"
+            ]
             tokens = [one for token in tokens for one in [token] * (4 if token == image else 1)]
-            ids, marks = ids + tokens, marks + [False] + [message["role"] == "assistant"] * (len(tokens) - 1)
+            ids, marks = (
+                ids + tokens,
+                marks + [False] + [message["role"] == "assistant"] * (len(tokens) - 1),
+            )
         row_ids = torch.tensor([ids])
         with torch.no_grad():
             logits = model(row_ids, mm_token_type_ids=(row_ids == image).int(), **seen).logits[0]
@@ -253,10 +313,17 @@ def test_a_reward_model_that_sees(paint) -> None:
         for other in COLORS
         if other != color
     ]
-    how = ("objective=reward_model", "optim.lr=1e-3", "data.train_batch_size=12", "data.val_batch_size=12")
+    how = (
+        "objective=reward_model",
+        "optim.lr=1e-3",
+        "data.train_batch_size=12",
+        "data.val_batch_size=12",
+    )
     run = paint(rows, *how, "trainer.total_training_steps=30")
     logged = metrics(run)
     assert logged[0]["val/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert logged[30]["val/accuracy"] == 1.0
-    again = paint(rows, *how, "trainer.total_training_steps=1", f"model.path={run / 'model'}", run="again")
+    again = paint(
+        rows, *how, "trainer.total_training_steps=1", f"model.path={run / 'model'}", run="again"
+    )
     assert metrics(again)[0]["val/loss"] == pytest.approx(logged[30]["val/loss"], rel=1e-4)

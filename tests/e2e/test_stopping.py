@@ -90,7 +90,9 @@ def test_sigterm_saves_the_step_in_work(
     last = len(metric_lines(tmp_path / "run"))
     assert "SIGTERM: the run ends after this step" in printed.err
     assert "once more ends it at once. If it is killed before: T" in printed.err
-    told = f"interrupted in step {last}. The same command goes on from the checkpoint of step {last}."
+    told = (
+        f"interrupted in step {last}. The same command goes on from the checkpoint of step {last}."
+    )
     assert told in printed.out and printed.err.rstrip().endswith("quadriga train: interrupted")
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == [last] == [checkpoints.newest()]
@@ -100,7 +102,9 @@ def test_sigterm_saves_the_step_in_work(
 
 
 def test_second_sigterm_ends_at_once(
-    start: Callable[..., subprocess.Popen[str]], session_members: Callable[[int], list[int]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]],
+    session_members: Callable[[int], list[int]],
+    tmp_path: Path,
 ) -> None:
     """Also a run that stands still; nothing that it has started stays."""
     process = start(*ENDLESS, *rows(tmp_path, STANDS_STILL))
@@ -180,7 +184,11 @@ def test_machine_that_is_taken_back(
 ) -> None:
     """Far from its end only the last step is saved; near to it each may be the last; without saving, none."""
     variable = EXPIRY_VARIABLES[0]
-    steps = ("trainer.total_training_steps=3", "trainer.save_freq=100", "trainer.esi_redundant_time=600")
+    steps = (
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=100",
+        "trainer.esi_redundant_time=600",
+    )
     monkeypatch.setenv(variable, str(int(time.time()) + 1_000_000))
     assert Checkpoints(train(*steps, run="far")).steps() == [3]
     monkeypatch.setenv(variable, str(int(time.time()) + 500))

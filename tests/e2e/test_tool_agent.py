@@ -116,7 +116,10 @@ interaction:
 
 
 def _call(a: int, b: int) -> str:
-    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in (("a", a), ("b", b)))
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+        for key, value in (("a", a), ("b", b))
+    )
     return f"<tool_call>add{pairs}</tool_call><eos>"
 
 
@@ -129,13 +132,18 @@ def _habits(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None
         for number in range(32):
             a, b = draw.randrange(10), draw.randrange(10)
             used = f"{_call(a, b)}<tool>{a + b}<assistant>{a + b}<eos>"
-            texts.append(f"<user>{a}+{b}add<assistant>" + (used if number < 24 else f"{draw.randrange(19)}<eos>"))
+            texts.append(
+                f"<user>{a}+{b}add<assistant>"
+                + (used if number < 24 else f"{draw.randrange(19)}<eos>")
+            )
         batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         labels[:, :PROMPT] = -100
         # The first token decides for the tool: most calls do not train it.
         labels[:18, PROMPT] = -100
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
+        model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels
+        ).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -205,10 +213,16 @@ def train_calculator(train: Train, calculator: Path, tmp_path: Path) -> Train:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.iterdir())
+        for line in path.read_text().splitlines()
+    ]
 
 
-def test_reward_rises_with_the_tool(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+def test_reward_rises_with_the_tool(
+    train_calculator: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
     """Guessing a sum is right in one case of twenty: what is right in the end was asked of the calculator."""
     lines = metric_lines(train_calculator("trainer.total_training_steps=15"))
     rewards = [line["critic/score/mean"] for line in lines]
@@ -222,7 +236,9 @@ def test_reward_rises_with_the_tool(train_calculator: Train, metric_lines: Lines
 
 def test_the_trainer_sees_what_the_engine_saw(train_calculator: Train, metric_lines: Lines) -> None:
     """Log-probabilities of the engine, turn by turn, are those of the trainer on the whole conversation."""
-    lines = metric_lines(train_calculator("trainer.total_training_steps=2", "actor_rollout_ref.actor.ppo_epochs=2"))
+    lines = metric_lines(
+        train_calculator("trainer.total_training_steps=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    )
     assert len(lines) == 2
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
     assert all(line["rollout/num_tool_tokens"] > 0 for line in lines)
@@ -249,11 +265,15 @@ def _files_of_verl(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("verl_names")
-def test_a_tool_and_a_user_simulator_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+def test_a_tool_and_a_user_simulator_of_verls(
+    train_calculator: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
     """Instances come and go with their conversations; rewards of the tool and scores of the turns arrive."""
     files = _files_of_verl(tmp_path)
     lines = metric_lines(train_calculator(*files, "trainer.total_training_steps=2"))
-    assert all(line["rollout/num_failures"] == 0 and line["rollout/num_tool_calls"] > 0 for line in lines)
+    assert all(
+        line["rollout/num_failures"] == 0 and line["rollout/num_tool_calls"] > 0 for line in lines
+    )
     records = _records(tmp_path / "trace")
     assert {record["tool_rewards"]["add"] for record in records} == {3.0}
     assert {"0.0", "1.0"} >= {str(score) for record in records for score in record["turn_scores"]}
@@ -329,7 +349,11 @@ class AddTool(SandboxFusionTool):
         )
         return result, None, None
 """
-TOOL_OF_SANDBOX = TOOL_FILES_OF_VERL["tools.yaml"].replace("scale: 2.0", "numbers: 2").replace("of_verl", "parser")
+TOOL_OF_SANDBOX = (
+    TOOL_FILES_OF_VERL["tools.yaml"]
+    .replace("scale: 2.0", "numbers: 2")
+    .replace("of_verl", "parser")
+)
 ASKED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     used, scores = "last_call" in extra_info, extra_info["turn_scores"]
@@ -356,9 +380,16 @@ def test_a_tool_loop_of_verls(train_calculator: Train, metric_lines: Lines, tmp_
         "actor_rollout_ref.rollout.agent.default_agent_loop=counting_tool_agent",
     ]
     (tmp_path / "asked.py").write_text(ASKED)
-    lines = metric_lines(train_calculator(*few, *loop, f"custom_reward_function.path={tmp_path / 'asked.py'}"))
+    lines = metric_lines(
+        train_calculator(*few, *loop, f"custom_reward_function.path={tmp_path / 'asked.py'}")
+    )
     for one, other in zip(lines, built_in, strict=True):
-        for name in ("actor/grad_norm", "response_length/mean", "rollout/num_turns", "rollout/log_prob"):
+        for name in (
+            "actor/grad_norm",
+            "response_length/mean",
+            "rollout/num_turns",
+            "rollout/log_prob",
+        ):
             assert one[name] == pytest.approx(other[name], rel=1e-4), name
         assert one["reward/extra/used"] > 0 and one["reward/extra/scored"] > 0
 
@@ -387,6 +418,8 @@ def test_a_tool_in_a_sandbox_and_a_parser_of_verls(
     used = [record for record in _records(tmp_path / "trace") if len(record["turns"]) == 3]
     assert used
     for record in used:
-        written = re.findall("<arg_value>([0-9])</arg_value>", record["turns"][0]["text"].replace(" ", ""))
+        written = re.findall(
+            "<arg_value>([0-9])</arg_value>", record["turns"][0]["text"].replace(" ", "")
+        )
         said = record["turns"][1]["text"].replace(" ", "").removeprefix("<eos>")
         assert said == f"<tool>{sum(map(int, written))}<assistant>"

@@ -59,7 +59,9 @@ def test_headlines_are_metrics_of_the_trainer(train: Train, home: Path) -> None:
     assert list(step_fields(record)) == labels
 
 
-def test_old_log_prob_pass_changes_no_number(train: Train, metric_lines: Lines, user_file: Callable) -> None:
+def test_old_log_prob_pass_changes_no_number(
+    train: Train, metric_lines: Lines, user_file: Callable
+) -> None:
     """With one update a batch the old log-probs are the current ones: computing them gives the same run.
 
     Entropy is then measured by the other pass, in another order of additions; all else is equal in the last bit but
@@ -75,12 +77,17 @@ def test_old_log_prob_pass_changes_no_number(train: Train, metric_lines: Lines, 
     options = ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.calculate_entropy=true")
     options = (*options, "trainer.total_training_steps=4")
     without = metric_lines(train(*options, run="without"))
-    with_pass = metric_lines(train(*options, f"algorithm.adv_estimator={estimator}:with_old", run="with"))
+    with_pass = metric_lines(
+        train(*options, f"algorithm.adv_estimator={estimator}:with_old", run="with")
+    )
     assert len(with_pass) == len(without) == 4
     for left, right in zip(with_pass, without, strict=True):
         assert left.keys() == right.keys()
         for name in left:
-            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (name, left["step"])
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (
+                name,
+                left["step"],
+            )
 
 
 def test_critic_learns(train: Train, metric_lines: Lines, tmp_path: Path) -> None:
@@ -105,7 +112,11 @@ def test_critic_learns(train: Train, metric_lines: Lines, tmp_path: Path) -> Non
 
 def test_actor_waits_for_the_critic(train: Train, metric_lines: Lines) -> None:
     """In the steps of critic_warmup only the critic learns."""
-    overrides = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "trainer.total_training_steps=3")
+    overrides = (
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=2",
+        "trainer.total_training_steps=3",
+    )
     lines = metric_lines(train(*overrides))
     assert ["actor/grad_norm" in line for line in lines] == [False, False, True]
     assert all("critic/grad_norm" in line for line in lines)
@@ -117,7 +128,11 @@ def test_remax_subtracts_the_greedy_answer(train: Train, user_file: Callable, ho
     assert {"timing_s/gen_max", "timing_s/data"} <= set(lines[0])
     assert any(line["critic/advantages/max"] != line["critic/advantages/min"] for line in lines)
     cold = read_jsonl(
-        train("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.temperature=1e-6", run="cold")
+        train(
+            "algorithm.adv_estimator=remax",
+            "actor_rollout_ref.rollout.temperature=1e-6",
+            run="cold",
+        )
         / "metrics.jsonl"
     )
     assert all(line["critic/advantages/max"] == line["critic/advantages/min"] == 0 for line in cold)
@@ -125,18 +140,27 @@ def test_remax_subtracts_the_greedy_answer(train: Train, user_file: Callable, ho
 
 def test_hf_rollout_trains(train: Train, metric_lines: Lines) -> None:
     """Transformers' generate in place of ours: its copy of the weights is the trainer's at every step."""
-    lines = metric_lines(train("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=3"))
+    lines = metric_lines(
+        train("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=3")
+    )
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
 
 
 def test_hf_rollout_trains_in_float16(train: Train, metric_lines: Lines) -> None:
     """Both round logits and states on their own; the weights are the trainer's."""
     dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype=float16"
-    lines = metric_lines(train("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=2", dtype))
-    assert all(0 < line["rollout/log_prob_diff_max"] < 1e-2 and line["actor/grad_norm"] > 0 for line in lines)
+    lines = metric_lines(
+        train("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=2", dtype)
+    )
+    assert all(
+        0 < line["rollout/log_prob_diff_max"] < 1e-2 and line["actor/grad_norm"] > 0
+        for line in lines
+    )
 
 
-def test_scripted_rollout_is_graded_as_written(train: Train, metric_lines: Lines, tmp_path: Path) -> None:
+def test_scripted_rollout_is_graded_as_written(
+    train: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
     """Canned answers get the rewards that the function gives them."""
     script = tmp_path / "answers.jsonl"
     script.write_text('{"response": "aaaa"}\n{"response": "abab"}\n')
@@ -149,7 +173,9 @@ def test_scripted_rollout_is_graded_as_written(train: Train, metric_lines: Lines
     assert [line["response_length/mean"] for line in lines] == [5.0, 5.0]
 
 
-def test_validation_alone(train: Train, metric_lines: Lines, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validation_alone(
+    train: Train, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
     """val_only measures the model as it is, with several sampled answers a prompt, and trains nothing."""
     run = train(
         "trainer.val_only=True",
@@ -175,7 +201,10 @@ def test_dumps_are_whole(train: Train, metric_lines: Lines, tmp_path: Path) -> N
     )
     lines = {line["step"]: line for line in metric_lines(run)}
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "validations").iterdir()) == ["0.jsonl", "2.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "validations").iterdir()) == [
+        "0.jsonl",
+        "2.jsonl",
+    ]
     for step in (1, 2):
         rows = read_jsonl(tmp_path / "rollouts" / f"{step}.jsonl")
         assert len(rows) == 8
@@ -184,7 +213,9 @@ def test_dumps_are_whole(train: Train, metric_lines: Lines, tmp_path: Path) -> N
         mean = sum(row["score"] for row in rows) / len(rows)
         assert mean == pytest.approx(lines[step]["critic/score/mean"])
     rows = read_jsonl(tmp_path / "validations" / "2.jsonl")
-    assert sum(row["score"] for row in rows) / 4 == pytest.approx(lines[2]["val-core/letters/reward/mean@1"])
+    assert sum(row["score"] for row in rows) / 4 == pytest.approx(
+        lines[2]["val-core/letters/reward/mean@1"]
+    )
 
 
 def test_divergence_counts_in_the_reward(train: Train, metric_lines: Lines) -> None:
@@ -212,7 +243,9 @@ def test_divergence_counts_in_the_loss(train: Train, metric_lines: Lines) -> Non
     assert held[-1]["actor/kl_loss"] < 0.5 * free[-1]["actor/kl_loss"]
 
 
-def test_data_set_and_sampler_learn_from_each_batch(train: Train, user_file: Callable, tmp_path: Path) -> None:
+def test_data_set_and_sampler_learn_from_each_batch(
+    train: Train, user_file: Callable, tmp_path: Path
+) -> None:
     """A curriculum: the user's data set hears of each batch after its update, and the sampler chooses the next."""
     told = tmp_path / "told.txt"
     classes = user_file(
@@ -244,7 +277,10 @@ def test_data_set_and_sampler_learn_from_each_batch(train: Train, user_file: Cal
         f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
     )
     assert told.read_text().splitlines() == ["1 8 True", "2 8 True"]
-    first, second = ({row["input"] for row in read_jsonl(tmp_path / "rollouts" / f"{step}.jsonl")} for step in (1, 2))
+    first, second = (
+        {row["input"] for row in read_jsonl(tmp_path / "rollouts" / f"{step}.jsonl")}
+        for step in (1, 2)
+    )
     assert len(first) == len(second) == 1
     assert first != second
 
@@ -262,4 +298,6 @@ def test_ragged_sizes_are_no_matter(train: Train, metric_lines: Lines) -> None:
         )
     )
     assert len(lines) == 2
-    assert all(line["actor/grad_norm"] >= 0 and line["actor/nonfinite_steps"] == 0 for line in lines)
+    assert all(
+        line["actor/grad_norm"] >= 0 and line["actor/nonfinite_steps"] == 0 for line in lines
+    )

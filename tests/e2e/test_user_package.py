@@ -70,7 +70,12 @@ def test_a_package_of_the_working_directory(
         "actor_rollout_ref.rollout.n=4",
     )
     plain = metric_lines(
-        train(*common, "custom_reward_function.path=plain.py", "algorithm.adv_estimator=grpo", run="plain")
+        train(
+            *common,
+            "custom_reward_function.path=plain.py",
+            "algorithm.adv_estimator=grpo",
+            run="plain",
+        )
     )
     own = metric_lines(
         train(
@@ -85,7 +90,10 @@ def test_a_package_of_the_working_directory(
     )
     # How conversations overlapped in time is measured too.
     own, plain = [
-        [{name: value for name, value in step.items() if not name.startswith("rollout/")} for step in run]
+        [
+            {name: value for name, value in step.items() if not name.startswith("rollout/")}
+            for step in run
+        ]
         for run in (own, plain)
     ]
     assert own == plain

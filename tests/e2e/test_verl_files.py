@@ -208,16 +208,25 @@ def test_reward_estimator_loss_and_data_set(
 ) -> None:
     """The reward function runs in grading processes, which have verl's names by the environment; rewards rise."""
     monkeypatch.setenv(VARIABLE, "0.6.1")
-    lines = metric_lines(train(*of_recipe(recipe), "trainer.total_training_steps=20", "data.train_batch_size=8"))
+    lines = metric_lines(
+        train(*of_recipe(recipe), "trainer.total_training_steps=20", "data.train_batch_size=8")
+    )
     rewards = [line["critic/score/mean"] for line in lines]
     assert sum(rewards[-3:]) / 3 > max(0.2, 2 * rewards[0])
-    assert all(0 <= line["reward/extra/exact"] <= 1 and line["reward/errors"] == 0 for line in lines)
+    assert all(
+        0 <= line["reward/extra/exact"] <= 1 and line["reward/errors"] == 0 for line in lines
+    )
     assert all(line["actor/pg_clipfrac"] >= 0 for line in lines)
 
 
-def test_a_scalar_loss_is_the_loss_per_token(train: Train, metric_lines: Lines, recipe: Path) -> None:
+def test_a_scalar_loss_is_the_loss_per_token(
+    train: Train, metric_lines: Lines, recipe: Path
+) -> None:
     """In micro-batches of one row, the same numbers as our loss of the same formula."""
-    same = [f"actor_rollout_ref.actor.{key}" for key in ("loss_agg_mode=seq-mean-token-mean", "clip_ratio_c=1e9")]
+    same = [
+        f"actor_rollout_ref.actor.{key}"
+        for key in ("loss_agg_mode=seq-mean-token-mean", "clip_ratio_c=1e9")
+    ]
     theirs = metric_lines(train(*of_recipe(recipe), *same, run="theirs"))
     plain = [word for word in of_recipe(recipe) if "loss_mode" not in word]
     ours = metric_lines(train(*plain, *same, run="ours"))
@@ -230,10 +239,14 @@ def test_a_manager_of_batches(train: Train, metric_lines: Lines, recipe: Path) -
     """Its keyword arguments and its extra entries arrive."""
     words = ["reward_model.reward_manager=counting", "reward_model.reward_kwargs={bonus: 0.5}"]
     for line in metric_lines(train(*of_recipe(recipe), *words)):
-        assert line["critic/score/mean"] == pytest.approx(line["reward/extra/plain_score"] + 0.5, abs=1e-5)
+        assert line["critic/score/mean"] == pytest.approx(
+            line["reward/extra/plain_score"] + 0.5, abs=1e-5
+        )
 
 
-def test_an_agent_loop_and_a_manager_of_singles(train: Train, metric_lines: Lines, tmp_path: Path) -> None:
+def test_an_agent_loop_and_a_manager_of_singles(
+    train: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
     """The loop's own reward counts; where it gives none, the manager's. Log-probabilities are the trainer's."""
     (tmp_path / "loop.py").write_text(LOOP)
     words = [
@@ -247,7 +260,9 @@ def test_an_agent_loop_and_a_manager_of_singles(train: Train, metric_lines: Line
     for line in metric_lines(train(*words, run="own")):
         assert line["rollout/log_prob_diff_max"] < 1e-4
         assert line["rollout/num_turns"] == 3.0
-        assert line["critic/score/mean"] >= 2.0  # the letters of the question, and those of the model
+        assert (
+            line["critic/score/mean"] >= 2.0
+        )  # the letters of the question, and those of the model
     text = LOOP.replace("            reward_score=", "            # ")
     (tmp_path / "loop.py").write_text(text)
     (tmp_path / "manager.py").write_text(SINGLE)

@@ -42,4 +42,8 @@ def test_a_line_of_verls_trains(
     (file,) = tmp_path.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines if "filter_groups/num_groups" in line] == [1, 2]
-    assert all(line["filter_groups/num_groups"] % 6 == 0 for line in lines if "filter_groups/num_groups" in line)
+    assert all(
+        line["filter_groups/num_groups"] % 6 == 0
+        for line in lines
+        if "filter_groups/num_groups" in line
+    )

@@ -22,7 +22,9 @@ from tests.vision_folder import DIRECTIONS, moving_dot, write_vision_folder
 def dot_row(number: int) -> dict[str, Any]:
     """Four frames, four a second, of a dot in one of two places across its way."""
     direction = DIRECTIONS[number % len(DIRECTIONS)]
-    frames = np.stack([np.array(frame) for frame in moving_dot(direction, start=4 if number % 8 < 4 else 8)])
+    frames = np.stack(
+        [np.array(frame) for frame in moving_dot(direction, start=4 if number % 8 < 4 else 8)]
+    )
     return {
         "data_source": "dots",
         "prompt": [{"role": "user", "content": "<video> which w1 ?"}],
@@ -35,13 +37,17 @@ def dot_row(number: int) -> dict[str, Any]:
 def studio(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dots")
     write_vision_folder(folder / "model")
-    pq.write_table(pa.Table.from_pylist([dot_row(number) for number in range(8)]), folder / "dots.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([dot_row(number) for number in range(8)]), folder / "dots.parquet"
+    )
     (folder / "reward.py").write_text(REWARD)
     return folder
 
 
 @pytest.fixture
-def film(studio: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> Callable[..., list[dict[str, Any]]]:
+def film(
+    studio: Path, tmp_path: Path, arguments: Callable[..., list[str]]
+) -> Callable[..., list[dict[str, Any]]]:
     """`film(*overrides, run="run")`: a run that must succeed; returns its lines of metrics."""
 
     def film_here(*overrides: str, run: str = "run") -> list[dict[str, Any]]:
@@ -71,7 +77,9 @@ def test_it_learns_which_way_a_dot_moves(film: Callable[..., list[dict[str, Any]
     rewards = [line["critic/score/mean"] for line in steps]
     assert rewards[0] < 0.1 and sum(rewards[-8:]) / 8 > 0.9
     assert all(line["rollout/log_prob_diff_max"] < 2e-5 for line in steps)
-    (validated,) = [value for line in lines for name, value in line.items() if name.startswith("val-core/dots")]
+    (validated,) = [
+        value for line in lines for name, value in line.items() if name.startswith("val-core/dots")
+    ]
     assert validated == 1.0
 
 
@@ -89,7 +97,11 @@ def test_hf_takes_the_same_steps(film: Callable[..., list[dict[str, Any]]]) -> N
 @pytest.mark.slow
 def test_an_adapter_learns_too(film: Callable[..., list[dict[str, Any]]]) -> None:
     """In the decoder and in the vision encoder, by both engines alike."""
-    few = ("trainer.total_training_steps=3", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.model.lora_rank=4")
+    few = (
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.model.lora_rank=4",
+    )
     by_native = film(*few, run="native")
     by_hf = film(*few, "actor_rollout_ref.rollout.name=hf", run="hf")
     for one, line in zip(by_native, by_hf, strict=True):

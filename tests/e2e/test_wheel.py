@@ -46,7 +46,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, source, cwd=folder)
+    run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        folder,
+        source,
+        cwd=folder,
+    )
     (wheel,) = folder.glob("quadriga-*.whl")
     site = folder / "site"
     run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=folder)
@@ -71,7 +81,11 @@ def test_every_module_is_in_the_wheel(installed: Path) -> None:
     """No file of the two packages is left behind, data files included, and nothing else lies at the top."""
     for package in (REPOSITORY / "quadriga", REPOSITORY / "recipes/quadriga_recipes"):
         expected, found = (
-            {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+            {
+                path.relative_to(folder)
+                for path in folder.rglob("*")
+                if path.is_file() and path.suffix != ".pyc"
+            }
             for folder in (package, installed / package.name)
         )
         assert expected - found == set()
@@ -82,13 +96,32 @@ def test_every_module_is_in_the_wheel(installed: Path) -> None:
 def test_recipes_are_found(installed: Path, tmp_path: Path) -> None:
     """`quadriga prepare data` finds the second package in the wheel; without it, one sentence says what is missing."""
     main = "import sys; from quadriga.cli.main import main; sys.exit(main())"
-    words = ("-c", main, "prepare", "data", "largest", "--num-train", "2", "--num-val", "1", "--output", "rows")
+    words = (
+        "-c",
+        main,
+        "prepare",
+        "data",
+        "largest",
+        "--num-train",
+        "2",
+        "--num-val",
+        "1",
+        "--output",
+        "rows",
+    )
     assert "rows/train.parquet" in python(installed, tmp_path, *words)
     shutil.copytree(installed / "quadriga", tmp_path / "alone" / "quadriga")
     # -S leaves out what an editable install of the checkout would add; the folders of the other packages are named.
     packages = [path for path in sys.path if path.endswith("-packages")]
     done = subprocess.run(
-        [sys.executable, "-P", "-S", "-c", f"import sys; sys.path += {packages}; {main}", *words[2:]],
+        [
+            sys.executable,
+            "-P",
+            "-S",
+            "-c",
+            f"import sys; sys.path += {packages}; {main}",
+            *words[2:],
+        ],
         cwd=tmp_path,
         env=dict(os.environ) | {"PYTHONPATH": str(tmp_path / "alone")},
         capture_output=True,
@@ -104,4 +137,6 @@ def test_command_answers(installed: Path, tmp_path: Path) -> None:
     assert "from quadriga.cli.main import main" in entry
     main = "import sys; from quadriga.cli.main import main; sys.exit(main())"
     assert quadriga.__version__ in python(installed, tmp_path, "-c", main, "--version")
-    assert "actor_rollout_ref.actor.optim.lr" in python(installed, tmp_path, "-c", main, "config", "keys")
+    assert "actor_rollout_ref.actor.optim.lr" in python(
+        installed, tmp_path, "-c", main, "config", "keys"
+    )

@@ -61,17 +61,30 @@ def learn(engine: FSDPEngine) -> torch.Tensor:
 
 def learnt(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """The log-probs after a step, and all weights."""
-    return {"log-probs": learn(engine).cpu(), **{name: weight.cpu() for name, weight in engine.weights()}}
+    return {
+        "log-probs": learn(engine).cpu(),
+        **{name: weight.cpu() for name, weight in engine.weights()},
+    }
 
 
-def run(folder: Path, rank: int, port: int, layout: Layout, memory: Memory, size: int = 2) -> dict[str, torch.Tensor]:
+def run(
+    folder: Path, rank: int, port: int, layout: Layout, memory: Memory, size: int = 2
+) -> dict[str, torch.Tensor]:
     """What one layout has learnt, the same on all ranks."""
     device = choose_device("cuda", rank)
-    world = process_group.join(WorkerPlace(rank, size, rank, size, master_port=port), device, also_alone=True)
+    world = process_group.join(
+        WorkerPlace(rank, size, rank, size, master_port=port), device, also_alone=True
+    )
     if layout.is_whole:
-        scorer, read = PolicyScorer(load_causal_lm(folder / "model", dtype=torch.float32, device=device)), None
+        scorer, read = (
+            PolicyScorer(load_causal_lm(folder / "model", dtype=torch.float32, device=device)),
+            None,
+        )
     else:
-        scorer, read = PolicyScorer(skeleton_causal_lm(folder / "model")), open_weights(folder / "model").read
+        scorer, read = (
+            PolicyScorer(skeleton_causal_lm(folder / "model")),
+            open_weights(folder / "model").read,
+        )
     engine = (MegatronEngine if layout.has_own_modules else FSDPEngine)(
         scorer,
         read=read,
@@ -92,7 +105,10 @@ def run(folder: Path, rank: int, port: int, layout: Layout, memory: Memory, size
 
 def main(number: int, folder: Path, ports: Sequence[str]) -> None:
     """All layouts, one after the other."""
-    results = {name: run(folder, number, int(port), *LAYOUTS[name]) for name, port in zip(LAYOUTS, ports, strict=True)}
+    results = {
+        name: run(folder, number, int(port), *LAYOUTS[name])
+        for name, port in zip(LAYOUTS, ports, strict=True)
+    }
     torch.save(results, folder / f"{number}.pt")
 
 

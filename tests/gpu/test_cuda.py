@@ -56,7 +56,9 @@ def make_batch() -> DataProto:
 def make_engine(device: str) -> FSDPEngine:
     training = Training(OptimConfig(eps=1e-3), grad_clip=1.0, max_nonfinite_steps=3)
     model = make_model().to(device)
-    return FSDPEngine(PolicyScorer(model), dtype=torch.float32, device=torch.device(device), training=training)
+    return FSDPEngine(
+        PolicyScorer(model), dtype=torch.float32, device=torch.device(device), training=training
+    )
 
 
 def test_an_update_on_the_device_is_the_one_on_the_cpu() -> None:
@@ -83,7 +85,9 @@ def test_greedy_answers_agree() -> None:
     answers = [
         [
             completion.token_ids
-            for completion in NativeEngine(make_model().to(device), eos_token_ids=()).generate_batch(prompts, sampling)
+            for completion in NativeEngine(
+                make_model().to(device), eos_token_ids=()
+            ).generate_batch(prompts, sampling)
         ]
         for device in ("cpu", "cuda")
     ]

@@ -12,7 +12,10 @@ from quadriga.rollout.native.attention import CompiledPlan, DecodePlan
 from quadriga.rollout.native.generation import Generation
 from quadriga.rollout.sampler import NUM_DRAWS, SamplingRules, sample
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not heads.HAS_TRITON, reason="the package triton is not installed")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not heads.HAS_TRITON, reason="the package triton is not installed"),
+]
 
 VOCABULARY = 5000
 PROMPTS = [list(range(3, 150))] * 3 + [[7, 8, 9]] + [list(range(100, 170))] * 2 + [[11]]
@@ -21,18 +24,32 @@ PROMPTS = [list(range(3, 150))] * 3 + [[7, 8, 9]] + [list(range(100, 170))] * 2 
 def make_model(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     """Confident enough that a rounding seldom changes the likeliest token."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 320,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCABULARY,
+    }
     sizes |= {"num_attention_heads": 12, "num_key_value_heads": 2, "initializer_range": 0.1}
-    config = Qwen2Config(**sizes | {"hidden_size": 768}) if kind == "qwen2" else Qwen3Config(**sizes, head_dim=80)
+    config = (
+        Qwen2Config(**sizes | {"hidden_size": 768})
+        if kind == "qwen2"
+        else Qwen3Config(**sizes, head_dim=80)
+    )
     config._attn_implementation = ATTENTION_NAME
     with torch.device("cuda"):
         made = Qwen2ForCausalLM if kind == "qwen2" else Qwen3ForCausalLM
         return made(config).to(dtype).eval()
 
 
-def generate(model: torch.nn.Module, plans: set[type], temperature: float, **options: bool) -> list[Completion]:
+def generate(
+    model: torch.nn.Module, plans: set[type], temperature: float, **options: bool
+) -> list[Completion]:
     """Responses of several lengths; which plans computed them goes into `plans`."""
-    sampling = [SamplingParams(max_tokens=80 - 9 * row, temperature=temperature, seed=row) for row in range(7)]
+    sampling = [
+        SamplingParams(max_tokens=80 - 9 * row, temperature=temperature, seed=row)
+        for row in range(7)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         step = Generation._step
 
@@ -87,8 +104,12 @@ def test_tokens_are_those_of_the_sampler(num_tokens: int, temperatures: list[flo
 
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 4 * torch.randn(len(temperatures), num_tokens, device="cuda", generator=generator)
-    uniforms = torch.rand(len(temperatures), NUM_DRAWS, dtype=torch.float64, device="cuda", generator=generator)
-    rules = SamplingRules.from_params([SamplingParams(max_tokens=1, temperature=one) for one in temperatures], "cuda")
+    uniforms = torch.rand(
+        len(temperatures), NUM_DRAWS, dtype=torch.float64, device="cuda", generator=generator
+    )
+    rules = SamplingRules.from_params(
+        [SamplingParams(max_tokens=1, temperature=one) for one in temperatures], "cuda"
+    )
     found = draw(logits, rules.temperature, rules.is_greedy, uniforms)
     tokens, *log_probs = sample(logits.clone(), rules, uniforms)
     assert found[:, 0].long().equal(tokens)

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.skipif(not heads.HAS_TRITON, reason="the package triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 3000, 12, 128), (1, 3001, 1536), (5, 8192), (70_000, 64)])
-def test_kernels_round_as_the_operators_do(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch) -> None:
+def test_kernels_round_as_the_operators_do(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch
+) -> None:
     """Values and all gradients to one rounding; the sums over a row and over all rows in another order."""
     hidden, other, outer = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
     weight = torch.randn(shape[-1], device="cuda", dtype=dtype)
@@ -30,4 +32,6 @@ def test_kernels_round_as_the_operators_do(shape: tuple[int, ...], dtype: torch.
         found.append(results)
     bound = 2 * torch.finfo(dtype).eps
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound * theirs.abs().max().item() / 8)
+        torch.testing.assert_close(
+            ours, theirs, rtol=bound, atol=bound * theirs.abs().max().item() / 8
+        )

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 TOKENS, ROWS, HIDDEN = 300, 20_000, 200  # several parts, and none of them a multiple of a tile
 
 
-def scores_and_gradients(device: str, dtype: torch.dtype, *, has_bias: bool, temperature: float, with_entropy: bool):
+def scores_and_gradients(
+    device: str, dtype: torch.dtype, *, has_bias: bool, temperature: float, with_entropy: bool
+):
     """Log-probs, perhaps entropies and squares, and the gradients of states, weight and bias, on the CPU in float32."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -30,15 +32,20 @@ def scores_and_gradients(device: str, dtype: torch.dtype, *, has_bias: bool, tem
     if scores.entropy is not None:
         loss = loss + scores.entropy @ outer[1]
     loss.backward()
-    outputs = [one for one in (scores.log_probs, scores.entropy, scores.sum_pi_squared) if one is not None]
+    outputs = [
+        one for one in (scores.log_probs, scores.entropy, scores.sum_pi_squared) if one is not None
+    ]
     return [part.detach().float().cpu() for part in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("has_bias", "temperature", "with_entropy"), [(False, 1.0, True), (True, 0.7, True), (False, 1.0, False)]
+    ("has_bias", "temperature", "with_entropy"),
+    [(False, 1.0, True), (True, 0.7, True), (False, 1.0, False)],
 )
-def test_the_device_says_what_the_cpu_says(dtype, has_bias: bool, temperature: float, with_entropy: bool) -> None:
+def test_the_device_says_what_the_cpu_says(
+    dtype, has_bias: bool, temperature: float, with_entropy: bool
+) -> None:
     """Values, and gradients to the rounding of the dtype: Triton for half precision, torch for float32."""
     options = {"has_bias": has_bias, "temperature": temperature, "with_entropy": with_entropy}
     found = scores_and_gradients("cuda", dtype, **options)

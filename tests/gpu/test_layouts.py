@@ -25,7 +25,9 @@ def test_layouts_on_nccl(tmp_path: Path) -> None:
     run_ranks(PROGRAM, 2, tmp_path, num_ports=len(LAYOUTS))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert list(found[0]) == list(found[1]) == list(LAYOUTS)
-    require_agreement({f"{name}, rank {rank}": one for rank in range(2) for name, one in found[rank].items()})
+    require_agreement(
+        {f"{name}, rank {rank}": one for rank in range(2) for name, one in found[rank].items()}
+    )
 
 
 @pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed")
@@ -35,7 +37,11 @@ def test_megatron_on_one_gpu(tmp_path: Path, offloads: bool) -> None:
     make_model().save_pretrained(tmp_path / "model")
     (port,) = free_ports(1)
     require_agreement(
-        {"megatron": run(tmp_path, 0, port, Layout(has_own_modules=True), Memory(offload_weights=offloads), 1)}
+        {
+            "megatron": run(
+                tmp_path, 0, port, Layout(has_own_modules=True), Memory(offload_weights=offloads), 1
+            )
+        }
     )
 
 
@@ -46,4 +52,6 @@ def require_agreement(found: dict[str, dict[str, torch.Tensor]]) -> None:
         assert values.keys() == expected.keys()
         for name, value in values.items():
             bound = 1e-3 if name == "log-probs" else 1e-4
-            torch.testing.assert_close(value, expected[name], atol=bound, rtol=bound, msg=f"{layout}: {name}")
+            torch.testing.assert_close(
+                value, expected[name], atol=bound, rtol=bound, msg=f"{layout}: {name}"
+            )

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu
 def make_engine(dtype: torch.dtype, **memory: bool) -> FSDPEngine:
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
     scorer, device = PolicyScorer(make_model().to("cuda")), torch.device("cuda")
-    return FSDPEngine(scorer, dtype=dtype, device=device, training=training, memory=Memory(**memory))
+    return FSDPEngine(
+        scorer, dtype=dtype, device=device, training=training, memory=Memory(**memory)
+    )
 
 
 def learn(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -38,7 +40,10 @@ def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: P
     assert "pinned" in resting.rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
     # AdamW's count of steps, one number for each weight, is made then: a block of the allocator's.
     counts = 512 * len(resting.parameters.masters)
-    assert before - torch.cuda.memory_allocated() + counts >= 0.99 * resting.resting["weights"].num_bytes
+    assert (
+        before - torch.cuda.memory_allocated() + counts
+        >= 0.99 * resting.resting["weights"].num_bytes
+    )
     with pytest.raises(EngineError, match="rest on the host"):
         resting.weights()
     expected, got = learn(plain), learn(resting)
@@ -46,7 +51,10 @@ def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: P
     asleep = torch.cuda.memory_allocated()
     with resting.awake(*ALL_KINDS):
         held = torch.cuda.memory_allocated() - asleep
-        state = {name: tensor.clone() for name, tensor in resting.state(frozenset({"model", "optimizer"})).items()}
+        state = {
+            name: tensor.clone()
+            for name, tensor in resting.state(frozenset({"model", "optimizer"})).items()
+        }
     assert held >= 0.99 * sum(memory.num_bytes for memory in resting.resting.values())
     with resting.awake(*ALL_KINDS):
         again = resting.state(frozenset({"model", "optimizer"}))

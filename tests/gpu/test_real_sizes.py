@@ -37,7 +37,9 @@ SIZES = {"heads of 64": (64, 6), "heads of 128": (128, 2)}
 PARTS = frozenset({"model", "optimizer"})
 
 
-def make_model(head_size: int = 64, num_key_heads: int = 2, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def make_model(
+    head_size: int = 64, num_key_heads: int = 2, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
     """Two layers, six query heads for each key head."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -75,11 +77,15 @@ def make_batch() -> DataProto:
     )
 
 
-def make_engine(model: LlamaForCausalLM, dtype: torch.dtype, memory: Memory, device: str = "cuda") -> FSDPEngine:
+def make_engine(
+    model: LlamaForCausalLM, dtype: torch.dtype, memory: Memory, device: str = "cuda"
+) -> FSDPEngine:
     """The model's float32 masters on the device, and what it computes with in `dtype`."""
     training = Training(OptimConfig(eps=1e-3), grad_clip=1.0, max_nonfinite_steps=3)
     where = torch.device(device)
-    return FSDPEngine(PolicyScorer(model.to(where)), dtype=dtype, device=where, training=training, memory=memory)
+    return FSDPEngine(
+        PolicyScorer(model.to(where)), dtype=dtype, device=where, training=training, memory=memory
+    )
 
 
 def learn(engine: FSDPEngine, *, share_prompts: bool) -> torch.Tensor:
@@ -113,7 +119,9 @@ def test_shared_prompts_and_checkpointing_change_rounding_alone() -> None:
     for share_prompts, is_checkpointed in ((False, False), (True, False), (True, True)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        engine = make_engine(make_model(), torch.float32, Memory(gradient_checkpointing=is_checkpointed))
+        engine = make_engine(
+            make_model(), torch.float32, Memory(gradient_checkpointing=is_checkpointed)
+        )
         results.append(learn(engine, share_prompts=share_prompts))
         peaks.append(torch.cuda.max_memory_allocated())
     for one in results[1:]:
@@ -126,13 +134,17 @@ def test_generation_in_bfloat16_with_a_full_cache() -> None:
     model = make_model(dtype=torch.bfloat16).to("cuda")
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, VOCABULARY, PROMPT).tolist() for _ in range(4)] * 4
-    sampling = [SamplingParams(max_tokens=RESPONSE, temperature=1.0, seed=seed) for seed in range(16)]
+    sampling = [
+        SamplingParams(max_tokens=RESPONSE, temperature=1.0, seed=seed) for seed in range(16)
+    ]
     tokens = []
     for share in (1.0, 0.3):
         room = 16 * (PROMPT + RESPONSE) * share * NativeEngine(model).token_bytes / 2**30
         engine = NativeEngine(model, eos_token_ids=(), cache_gigabytes=room)
         tokens.append([one.token_ids for one in engine.generate_batch(prompts, sampling)])
-    same = np.mean([np.mean(np.array(one) == np.array(other)) for one, other in zip(*tokens, strict=True)])
+    same = np.mean(
+        [np.mean(np.array(one) == np.array(other)) for one, other in zip(*tokens, strict=True)]
+    )
     assert all(len(one) == RESPONSE for one in tokens[1])
     assert same > (0.99 if IS_REHEARSAL else 0.3)  # one other token changes all that follow it
 
@@ -142,7 +154,9 @@ def test_the_head_of_a_large_vocabulary() -> None:
     generator = torch.Generator().manual_seed(0)
     num_tokens, hidden_size = (7, 32) if IS_REHEARSAL else (1500, 896)
     hidden = torch.randn(num_tokens, hidden_size, generator=generator).bfloat16()
-    weight = (torch.randn(VOCABULARY, hidden_size, generator=generator) / hidden_size**0.5).bfloat16()
+    weight = (
+        torch.randn(VOCABULARY, hidden_size, generator=generator) / hidden_size**0.5
+    ).bfloat16()
     targets = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator).cuda()
     found = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -155,7 +169,9 @@ def test_the_head_of_a_large_vocabulary() -> None:
         torch.testing.assert_close(half, full, rtol=bound, atol=bound * full.abs().max().item())
 
 
-def require_it_comes_back(engine: FSDPEngine, folder: Path, learn: Callable[[], torch.Tensor]) -> None:
+def require_it_comes_back(
+    engine: FSDPEngine, folder: Path, learn: Callable[[], torch.Tensor]
+) -> None:
     """What is loaded, after more steps, is bit for bit what was saved, and the engine computes with it.
 
     Args:
@@ -163,7 +179,10 @@ def require_it_comes_back(engine: FSDPEngine, folder: Path, learn: Callable[[], 
     """
 
     def state() -> dict[str, torch.Tensor]:
-        return {name: getattr(one, "_local_tensor", one).clone() for name, one in engine.state(PARTS).items()}
+        return {
+            name: getattr(one, "_local_tensor", one).clone()
+            for name, one in engine.state(PARTS).items()
+        }
 
     learn()
     writer = StateWriter(engine.world)

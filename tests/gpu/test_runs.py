@@ -24,7 +24,12 @@ NUM_STEPS = 5
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 DTYPE = "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"
-COMMON = ("trainer.device=cuda", DTYPE, "trainer.test_freq=-1", f"trainer.total_training_steps={NUM_STEPS}")
+COMMON = (
+    "trainer.device=cuda",
+    DTYPE,
+    "trainer.test_freq=-1",
+    f"trainer.total_training_steps={NUM_STEPS}",
+)
 
 
 def require_steps(lines: list[dict[str, Any]], num_steps: int, largest: float) -> None:
@@ -45,10 +50,16 @@ def test_profiles_of_a_step(train: Train, tmp_path: Path) -> None:
     """A trace with the phases of the step and the kernels that they start on the device, and a snapshot of its
     memory."""
     for tool in ("torch", "torch_memory"):
-        profile = (f"global_profiler.tool={tool}", "global_profiler.steps=[2]", f"global_profiler.save_path={tmp_path}")
+        profile = (
+            f"global_profiler.tool={tool}",
+            "global_profiler.steps=[2]",
+            f"global_profiler.save_path={tmp_path}",
+        )
         train(*COMMON, *profile, "trainer.total_training_steps=2", run=tool)
     events = json.loads(gzip.decompress((tmp_path / "step_2.json.gz").read_bytes()))["traceEvents"]
-    (step,) = [one for one in events if one.get("cat") == "user_annotation" and one["name"] == "step"]
+    (step,) = [
+        one for one in events if one.get("cat") == "user_annotation" and one["name"] == "step"
+    ]
     kernels = [one for one in events if one.get("cat") == "kernel"]
     inside = [one for one in kernels if step["ts"] <= one["ts"] <= step["ts"] + step["dur"]]
     assert len(inside) > 100
@@ -61,7 +72,10 @@ def test_profiles_of_a_step(train: Train, tmp_path: Path) -> None:
 def test_five_steps_with_vllm(train: Train, metric_lines: Lines, mode: str) -> None:
     """With CUDA graphs, asleep while the actor trains."""
     name = ("actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.mode={mode}")
-    graphs = ("actor_rollout_ref.rollout.enforce_eager=False", "actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
+    graphs = (
+        "actor_rollout_ref.rollout.enforce_eager=False",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    )
     require_steps(metric_lines(train(*COMMON, *name, *graphs)), NUM_STEPS, 0.3)
 
 
@@ -71,6 +85,8 @@ def test_a_step_on_ray(arguments: Callable[..., list[str]], tmp_path: Path) -> N
     """GRPO in a process that Ray gives a GPU."""
     words = arguments(*COMMON, "trainer.backend=ray", "trainer.total_training_steps=1")
     command = [sys.executable, "-m", "quadriga.cli.main", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on cuda" in done.stdout and (tmp_path / "run" / "metrics.jsonl").is_file()

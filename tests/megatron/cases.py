@@ -27,10 +27,19 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 recomputed layers (`llama`) and normalised queries and keys (`qwen3`), in one layout or in another."""
 PLAIN_MIXTURES = ("one process", "ep 2", "dp 4 x ep 2, distributed optimizer", "tp 2 x pp 2, ep 2")
 """Layouts in which a mixture of experts learns by the choices of its own routers."""
-TOLD_MIXTURES = ("one process", "dp 2, distributed optimizer", "tp 2, sequence parallel", "ep 2, tp 2")
+TOLD_MIXTURES = (
+    "one process",
+    "dp 2, distributed optimizer",
+    "tp 2, sequence parallel",
+    "ep 2, tp 2",
+)
 TOLD_MIXTURES += ("dp 4 x ep 2", "tp 2 x pp 2, ep 2", "sp 2 x tp 2, ep 4")
 """Layouts in which routers are told some experts, and learn with losses of their own."""
-CHAINS = {"policy": "tp 2, sequence parallel", "critic": "tp 2, sequence parallel", "mixture": "ep 2, tp 2"}
+CHAINS = {
+    "policy": "tp 2, sequence parallel",
+    "critic": "tp 2, sequence parallel",
+    "mixture": "ep 2, tp 2",
+}
 """Models, and the layouts of the first engine, whose checkpoints go from engine to engine."""
 PUBLISHED = {"tp 2 x pp 2": "llama", "tp 2 x pp 2, ep 2": "mixture"}
 """Layouts that send their weights to a rollout, and the model."""

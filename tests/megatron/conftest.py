@@ -13,4 +13,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("megatron") is None:
         for item in items:
             if item.path.is_relative_to(__file__.rpartition("/")[0]):
-                item.add_marker(pytest.mark.skip(reason="no megatron-core here: pip install -e '.[megatron]'"))
+                item.add_marker(
+                    pytest.mark.skip(reason="no megatron-core here: pip install -e '.[megatron]'")
+                )

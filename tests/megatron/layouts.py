@@ -44,7 +44,16 @@ from quadriga.rollout.native.engine import NativeEngine
 from quadriga.single_controller import WorkerPlace
 from quadriga.weight_sync import Address, WeightReceiver, WeightSender
 from quadriga.workers.checkpoint import RoleCheckpoint
-from tests.megatron.cases import CHAINS, GOES_ON, NARROW, PLAIN_MIXTURES, PUBLISHED, RUNS, SAVED, TOLD_MIXTURES
+from tests.megatron.cases import (
+    CHAINS,
+    GOES_ON,
+    NARROW,
+    PLAIN_MIXTURES,
+    PUBLISHED,
+    RUNS,
+    SAVED,
+    TOLD_MIXTURES,
+)
 from tests.numerics import expert_layouts
 from tests.numerics.conftest import ragged_batch
 from tests.numerics.layouts import CPU, TWO_STEPS, ask, ask_and_learn, learn, own_rows, weights_of
@@ -61,7 +70,12 @@ LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
         "pp 2": (Layout(pp=2, has_own_modules=True), {}),
         "pp 2, uneven": (
             Layout(pp=2, has_own_modules=True),
-            {"settings": {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}},
+            {
+                "settings": {
+                    "num_layers_in_first_pipeline_stage": 1,
+                    "num_layers_in_last_pipeline_stage": 3,
+                }
+            },
         ),
         "pp 2, virtual 2": (Layout(pp=2, has_own_modules=True), {"virtual": 2}),
     },
@@ -69,7 +83,10 @@ LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
         "tp 2 x pp 2": (Layout(tp=2, pp=2, has_own_modules=True), {}),
         "dp 2 x tp 2, distributed optimizer": (Layout(dp_shard=2, tp=2, has_own_modules=True), {}),
         "sp 2 x tp 2": (Layout(sp=2, tp=2, has_own_modules=True), {}),
-        "sp 2 x tp 2, whole tokens": (Layout(sp=2, tp=2, has_own_modules=True), {"sequence_parallel": False}),
+        "sp 2 x tp 2, whole tokens": (
+            Layout(sp=2, tp=2, has_own_modules=True),
+            {"sequence_parallel": False},
+        ),
         "sp 2 x pp 2": (Layout(sp=2, pp=2, has_own_modules=True), {}),
         "dp 2 x pp 2": (Layout(dp_replicate=2, pp=2, has_own_modules=True), {}),
     },
@@ -101,7 +118,12 @@ PARTS = frozenset({"model", "optimizer"})
 
 
 def make_engine(
-    folder: Path, layout: Layout, world: ProcessGroup, kind: str, dtype: torch.dtype = torch.float32, **own: Any
+    folder: Path,
+    layout: Layout,
+    world: ProcessGroup,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    **own: Any,
 ) -> FSDPEngine:
     model, scorer, memory = KINDS[kind]
     optimizer = OptimConfig(eps=1.0, weight_decay=0.01)
@@ -117,7 +139,9 @@ def make_engine(
     skeleton = scorer(skeleton_causal_lm(folder / model))
     files = ConvertedFiles(open_weights(folder / model), skeleton.model)
     shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
-    options["read"] = lambda name: files.read(name) if name in files.shapes else torch.zeros(shapes[name])
+    options["read"] = lambda name: (
+        files.read(name) if name in files.shapes else torch.zeros(shapes[name])
+    )
     if not layout.has_own_modules:
         return FSDPEngine(skeleton, **options)
     if _last != [sizes := (layout, own.get("virtual"))]:
@@ -150,7 +174,9 @@ def run_told(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
     if engine.processes.layout.pp == 1:
         chosen = infer(engine, rows, MicroBatching(None, 24), with_routes=True)[ROUTES]
         found["routes"] = rows.batch["row_index"], chosen.sort(-1).values
-    found["weights"], found["said"] = expert_layouts.learn(engine, expert_layouts.tell(engine, ragged_batch()))
+    found["weights"], found["said"] = expert_layouts.learn(
+        engine, expert_layouts.tell(engine, ragged_batch())
+    )
     return found
 
 
@@ -186,8 +212,13 @@ def go_on(engine: FSDPEngine, batch: DataProto, source: Path) -> dict[str, Any]:
 
 def whole_state(engine: FSDPEngine) -> dict[str, Tensor]:
     """Weights and moments of the whole model, put together from all ranks."""
-    own = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in engine.state(PARTS).items()}
-    return {name: one.clone() for of_rank in engine.world.gather(own) for name, one in of_rank.items()}
+    own = {
+        name: one.full_tensor() if isinstance(one, DTensor) else one
+        for name, one in engine.state(PARTS).items()
+    }
+    return {
+        name: one.clone() for of_rank in engine.world.gather(own) for name, one in of_rank.items()
+    }
 
 
 def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dict[str, Any]:
@@ -198,7 +229,12 @@ def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dic
     learn(engine, batch, kind, TWO_STEPS)
     states, place = [whole_state(engine)], folder / f"{kind} 0"
     write(engine, place)
-    found = {"undisturbed": {"metrics": learn(engine, batch, kind, TWO_STEPS), "weights": weights_of(engine)}}
+    found = {
+        "undisturbed": {
+            "metrics": learn(engine, batch, kind, TWO_STEPS),
+            "weights": weights_of(engine),
+        }
+    }
     for number, layout in enumerate((Layout(dp_shard=2), LAYOUTS[2]["pp 2"][0]), start=1):
         engine = make_engine(folder, layout, world, kind)
         load_state(place, engine.state(PARTS), world)
@@ -209,7 +245,10 @@ def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dic
     checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
     checkpoint.start(folder / f"{kind} exported", frozenset({"hf_model"}))
     checkpoint.writer.is_written(wait=True)
-    found["goes on"] = {"metrics": learn(engine, batch, kind, TWO_STEPS), "weights": weights_of(engine)}
+    found["goes on"] = {
+        "metrics": learn(engine, batch, kind, TWO_STEPS),
+        "weights": weights_of(engine),
+    }
     return found | {"states": states}
 
 
@@ -233,7 +272,10 @@ def receive(folder: Path) -> None:
                 parameter.zero_()
         engine = NativeEngine(model, eos_token_ids=(0,))
         WeightReceiver(Address(**told(folder / f"{name}.address")), 0, CPU).receive(engine, 1)
-        torch.save({one: tensor.clone() for one, tensor in engine.named_weights()}, folder / f"{name}.received.pt")
+        torch.save(
+            {one: tensor.clone() for one, tensor in engine.named_weights()},
+            folder / f"{name}.received.pt",
+        )
 
 
 def outside() -> list[str]:
@@ -256,7 +298,9 @@ def meet(folder: Path, place: WorkerPlace) -> None:
         for kind in RUNS[name]:
             if (name, kind) == (SAVED, "policy"):
                 continue  # `of_four` saves it
-            results[f"{name}, {kind}"] = run(make_engine(folder, layout, world, kind, **own), batch, kind)
+            results[f"{name}, {kind}"] = run(
+                make_engine(folder, layout, world, kind, **own), batch, kind
+            )
         for dtype in NARROW.get(name, ()):
             engine = make_engine(folder, layout, world, "policy", dtype, **own)
             results[f"{name}, {dtype}"] = run(engine, batch, "policy")
@@ -265,9 +309,13 @@ def meet(folder: Path, place: WorkerPlace) -> None:
             results[f"{name}, goes on"] = go_on(engine, batch, folder / "saved")
     for name, (layout, own) in MIXTURES[world.size].items():
         if name in PLAIN_MIXTURES:
-            results[f"{name}, mixture"] = run(make_engine(folder, layout, world, "mixture", **own), batch, "mixture")
+            results[f"{name}, mixture"] = run(
+                make_engine(folder, layout, world, "mixture", **own), batch, "mixture"
+            )
         if name in TOLD_MIXTURES:
-            results[f"{name}, told"] = run_told(make_engine(folder, layout, world, "mixture", **own), batch)
+            results[f"{name}, told"] = run_told(
+                make_engine(folder, layout, world, "mixture", **own), batch
+            )
     results |= {1: of_one, 2: of_two, 4: of_four}[world.size](folder, batch, world)
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
@@ -276,9 +324,14 @@ def meet(folder: Path, place: WorkerPlace) -> None:
 
 
 def of_one(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
-    found = {f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
+    found = {
+        f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind)
+        for kind in KINDS
+    }
     for dtype in NARROW["one process"]:
-        found[f"fsdp, {dtype}"] = run(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
+        found[f"fsdp, {dtype}"] = run(
+            make_engine(folder, Layout(), world, "policy", dtype), batch, "policy"
+        )
     found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"), batch)
     return found | {"outside": outside()}
 
@@ -291,8 +344,13 @@ def of_two(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any
         engine = make_engine(folder, layout, world, "policy", torch.float16)
         found[f"{name}, {torch.float16}"] = run(engine, batch, "policy")
     of_megatron = "dp 2, distributed optimizer"
-    for name, layout in {"fsdp 2": Layout(dp_shard=2), of_megatron: LAYOUTS[2][of_megatron][0]}.items():
-        found[f"{name}, overflow"] = overflow(make_engine(folder, layout, world, "policy", torch.float16), batch)
+    for name, layout in {
+        "fsdp 2": Layout(dp_shard=2),
+        of_megatron: LAYOUTS[2][of_megatron][0],
+    }.items():
+        found[f"{name}, overflow"] = overflow(
+            make_engine(folder, layout, world, "policy", torch.float16), batch
+        )
     found["linear modules"] = with_other_modules(folder, batch, world)
     return found | {f"chain, {kind}": chain(folder, batch, world, kind) for kind in CHAINS}
 
@@ -335,7 +393,11 @@ def of_four(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, An
     first_steps = run(engine, batch, "policy")
     write(engine, folder / "saved")
     metrics = learn(engine, batch, "policy", TWO_STEPS)
-    undisturbed = {"saved": first_steps["weights"], "metrics": metrics, "weights": weights_of(engine)}
+    undisturbed = {
+        "saved": first_steps["weights"],
+        "metrics": metrics,
+        "weights": weights_of(engine),
+    }
     for name, kind in PUBLISHED.items():
         layout, own = (MIXTURES if kind == "mixture" else LAYOUTS)[4][name]
         send(make_engine(folder, layout, world, kind, **own), folder, name)

@@ -22,7 +22,15 @@ from transformers import (
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from quadriga.protocol import DataProto
-from tests.megatron.cases import CHAINS, GOES_ON, NARROW, PLAIN_MIXTURES, PUBLISHED, RUNS, TOLD_MIXTURES
+from tests.megatron.cases import (
+    CHAINS,
+    GOES_ON,
+    NARROW,
+    PLAIN_MIXTURES,
+    PUBLISHED,
+    RUNS,
+    TOLD_MIXTURES,
+)
 from tests.numerics.launching import run_ranks
 from tests.numerics.test_layouts import distance, require_close, require_same_metrics
 
@@ -32,7 +40,9 @@ LEARNED_MIXTURES = [(layout, "mixture") for layout in PLAIN_MIXTURES]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]) -> dict[str, Any]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]
+) -> dict[str, Any]:
     """What every layout gave."""
     folder = tmp_path_factory.mktemp("megatron")
     write_models(folder)
@@ -46,7 +56,12 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
 
 def write_models(folder: Path) -> None:
     """A random model of each family."""
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     sizes |= {"num_key_value_heads": 2, "vocab_size": 97}  # which two ranks do not divide
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     # Some rows have the padding token: its embedding must not learn.
@@ -54,7 +69,9 @@ def write_models(folder: Path) -> None:
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True, pad_token_id=3)),
         "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
         "qwen3_moe": Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**sizes, **experts, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False)
+            Qwen3MoeConfig(
+                **sizes, **experts, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False
+            )
         ),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False)),
     }
@@ -72,7 +89,9 @@ def with_values(batch: DataProto) -> DataProto:
     return batch
 
 
-@pytest.mark.parametrize(("layout", "kind"), [*SPREAD, *LEARNED_MIXTURES, *((name, "told") for name in TOLD_MIXTURES)])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [*SPREAD, *LEARNED_MIXTURES, *((name, "told") for name in TOLD_MIXTURES)]
+)
 def test_log_probs_and_values(results: dict[str, Any], layout: str, kind: str) -> None:
     """Outputs of the model before it has learned."""
     require_close(results[f"{layout}, {kind}"]["asked"], results[f"fsdp, {kind}"]["asked"])
@@ -83,7 +102,12 @@ def test_two_optimizer_steps(results: dict[str, Any], layout: str, kind: str) ->
     """Losses, gradient norms (clipped ones), and the whole model afterwards, gathered."""
     got, expected = results[f"{layout}, {kind}"], results[f"fsdp, {kind}"]
     require_same_metrics(got["metrics"], expected["metrics"])
-    assert all(norm > 0.05 for each in got["metrics"] for name, norm in each.items() if name.endswith("grad_norm"))
+    assert all(
+        norm > 0.05
+        for each in got["metrics"]
+        for name, norm in each.items()
+        if name.endswith("grad_norm")
+    )
     require_close(got["weights"], expected["weights"])
 
 
@@ -101,7 +125,10 @@ def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) ->
     got, expected = results[f"{layout}, told"], results["fsdp, told"]
     require_close(got["weights"], expected["weights"])
     assert got["said"] == pytest.approx(expected["said"], rel=1e-5)
-    assert got["said"]["actor/router_replay_differs"] > 0.1 and got["said"]["actor/router_aux_loss"] > 0.5
+    assert (
+        got["said"]["actor/router_replay_differs"] > 0.1
+        and got["said"]["actor/router_aux_loss"] > 0.5
+    )
     if "pp" not in layout:
         (rows, chosen), (_, whole) = got["routes"], expected["routes"]
         assert torch.equal(chosen, whole[rows])
@@ -109,11 +136,15 @@ def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) ->
 
 
 @pytest.mark.parametrize("layout", [*GOES_ON, "fsdp 2"])
-def test_a_checkpoint_goes_on_in_another_layout_and_engine(results: dict[str, Any], layout: str) -> None:
+def test_a_checkpoint_goes_on_in_another_layout_and_engine(
+    results: dict[str, Any], layout: str
+) -> None:
     """Written by Megatron on four ranks, read by Megatron on one and two, whose tensors rest in a file between phases,
     and by FSDP2: the next two steps."""
     got, expected = results[f"{layout}, goes on"], results["undisturbed"]
-    assert all(torch.equal(got["loaded"][name], weight) for name, weight in expected["saved"].items())
+    assert all(
+        torch.equal(got["loaded"][name], weight) for name, weight in expected["saved"].items()
+    )
     require_same_metrics(got["metrics"], expected["metrics"])
     require_close(got["weights"], expected["weights"])
 
@@ -124,7 +155,9 @@ def test_checkpoints_go_from_engine_to_engine(results: dict[str, Any], kind: str
     are exact, and so is the folder that is exported; the next two steps are those of a run that was not stopped."""
     found = results[f"chain, {kind}"]
     first, *others = found["states"]
-    assert any(name.startswith("optimizer.exp_avg_sq.") and one.any() for name, one in first.items())
+    assert any(
+        name.startswith("optimizer.exp_avg_sq.") and one.any() for name, one in first.items()
+    )
     for state in others:
         assert state.keys() == first.keys()
         assert all(torch.equal(state[name], one) for name, one in first.items())
@@ -138,20 +171,32 @@ def test_checkpoints_go_from_engine_to_engine(results: dict[str, Any], kind: str
 
 
 @pytest.mark.parametrize(("layout", "kind"), PUBLISHED.items())
-def test_weights_reach_native_in_another_process(results: dict[str, Any], layout: str, kind: str) -> None:
+def test_weights_reach_native_in_another_process(
+    results: dict[str, Any], layout: str, kind: str
+) -> None:
     """Gathered over tensor, pipeline and expert parallelism, with equal fingerprints, or the receiver raises."""
     folder = results["folder"]
     family = {"llama": "llama", "mixture": "qwen3_moe"}[kind]
     sent = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
     received = torch.load(folder / f"{layout}.received.pt")
     assert received.keys() >= {name for name, _ in sent.named_parameters()}
-    assert all(torch.equal(received[name], parameter) for name, parameter in sent.named_parameters())
+    assert all(
+        torch.equal(received[name], parameter) for name, parameter in sent.named_parameters()
+    )
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [(name, str(dtype)) for name in NARROW for dtype in NARROW[name]])
-def test_narrow_is_as_near_to_float32_as_the_other_engine(results: dict[str, Any], layout: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(name, str(dtype)) for name in NARROW for dtype in NARROW[name]]
+)
+def test_narrow_is_as_near_to_float32_as_the_other_engine(
+    results: dict[str, Any], layout: str, dtype: str
+) -> None:
     """Log-probabilities, and what two steps have added to the weights."""
-    exact, alone, got = results["fsdp, policy"], results[f"fsdp, {dtype}"], results[f"{layout}, {dtype}"]
+    exact, alone, got = (
+        results["fsdp, policy"],
+        results[f"fsdp, {dtype}"],
+        results[f"{layout}, {dtype}"],
+    )
     for part in ("asked", "weights"):
         assert distance(got[part], exact[part]) <= 2 * distance(alone[part], exact[part])
     assert distance(alone["asked"], exact["asked"]) > 1e-5, "it was not narrow"
@@ -161,7 +206,11 @@ def test_narrow_is_as_near_to_float32_as_the_other_engine(results: dict[str, Any
 def test_float16_is_nearer_to_float32_than_bfloat16(results: dict[str, Any], layout: str) -> None:
     """It has three bits more: an eighth of the distance, to within a factor of two. Its losses are scaled, its gradient
     norms are not, and no step overflows."""
-    exact, wide, got = results["fsdp, policy"], results["fsdp, torch.bfloat16"], results[f"{layout}, torch.float16"]
+    exact, wide, got = (
+        results["fsdp, policy"],
+        results["fsdp, torch.bfloat16"],
+        results[f"{layout}, torch.float16"],
+    )
     for part in ("asked", "weights"):
         assert distance(got[part], exact[part]) <= distance(wide[part], exact[part]) / 4
     for each, expected in zip(got["metrics"], exact["metrics"], strict=True):

@@ -29,7 +29,15 @@ from quadriga.protocol.memory import slot_of
 from quadriga.single_controller import WorkerPlace
 
 CPU = torch.device("cpu")
-SHAPES = {"wide": (8, 6), "few": (2, 5), "long": (17,), "one": (1,), "cube": (4, 3, 2), "tall": (9, 4), "pair": (2, 2)}
+SHAPES = {
+    "wide": (8, 6),
+    "few": (2, 5),
+    "long": (17,),
+    "one": (1,),
+    "cube": (4, 3, 2),
+    "tall": (9, 4),
+    "pair": (2, 2),
+}
 # Of two stages of a pipeline; each shape once, and one of them in both.
 NAMES = [
     "first.wide",
@@ -47,7 +55,12 @@ BY_TWO = ["fsdp 2", "tp 2", "pp 2", "replicas 2"]
 ALL = [*BY_FOUR, *BY_TWO, "whole"]
 # These write the same parts of tensors as "fsdp 2", "tp 4" or "whole" do, or halves of them: two processes read them.
 READ_BY_TWO_ALONE = ("hsdp 2x2", "tp 2", "replicas 2")
-PAIRS = [(writer, reader) for reader in ALL for writer in ALL if reader in BY_TWO or writer not in READ_BY_TWO_ALONE]
+PAIRS = [
+    (writer, reader)
+    for reader in ALL
+    for writer in ALL
+    if reader in BY_TWO or writer not in READ_BY_TWO_ALONE
+]
 Spread = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
@@ -63,8 +76,14 @@ def whole_state() -> dict[str, dict[str, torch.Tensor]]:
         return torch.randn(shape_of(name), generator=generator)
 
     model = {f"model.{name}": draw(name) for name in NAMES}
-    moments = {f"optimizer.{kind}.{name}": draw(name) for kind in ("exp_avg", "exp_avg_sq") for name in NAMES}
-    steps = {f"optimizer.step.{name}": torch.tensor(float(number)) for number, name in enumerate(NAMES)}
+    moments = {
+        f"optimizer.{kind}.{name}": draw(name)
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name in NAMES
+    }
+    steps = {
+        f"optimizer.step.{name}": torch.tensor(float(number)) for number, name in enumerate(NAMES)
+    }
     return {"model": model, "optimizer": moments | steps}
 
 
@@ -98,15 +117,25 @@ def spread(layout: str, rank: int) -> Spread:
         if layout in stages and ("first" in name) != (rank // stages[layout] == 0):
             return None
         where = None if tensor.dim() == 0 else cut(tensor)
-        return tensor.clone() if where is None else distribute_tensor(tensor, *where, src_data_rank=None)
+        return (
+            tensor.clone()
+            if where is None
+            else distribute_tensor(tensor, *where, src_data_rank=None)
+        )
 
     return hold
 
 
 def state_of(layout: str, rank: int) -> dict[str, dict[str, torch.Tensor]]:
     hold = spread(layout, rank)
-    held = {part: {name: hold(name, tensor) for name, tensor in state.items()} for part, state in whole_state().items()}
-    return {part: {name: one for name, one in state.items() if one is not None} for part, state in held.items()}
+    held = {
+        part: {name: hold(name, tensor) for name, tensor in state.items()}
+        for part, state in whole_state().items()
+    }
+    return {
+        part: {name: one for name, one in state.items() if one is not None}
+        for part, state in held.items()
+    }
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +161,11 @@ def write(folder: Path, layouts: Sequence[str], world: ProcessGroup) -> None:
 
 def copy(folder: Path, layout: str, world: ProcessGroup) -> None:
     """The same state into the memory of each rank, a file here; the plan is the same on all ranks."""
-    state = {name: tensor for part in state_of(layout, world.rank).values() for name, tensor in part.items()}
+    state = {
+        name: tensor
+        for part in state_of(layout, world.rank).values()
+        for name, tensor in part.items()
+    }
     copier = StateCopier(state, world)
     memory = folder / f"memory_{world.rank}"
     memory.write_bytes(bytes(2 * copier.plan.slot_bytes[world.rank]))
@@ -162,7 +195,9 @@ def differences(folder: Path, writer: str, reader: str, world: ProcessGroup) -> 
     return [name for names in world.gather(unlike) for name in names]
 
 
-def unequal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+def unequal(
+    expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]
+) -> list[str]:
     """Names of the tensors of which this rank holds other numbers."""
     return [
         name
@@ -174,7 +209,9 @@ def unequal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[
 
 def read(folder: Path, layouts: Sequence[str], world: ProcessGroup) -> dict[Any, Any]:
     return {
-        (writer, reader): differences(folder, writer, reader, world) for writer, reader in PAIRS if reader in layouts
+        (writer, reader): differences(folder, writer, reader, world)
+        for writer, reader in PAIRS
+        if reader in layouts
     }
 
 
@@ -243,7 +280,9 @@ def main(rank: int, folder: Path, ports: Sequence[int]) -> None:
     meet(4, read_4, lambda world: read(folder, BY_FOUR, world))
     meet(1, 0, lambda world: read(folder, ["whole"], world))
     if rank == 0:
-        results["files"] = {layout: list(open_weights(folder / layout / "model").shapes) for layout in ALL}
+        results["files"] = {
+            layout: list(open_weights(folder / layout / "model").shapes) for layout in ALL
+        }
         torch.save(results, folder / "results.pt")
 
 

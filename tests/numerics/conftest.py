@@ -59,7 +59,10 @@ def ragged_batch() -> DataProto:
         for _ in range(3):
             rows.append((prompt, draw(0, VOCABULARY, int(draw(1, RESPONSE_WIDTH + 1)))))
     width = PROMPT_WIDTH + RESPONSE_WIDTH
-    input_ids, attention = torch.zeros(len(rows), width).long(), torch.zeros(len(rows), width).long()
+    input_ids, attention = (
+        torch.zeros(len(rows), width).long(),
+        torch.zeros(len(rows), width).long(),
+    )
     for row, (prompt, answer) in enumerate(rows):
         span = slice(PROMPT_WIDTH - len(prompt), PROMPT_WIDTH + len(answer))
         input_ids[row, span] = torch.cat([prompt, answer])

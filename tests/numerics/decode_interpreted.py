@@ -39,10 +39,16 @@ def check_elementwise(dtype: torch.dtype, size: int, head_size: int) -> None:
     states, added, weight = normal(2, 3, size), normal(2, 3, size), normal(size)
     close(ours.normalize(states, weight, 1e-6), theirs.normalize(states, weight, 1e-6))
     expected = theirs.add_and_normalize(states, added, weight, 1e-6)
-    for one, other in zip(ours.add_and_normalize(states, added.clone(), weight, 1e-6), expected, strict=True):
+    for one, other in zip(
+        ours.add_and_normalize(states, added.clone(), weight, 1e-6), expected, strict=True
+    ):
         close(one, other)
     for num_heads in (3, 13):
-        heads, cos, sin = normal(2, 3, num_heads, head_size), normal(2, 3, head_size), normal(2, 3, head_size)
+        heads, cos, sin = (
+            normal(2, 3, num_heads, head_size),
+            normal(2, 3, head_size),
+            normal(2, 3, head_size),
+        )
         expected = theirs.rotate(heads, num_heads - 1, cos, sin)
         found = ours.rotate(heads.clone(), num_heads - 1, cos, sin)
         bound = 2**-5 if dtype == torch.bfloat16 else 2**-9  # of products that nearly cancel
@@ -54,9 +60,13 @@ def check_elementwise(dtype: torch.dtype, size: int, head_size: int) -> None:
 def exact_attention(query, key, value, scale, own, prefixes, places, options) -> torch.Tensor:
     """In float64, row by row, over the keys that a row sees."""
     rows = []
-    for row, (place, length, written) in enumerate(zip(*(one.tolist() for one in places), strict=True)):
+    for row, (place, length, written) in enumerate(
+        zip(*(one.tolist() for one in places), strict=True)
+    ):
         keys, values = (
-            torch.cat((shared[place, :, :length], mine[row, :, :written], new[row][:, None]), 1).double()
+            torch.cat(
+                (shared[place, :, :length], mine[row, :, :written], new[row][:, None]), 1
+            ).double()
             for shared, mine, new in zip(prefixes, own, (key, value), strict=True)
         )
         if options.window is not None:
@@ -72,7 +82,9 @@ def exact_attention(query, key, value, scale, own, prefixes, places, options) ->
     return torch.stack(rows)
 
 
-def check_attention(num_keys: int, group: int, size: int, parts: int, options: AttentionOptions) -> None:
+def check_attention(
+    num_keys: int, group: int, size: int, parts: int, options: AttentionOptions
+) -> None:
     """Prefixes of several lengths, which rows share, and responses that hold nothing, some, or all but one token."""
     kernels_triton._MAX_PARTS = parts
     generator = torch.Generator().manual_seed(size + group)
@@ -88,14 +100,18 @@ def check_attention(num_keys: int, group: int, size: int, parts: int, options: A
     # As the product leaves them: side by side.
     states = normal(num_rows, num_heads + 2 * num_keys, size)
     query, key, value = states.split((num_heads, num_keys, num_keys), 1)
-    at = SlotPlaces(torch.tensor(places), torch.tensor([lengths[place] for place in places]), written)
+    at = SlotPlaces(
+        torch.tensor(places), torch.tensor([lengths[place] for place in places]), written
+    )
     scale = size**-0.5
     expected = exact_attention(query, key, value, scale, own, prefixes, at, options)
     before = own.keys.clone()
     found = TritonKernels().attend(query, key, value, scale, own, prefixes, at, options)
     torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=4e-3)
     for row, number in enumerate(written.tolist()):
-        assert torch.equal(own.keys[row, :, number], key[row]) and torch.equal(own.values[row, :, number], value[row])
+        assert torch.equal(own.keys[row, :, number], key[row]) and torch.equal(
+            own.values[row, :, number], value[row]
+        )
         before[row, :, number] = key[row]
     assert torch.equal(own.keys, before)  # and nothing else was written
 
@@ -117,12 +133,22 @@ def check_sampling(num_tokens: int, temperatures: list[float]) -> None:
 
 def check_generation() -> None:
     """Responses of an engine whose decode steps these kernels compute, in float32: tokens and log-probabilities."""
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(**sizes, head_dim=16, num_hidden_layers=2, vocab_size=300, initializer_range=0.1)
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = Qwen3Config(
+        **sizes, head_dim=16, num_hidden_layers=2, vocab_size=300, initializer_range=0.1
+    )
     config._attn_implementation = ATTENTION_NAME
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).eval()
-    sampling = [SamplingParams(max_tokens=4 + row, temperature=0.5 * (row % 3), seed=row) for row in range(5)]
+    sampling = [
+        SamplingParams(max_tokens=4 + row, temperature=0.5 * (row % 3), seed=row)
+        for row in range(5)
+    ]
     prompts = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8], [4]]
     expected = NativeEngine(model, eos_token_ids=()).generate_batch(prompts, sampling)
     engine = NativeEngine(model, eos_token_ids=())

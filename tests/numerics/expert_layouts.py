@@ -76,7 +76,9 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup) -> FSDPEngine:
     config = Config(actor_rollout_ref={"model": {"path": str(folder)}, "actor": actor})
     processes, section = Processes.arrange(world, layout), config.actor_rollout_ref
     loaded = load_policy(config, torch.float32, processes)
-    training = Training(section.actor.optim, section.actor.grad_clip, section.actor.max_nonfinite_steps)
+    training = Training(
+        section.actor.optim, section.actor.grad_clip, section.actor.max_nonfinite_steps
+    )
     options = {"training": training, "processes": processes, "read": loaded.read}
     return FSDPEngine(loaded.scorer, dtype=torch.float32, device=CPU, **options)
 
@@ -84,12 +86,16 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup) -> FSDPEngine:
 def learn(engine: FSDPEngine, batch: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The weights after some steps, and what was said of the routers; with a load-balancing loss."""
     objective, said = (
-        PolicyObjective(ActorConfig(entropy_coeff=0.05, router_aux_loss_coef=0.3, router_z_loss_coef=0.02)),
+        PolicyObjective(
+            ActorConfig(entropy_coeff=0.05, router_aux_loss_coef=0.3, router_z_loss_coef=0.02)
+        ),
         {},
     )
     for passes in (Passes(7, 1, MicroBatching(None, 24)), Passes(99, 1, MicroBatching(None, 24))):
         told = update(engine, own_rows(batch, engine), objective, passes, lr=0.5, temperature=0.7)
-        said |= {name: metric.value for name, metric in told.items() if name.startswith("actor/router_")}
+        said |= {
+            name: metric.value for name, metric in told.items() if name.startswith("actor/router_")
+        }
     return weights_of(engine), said
 
 
@@ -112,11 +118,15 @@ def source_of(family: str, name: str) -> str:
     return "ep 4" if family in OF_FOUR else "fsdp 2" if name != "one process" else "ep 2"
 
 
-def run(folder: Path, family: str, name: str, layout: Layout, world: ProcessGroup) -> dict[str, Any]:
+def run(
+    folder: Path, family: str, name: str, layout: Layout, world: ProcessGroup
+) -> dict[str, Any]:
     """What was loaded, what a checkpoint of it brings back into zeros, and what was learned."""
     engine = engine_of(folder / family, layout, world)
     found: dict[str, Any] = {"loaded": weights_of(engine)}
-    checkpoint = RoleCheckpoint(engine, engine.model, PreTrainedTokenizerFast.from_pretrained(folder / family))
+    checkpoint = RoleCheckpoint(
+        engine, engine.model, PreTrainedTokenizerFast.from_pretrained(folder / family)
+    )
     checkpoint.start(folder / f"{family}, {name}", CONTENTS)
     checkpoint.writer.is_written(wait=True)
     for tensor in (*engine.parameters.masters.values(), *weight_buffers(engine.model).values()):
@@ -125,7 +135,10 @@ def run(folder: Path, family: str, name: str, layout: Layout, world: ProcessGrou
     found["resumed"] = weights_of(engine)
     if (family, name) in LEARNED and layout.pp == 1:
         rows, micro = own_rows(ragged_batch(), engine), MicroBatching(None, 24)
-        found["routes"] = rows.batch["row_index"], infer(engine, rows, micro, with_routes=True)[ROUTES]
+        found["routes"] = (
+            rows.batch["row_index"],
+            infer(engine, rows, micro, with_routes=True)[ROUTES],
+        )
     if (family, name) in LEARNED:
         batch = tell(engine, ragged_batch()) if family == "qwen3_moe" else ragged_batch()
         found["learned"], found["said"] = learn(engine, batch)

@@ -26,7 +26,9 @@ def scores(hidden, weight, bias, targets, outer, **options) -> dict[str, torch.T
     wanted = {"with_entropy": True, "with_sum_pi_squared": True, "top_k": TOP}
     found = token_scores(*leaves, targets, chunk_tokens=7, **wanted, **options)
     ((found.log_probs * outer[1:]).sum() + found.entropy @ outer[0, :, 0]).backward()
-    tensors = dict(vars(found)) | dict(zip(("hidden", "weight", "bias"), (leaf.grad for leaf in leaves), strict=True))
+    tensors = dict(vars(found)) | dict(
+        zip(("hidden", "weight", "bias"), (leaf.grad for leaf in leaves), strict=True)
+    )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -39,12 +41,19 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
-def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float, dtype: torch.dtype):
+def compare(
+    group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float, dtype: torch.dtype
+):
     """Differences by name; those of outputs between ranks are under "ranks"."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (TOKENS, ROWS))
-    weight /= HIDDEN**0.5  # logits near 1: those of 30 are rounded by 1e-6 themselves, and so are their probabilities
-    bias, outer = torch.randn(ROWS, generator=generator), torch.randn(2, TOKENS, TARGETS, generator=generator)
+    weight /= (
+        HIDDEN**0.5
+    )  # logits near 1: those of 30 are rounded by 1e-6 themselves, and so are their probabilities
+    bias, outer = (
+        torch.randn(ROWS, generator=generator),
+        torch.randn(2, TOKENS, TARGETS, generator=generator),
+    )
     targets = torch.randint(0, ROWS, (TOKENS, TARGETS), generator=generator)
     hidden, weight, bias = (part.to(dtype) for part in (hidden, weight, bias))
     start = sum(sizes[: group.rank()])
@@ -57,7 +66,9 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
     dist.all_gather_object(everyone, found, group=group)
     outputs = ("log_probs", "entropy", "sum_pi_squared", "top_log_probs", "top_ids")
     differences = {name: difference(found[name], alone[name]) for name in outputs}
-    differences["ranks"] = float(any(not torch.equal(one[name], found[name]) for one in everyone for name in outputs))
+    differences["ranks"] = float(
+        any(not torch.equal(one[name], found[name]) for one in everyone for name in outputs)
+    )
     total = sum(one["hidden"].float() for one in everyone)
     differences["hidden"] = difference(total, alone["hidden"].float())
     # A rank may hold rows with no gradient to speak of: what counts is the largest of the whole vocabulary.
@@ -70,18 +81,26 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
 def main(rank: int, folder: Path) -> None:
     """Every case, in one meeting."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timedelta(seconds=PEER_S)
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=PEER_S),
     )
     groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
     results = {}
     for sizes, temperature, dtype in product(SPLITS, (1.0, 0.7), (torch.float32, torch.bfloat16)):
         if rank < len(sizes):
-            results[sizes, temperature, str(dtype)] = compare(groups[len(sizes)], sizes, temperature, dtype)
+            results[sizes, temperature, str(dtype)] = compare(
+                groups[len(sizes)], sizes, temperature, dtype
+            )
     shard = VocabularyShard(dist.group.WORLD, 4 * rank)
     weight = torch.ones(4, 2)
     few = token_scores(torch.ones(2, 2), weight, None, torch.tensor([3, 12]), top_k=14, shard=shard)
     wanted = {"with_entropy": True, "with_sum_pi_squared": True, "top_k": 2}
-    none = token_scores(torch.ones(0, 2), weight, None, torch.zeros(0).long(), shard=shard, **wanted)
+    none = token_scores(
+        torch.ones(0, 2), weight, None, torch.zeros(0).long(), shard=shard, **wanted
+    )
     torch.save((results, few, none), folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -16,7 +16,9 @@ TOKENS, ROWS, HIDDEN = 150, 700, 80  # none of them a multiple of a tile
 Call = heads._Call
 
 
-def scores_and_gradients(use_triton: bool, parts: list[torch.Tensor], targets: torch.Tensor, **options) -> list:
+def scores_and_gradients(
+    use_triton: bool, parts: list[torch.Tensor], targets: torch.Tensor, **options
+) -> list:
     """Log-probs, entropies, squares and the gradients of states, weight and bias."""
     heads._Call = lambda *asked: Call(*asked[:-1], use_triton)
     hidden, weight, *bias = (part.detach().clone().requires_grad_() for part in parts)
@@ -27,25 +29,37 @@ def scores_and_gradients(use_triton: bool, parts: list[torch.Tensor], targets: t
         loss = loss + scores.entropy @ outer[1]
     loss.backward()
     found = [scores.log_probs.detach(), *(leaf.grad for leaf in (hidden, weight, *bias))]
-    return found + [one.detach() for one in (scores.entropy, scores.sum_pi_squared) if one is not None]
+    return found + [
+        one.detach() for one in (scores.entropy, scores.sum_pi_squared) if one is not None
+    ]
 
 
-def check(dtype: torch.dtype, *, has_bias: bool, wanted: tuple[str, ...], temperature: float) -> None:
+def check(
+    dtype: torch.dtype, *, has_bias: bool, wanted: tuple[str, ...], temperature: float
+) -> None:
     """Half-precision gradients are rounded before they are multiplied, elsewhere in either way."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(ROWS, HIDDEN, generator=generator) / 3
-    parts = [hidden, weight, torch.randn(ROWS, generator=generator)] if has_bias else [hidden, weight]
+    parts = (
+        [hidden, weight, torch.randn(ROWS, generator=generator)] if has_bias else [hidden, weight]
+    )
     parts = [part.to(dtype) for part in parts]
     targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
-    options = {"temperature": temperature, "chunk_tokens": 140} | {f"with_{name}": True for name in wanted}
+    options = {"temperature": temperature, "chunk_tokens": 140} | {
+        f"with_{name}": True for name in wanted
+    }
     found = scores_and_gradients(True, parts, targets, **options)
     expected = scores_and_gradients(False, parts, targets, **options)
     assert len(found) == 3 + has_bias + len(wanted)
     for ours, theirs in zip(found, expected, strict=True):
         bound = 2e-5 if ours.dtype == torch.float32 else 0.02
         torch.testing.assert_close(
-            ours.float(), theirs.float(), rtol=bound, atol=bound * theirs.abs().max().item(), check_dtype=False
+            ours.float(),
+            theirs.float(),
+            rtol=bound,
+            atol=bound * theirs.abs().max().item(),
+            check_dtype=False,
         )
     print(f"agrees: {dtype}, bias {has_bias}, {wanted}, temperature {temperature}", flush=True)
 
@@ -57,7 +71,12 @@ def check_fused(*shape: int) -> None:
     weight = torch.randn(shape[-1], generator=generator).half()
     normed, scales = fused_triton.norm(hidden, weight, 1e-5)
     grads = fused_triton.norm_gradients(outer, hidden, weight, scales)
-    found = [normed, *grads, fused_triton.gated(hidden, other), *fused_triton.gated_gradients(outer, hidden, other)]
+    found = [
+        normed,
+        *grads,
+        fused_triton.gated(hidden, other),
+        *fused_triton.gated_gradients(outer, hidden, other),
+    ]
     expected = []
     for call, inputs in (
         (lambda *two: RMSNorm.apply(*two, 1e-5), (hidden, weight)),

@@ -50,7 +50,11 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     with pytest.MonkeyPatch.context() as patch:
         # The server keeps the environment in which it starts.
         for name, value in own.items():

@@ -58,7 +58,11 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
 }
 KINDS: Mapping[str, tuple[str, type[Scorer], Memory]] = {
     "policy": ("tied", PolicyScorer, Memory()),
-    "policy, untied": ("untied", PolicyScorer, Memory(gradient_checkpointing=True, reshard_after_forward=False)),
+    "policy, untied": (
+        "untied",
+        PolicyScorer,
+        Memory(gradient_checkpointing=True, reshard_after_forward=False),
+    ),
     "critic": ("tied", ValueScorer, Memory()),
 }
 IN_BFLOAT16 = ("one process", "sp 2", "pp 2", "fsdp 2 x tp 2")
@@ -108,13 +112,21 @@ def learn(
     """Run some updates; the metrics of each, in every process."""
     config = ActorConfig(entropy_coeff=0.05)
     # One of the policies learns from a teacher's likeliest tokens as well.
-    teacher = DistillationConfig(enable=True, loss_mode="forward_kl_topk") if "untied" in kind else None
-    objective = ValueObjective(CriticConfig()) if kind == "critic" else PolicyObjective(config, None, teacher)
+    teacher = (
+        DistillationConfig(enable=True, loss_mode="forward_kl_topk") if "untied" in kind else None
+    )
+    objective = (
+        ValueObjective(CriticConfig())
+        if kind == "critic"
+        else PolicyObjective(config, None, teacher)
+    )
     told = []
     for passes in updates:
         part = update(engine, own_rows(batch, engine), objective, passes, lr=0.5, temperature=0.7)
         answers = engine.world.gather(part if engine.processes.place.is_collected else None)
-        whole = DataProto.concat([DataProto(meta_info={"metrics": metrics}) for metrics in answers if metrics])
+        whole = DataProto.concat(
+            [DataProto(meta_info={"metrics": metrics}) for metrics in answers if metrics]
+        )
         told.append(reduce_metrics(whole.meta_info["metrics"]))
     return told
 
@@ -122,7 +134,9 @@ def learn(
 def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine)
-    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, top_k=3)
+    scores = infer(
+        engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, top_k=3
+    )
     scores.pop("top_ids", None)  # where two are alike by rounding, either may be the likelier one
     part = DataProto.from_dict({**scores, "row_index": rows.batch["row_index"]})
     answers = engine.world.gather(part if engine.processes.place.is_collected else None)
@@ -132,7 +146,12 @@ def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
 
 
 def run(
-    folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str, dtype: torch.dtype = torch.float32
+    folder: Path,
+    batch: DataProto,
+    layout: Layout,
+    world: ProcessGroup,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     return ask_and_learn(make_engine(folder, layout, world, kind, dtype), batch, kind)
 
@@ -158,7 +177,10 @@ def run_and_save(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[st
     writer.start({folder / "saved": engine.state(PARTS)})
     metrics = learn(engine, batch, "policy")
     writer.is_written(wait=True)
-    return {f"{SAVED}, policy": first_steps, "undisturbed": {"metrics": metrics, "weights": weights_of(engine)}}
+    return {
+        f"{SAVED}, policy": first_steps,
+        "undisturbed": {"metrics": metrics, "weights": weights_of(engine)},
+    }
 
 
 def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup) -> dict[str, Any]:
@@ -173,7 +195,11 @@ def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup) -
     are_there = [master.data_ptr() in windows for master in engine.parameters.masters.values()]
     with engine.awake("weights"):
         weights = weights_of(engine)
-    return {"metrics": metrics, "weights": weights, "share in the file": sum(are_there) / len(are_there)}
+    return {
+        "metrics": metrics,
+        "weights": weights,
+        "share in the file": sum(are_there) / len(are_there),
+    }
 
 
 def meet(folder: Path, place: WorkerPlace) -> None:

@@ -50,8 +50,12 @@ def make_config(folder: Path, dtype: str, use_checkpointing: bool) -> Config:
 def make_worker(
     folder: Path, place: WorkerPlace, dtype: str = "float32", *, use_checkpointing: bool = False
 ) -> tuple[ActorRolloutRefWorker, dict[str, str]]:
-    backend = Tokenizer(models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2")
+    backend = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w2")
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2"
+    )
     with placed(place):
         worker = ActorRolloutRefWorker(make_config(folder, dtype, use_checkpointing), tokenizer)
     return worker, worker.init_model()
@@ -84,8 +88,13 @@ def run(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     rows.batch["ref_log_prob"] = worker.compute_ref_log_prob(rows).batch["ref_log_prob"]
     results: dict[str, Any] = {"choices": choices, "begin": weights(worker, is_merged=False)}
     results["metrics"] = learn(worker, rows, 2)
-    results["held"], results["merged"] = weights(worker, is_merged=False), weights(worker, is_merged=True)
-    results["reference again"] = whole(worker, worker.compute_ref_log_prob(rows)).batch["ref_log_prob"]
+    results["held"], results["merged"] = (
+        weights(worker, is_merged=False),
+        weights(worker, is_merged=True),
+    )
+    results["reference again"] = whole(worker, worker.compute_ref_log_prob(rows)).batch[
+        "ref_log_prob"
+    ]
     results["log_probs"] = whole(worker, worker.compute_log_prob(rows)).batch["old_log_probs"]
     worker.publish_weights(1)
     prompts = rows.select(["input_ids", "attention_mask", "position_ids"])
@@ -94,9 +103,13 @@ def run(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     prompts.meta_info["do_sample"] = True
     prompts.non_tensor_batch["uid"] = rows.batch["row_index"].numpy().astype(str).astype(object)
     answers = worker.generate_sequences(prompts)
-    results["rollout"] = whole(worker, DataProto.from_dict({"told": answers.batch["rollout_log_probs"]})).batch["told"]
+    results["rollout"] = whole(
+        worker, DataProto.from_dict({"told": answers.batch["rollout_log_probs"]})
+    ).batch["told"]
     results["trainer"] = whole(worker, worker.compute_log_prob(answers)).batch["old_log_probs"]
-    results["mask"] = whole(worker, DataProto.from_dict({"mask": answers.batch["response_mask"]})).batch["mask"]
+    results["mask"] = whole(
+        worker, DataProto.from_dict({"mask": answers.batch["response_mask"]})
+    ).batch["mask"]
     saved = folder / f"saved by {place.world_size}"
     worker.save_checkpoint(saved)
     results["third step"] = learn(worker, rows, 1)

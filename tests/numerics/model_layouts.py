@@ -38,22 +38,32 @@ def give_adapter(loaded: LoadedModel) -> LoadedModel:
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     in_attention = [name for name in linear if "attn" in name]
     has_others = any(mixtures(model)) or model.config.model_type == "falcon_h1"
-    section = ModelConfig(path=".", lora_rank=3, target_modules=in_attention if has_others else "all-linear")
+    section = ModelConfig(
+        path=".", lora_rank=3, target_modules=in_attention if has_others else "all-linear"
+    )
     read_a = add_adapter(model, section, seed=5)
     factors = {name: one for name, one in model.named_parameters() if is_factor(name)}
 
     def value(name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sorted(factors).index(name))
-        return torch.randn(factors[name].shape, generator=generator) * 0.2 if ".lora_B." in name else read_a(name)
+        return (
+            torch.randn(factors[name].shape, generator=generator) * 0.2
+            if ".lora_B." in name
+            else read_a(name)
+        )
 
     if read is not None:
-        return LoadedModel(loaded.scorer, lambda name: value(name) if name in factors else read(base_name(name)))
+        return LoadedModel(
+            loaded.scorer, lambda name: value(name) if name in factors else read(base_name(name))
+        )
     for name, one in factors.items():
         one.data.copy_(value(name))
     return loaded
 
 
-def make_engine(folder: Path, layout: Layout, world: ProcessGroup, *, has_adapter: bool = False) -> FSDPEngine:
+def make_engine(
+    folder: Path, layout: Layout, world: ProcessGroup, *, has_adapter: bool = False
+) -> FSDPEngine:
     if layout.is_whole:
         loaded = LoadedModel(PolicyScorer(load_causal_lm(folder, dtype=torch.float32)), None)
     else:
@@ -61,7 +71,9 @@ def make_engine(folder: Path, layout: Layout, world: ProcessGroup, *, has_adapte
         assert not missing
     loaded = give_adapter(loaded) if has_adapter else loaded
     # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
-    training = Training(OptimConfig(eps=1.0, weight_decay=0.01), grad_clip=0.05, max_nonfinite_steps=2)
+    training = Training(
+        OptimConfig(eps=1.0, weight_decay=0.01), grad_clip=0.05, max_nonfinite_steps=2
+    )
     processes = Processes.arrange(world, layout)
     how = {"dtype": torch.float32, "device": CPU, "training": training, "processes": processes}
     return FSDPEngine(loaded.scorer, read=loaded.read, **how)
@@ -73,7 +85,9 @@ def main(rank: int, folder: Path, port: int) -> None:
     results: dict[str, Any] = {}
     for case in (folder / "cases").read_text().splitlines():
         name, layout, *adapter = case.split(" | ")
-        engine = make_engine(folder / name.replace(" ", "_"), LAYOUTS[layout], world, has_adapter=bool(adapter))
+        engine = make_engine(
+            folder / name.replace(" ", "_"), LAYOUTS[layout], world, has_adapter=bool(adapter)
+        )
         asked = ask(engine, batch)
         learn(engine, batch, "policy", TWO_STEPS)
         weights = {key: weight.clone() for key, weight in engine.weights()}

@@ -9,6 +9,8 @@ class Recording(FSDPEngine):
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         self.parameters.attach_gradients()
-        self.recorded = {name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained}
+        self.recorded = {
+            name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained
+        }
         self.parameters.clear_gradients()
         return OptimizerStep(0.0, is_applied=True)

@@ -74,7 +74,10 @@ def with_a_broken_row(batch: DataProto) -> None:
 # Three processes divide neither the mini-batches nor seven rows; of four, some have no row of three, or none with a
 # gradient. How a loss is averaged depends on neither.
 CASES = {
-    **{mode: Case(PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": mode})), (2,)) for mode in LOSS_AGG_MODES},
+    **{
+        mode: Case(PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": mode})), (2,))
+        for mode in LOSS_AGG_MODES
+    },
     "several steps": Case(PLAIN, (2, 3), SEVERAL_STEPS),
     "several steps, in the order of the ranks": Case(
         PLAIN, (3,), replace(SEVERAL_STEPS, shuffle_seed=None), is_dealt=False
@@ -82,7 +85,9 @@ CASES = {
     "seven rows": Case(PLAIN, (3, 4), SEVERAL_STEPS, num_rows=7),
     "three rows": Case(PLAIN, (2, 4), Passes(2, 1, MICRO), num_rows=3),
     "no advantage": Case(PLAIN, (4,), SEVERAL_STEPS, change=without_advantage),
-    "advantage on one rank": Case(PLAIN, (4,), num_rows=8, is_dealt=False, change=with_advantage_in_two_rows),
+    "advantage on one rank": Case(
+        PLAIN, (4,), num_rows=8, is_dealt=False, change=with_advantage_in_two_rows
+    ),
     "critic": Case(ValueObjective(CriticConfig()), (3,), Passes(5, 1, MICRO, shuffle_seed=3)),
     "not finite": Case(PLAIN, (2, 4), change=with_a_broken_row),
 }
@@ -99,7 +104,9 @@ def make_engine(folder: Path, replicas: ProcessGroup, scorer: type = PolicyScore
     model = load_causal_lm(folder / "model", dtype=torch.float32, device=CPU)
     training = Training(OPTIMIZER, grad_clip=1e6, max_nonfinite_steps=2)
     processes = Processes.arrange(replicas, Layout(dp_replicate=replicas.size))
-    return FSDPEngine(scorer(model), dtype=torch.float32, device=CPU, training=training, processes=processes)
+    return FSDPEngine(
+        scorer(model), dtype=torch.float32, device=CPU, training=training, processes=processes
+    )
 
 
 def own_rows(batch: DataProto, case: Case, replicas: ProcessGroup) -> DataProto:
@@ -126,19 +133,25 @@ def state_of(engine: FSDPEngine, replicas: ProcessGroup) -> dict[str, Any]:
         if engine.optimizer.state.get(master)
     }
     others = replicas.gather((weights, moments))
-    is_equal = all(same_bits(weights, other[0]) and same_bits(moments, other[1]) for other in others)
+    is_equal = all(
+        same_bits(weights, other[0]) and same_bits(moments, other[1]) for other in others
+    )
     return {"weights": weights, "moments": moments, "is_equal": is_equal}
 
 
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def learn(engine: FSDPEngine, batch: DataProto, case: Case) -> dict[str, float]:
     """One update; the metrics of all ranks together."""
     rows = own_rows(batch, case, engine.replicas)
     metrics = update(engine, rows, case.objective, case.passes, lr=0.5, temperature=0.7)
-    return reduce_metrics(whole(DataProto(meta_info={"metrics": metrics}), engine.replicas).meta_info["metrics"])
+    return reduce_metrics(
+        whole(DataProto(meta_info={"metrics": metrics}), engine.replicas).meta_info["metrics"]
+    )
 
 
 def run_case(folder: Path, batch: DataProto, case: Case, replicas: ProcessGroup) -> dict[str, Any]:
@@ -156,7 +169,9 @@ def ask(folder: Path, batch: DataProto, replicas: ProcessGroup) -> dict[str, Ten
     return dict(whole(DataProto.from_dict({**scores, **values}), replicas).batch.items())
 
 
-def go_on(folder: Path, batch: DataProto, replicas: ProcessGroup, *, save: str = "", load: str = "") -> dict[str, Any]:
+def go_on(
+    folder: Path, batch: DataProto, replicas: ProcessGroup, *, save: str = "", load: str = ""
+) -> dict[str, Any]:
     """Two updates with a checkpoint between them, or the second of them from one."""
     engine, parts = make_engine(folder, replicas), frozenset({"model", "optimizer"})
     if load:
@@ -186,7 +201,9 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     """A step of the policy's worker from `count` answers to each of three prompts."""
     vocabulary = {f"w{number}": number for number in range(97)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2"
+    )
     role = {
         "ppo_mini_batch_size": 2,
         "fsdp_config": {"model_dtype": "float32"},
@@ -195,7 +212,11 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     }
     config = Config(
         data={"train_batch_size": 3, "max_prompt_length": 4, "max_response_length": 5},
-        actor_rollout_ref={"model": {"path": str(folder / "model")}, "actor": role, "rollout": {"n": count}},
+        actor_rollout_ref={
+            "model": {"path": str(folder / "model")},
+            "actor": role,
+            "rollout": {"n": count},
+        },
         trainer={"device": "cpu"},
     )
     with placed(place):
@@ -203,15 +224,23 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     worker.init_model()
     input_ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3], [0, 4, 4, 4]])
     attention = (input_ids != 0).long()
-    tensors = {"input_ids": input_ids, "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(0)}
-    prompts = DataProto.from_dict(tensors, {"uid": ["a", "b", "c"]}, {"global_steps": 1, "total_training_steps": 9})
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(-1) - 1).clamp(0),
+    }
+    prompts = DataProto.from_dict(
+        tensors, {"uid": ["a", "b", "c"]}, {"global_steps": 1, "total_training_steps": 9}
+    )
     prompts = repeat_prompts(prompts, count).chunk(place.world_size)[place.rank]
     part = worker.generate_sequences(prompts)
     part.meta_info |= prompts.meta_info
     for scored in (worker.compute_log_prob(part), worker.compute_ref_log_prob(part)):
         del scored.meta_info["metrics"]
         part.union(scored)
-    part.batch["advantages"] = part.batch["response_mask"] * (part.batch["responses"][:, :1] - 48.0) / 48
+    part.batch["advantages"] = (
+        part.batch["response_mask"] * (part.batch["responses"][:, :1] - 48.0) / 48
+    )
     metrics = worker.update_actor(part).meta_info.pop("metrics")
     worker.publish_weights(1)
     prompts.meta_info["do_sample"] = False
@@ -219,7 +248,10 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     part.meta_info["metrics"] = metrics
     collected = whole(part, worker.processes.replicas)
     worker.close()
-    return {**dict(collected.batch.items()), "metrics": reduce_metrics(collected.meta_info["metrics"])}
+    return {
+        **dict(collected.batch.items()),
+        "metrics": reduce_metrics(collected.meta_info["metrics"]),
+    }
 
 
 def joining_error(place: WorkerPlace) -> str:
@@ -236,7 +268,9 @@ def meet(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     replicas = process_group.join(place, CPU)
     size = replicas.size
     results: dict[str, Any] = {
-        name: run_case(folder, batch, case, replicas) for name, case in CASES.items() if size == 1 or size in case.sizes
+        name: run_case(folder, batch, case, replicas)
+        for name, case in CASES.items()
+        if size == 1 or size in case.sizes
     }
     if size in ASKED_BY:
         results["asked"] = ask(folder, batch, replicas)
@@ -281,7 +315,9 @@ def main(rank: int, folder: Path, ports: Sequence[int]) -> None:
     if rank == 0:
         torch.save(meet(folder, WorkerPlace()), folder / "1.pt")
     if rank < 2:
-        torch.save(resume(folder, WorkerPlace(rank, 2, master_port=ports[3])), folder / "resumed.pt")
+        torch.save(
+            resume(folder, WorkerPlace(rank, 2, master_port=ports[3])), folder / "resumed.pt"
+        )
 
 
 if __name__ == "__main__":

@@ -33,10 +33,14 @@ def config_of(folder: Path, changes: dict) -> Config:
     return Config(reward_model=reward, trainer={"device": "cpu"})
 
 
-def scores(folder: Path, place: WorkerPlace, batch: DataProto, changes: dict) -> tuple[int, bool, torch.Tensor]:
+def scores(
+    folder: Path, place: WorkerPlace, batch: DataProto, changes: dict
+) -> tuple[int, bool, torch.Tensor]:
     """The data-parallel rank of this process, whether it answers, and its scores of the rank's rows."""
     with placed(place):
-        worker = RewardModelWorker(config_of(folder, changes), AutoTokenizer.from_pretrained(folder / "judge"))
+        worker = RewardModelWorker(
+            config_of(folder, changes), AutoTokenizer.from_pretrained(folder / "judge")
+        )
     worker.init_model()
     stands = worker.processes.place
     rows = list(range(len(batch)))[stands.dp_rank :: worker.processes.layout.dp_size]

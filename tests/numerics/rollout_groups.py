@@ -28,7 +28,14 @@ from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.manifest import Manifest
 from quadriga.single_controller import WorkerPlace
-from quadriga.weight_sync import Fingerprint, Held, Piece, ReshardedWeights, StreamedWeights, tensor_fingerprint
+from quadriga.weight_sync import (
+    Fingerprint,
+    Held,
+    Piece,
+    ReshardedWeights,
+    StreamedWeights,
+    tensor_fingerprint,
+)
 from tests.numerics.weight_layouts import peak_bytes
 
 CPU = torch.device("cpu")
@@ -41,13 +48,28 @@ CASES: Mapping[str, tuple[Layout, int, str]] = {
     "tp 2 -> tp 2": (Layout(tp=2), 2, "untied"),
 }
 """Training layout, ranks of a rollout group, and model."""
-PROMPTS = [[5, 9, 11, 2, 7], [3, 3, 8], [5, 9, 11, 2, 7], [60, 61, 62, 63, 64, 65, 66], [1], [90, 4]]
+PROMPTS = [
+    [5, 9, 11, 2, 7],
+    [3, 3, 8],
+    [5, 9, 11, 2, 7],
+    [60, 61, 62, 63, 64, 65, 66],
+    [1],
+    [90, 4],
+]
 
 
 def sampling() -> list[SamplingParams]:
     """Greedy and sampled ones, with and without filters."""
-    drawn = [SamplingParams(12, seed=7, ignore_eos=True), SamplingParams(20, temperature=0.7, top_p=0.9, seed=8)]
-    return [SamplingParams(16, temperature=0, ignore_eos=True), *drawn, *drawn, SamplingParams(9, seed=1, top_k=5)]
+    drawn = [
+        SamplingParams(12, seed=7, ignore_eos=True),
+        SamplingParams(20, temperature=0.7, top_p=0.9, seed=8),
+    ]
+    return [
+        SamplingParams(16, temperature=0, ignore_eos=True),
+        *drawn,
+        *drawn,
+        SamplingParams(9, seed=1, top_k=5),
+    ]
 
 
 def plain(completions: list[Completion]) -> list[tuple[list[int], list[float], str]]:
@@ -72,7 +94,8 @@ def make_trainer(path: Path, layout: Layout, world: ProcessGroup) -> FSDPEngine:
 
 def pieces(engine: FSDPEngine) -> Held:
     return {
-        name: (Piece(start, tuple(tensor.shape)), tensor.detach()) for name, start, tensor in engine.parameters.pieces()
+        name: (Piece(start, tuple(tensor.shape)), tensor.detach())
+        for name, start, tensor in engine.parameters.pieces()
     }
 
 
@@ -97,7 +120,11 @@ class CutsItself:
     """In the place of an engine that takes whole tensors; it keeps their fingerprints alone."""
 
     def __init__(self, path: Path, fails: bool) -> None:
-        self.manifest, self.fails, self.weight_version = Manifest.of(skeleton_causal_lm(path)), fails, -1
+        self.manifest, self.fails, self.weight_version = (
+            Manifest.of(skeleton_causal_lm(path)),
+            fails,
+            -1,
+        )
         self.marks: dict[str, str] = {}
 
     def wanted_shards(self) -> Any:
@@ -118,7 +145,9 @@ class CutsItself:
         return Fingerprint(self.marks)
 
 
-def streamed(path: Path, trainer: FSDPEngine, world: ProcessGroup, bucket_bytes: int) -> dict[str, Any]:
+def streamed(
+    path: Path, trainer: FSDPEngine, world: ProcessGroup, bucket_bytes: int
+) -> dict[str, Any]:
     """Whole tensors, a bucket at a time; in the third publication one of the engines raises."""
     sync = StreamedWeights(world.rank, world.size, CPU, bucket_bytes)
     engine, held = CutsItself(path, fails=False), pieces(trainer)
@@ -141,7 +170,11 @@ def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     held = pieces(trainer)
     group = RolloutGroup(world.rank, world.size, size, CPU)
     engine = NativeEngine(
-        skeleton_causal_lm(folder / model), group=group, dtype=torch.float32, eos_token_ids=(0,), max_num_seqs=4
+        skeleton_causal_lm(folder / model),
+        group=group,
+        dtype=torch.float32,
+        eos_token_ids=(0,),
+        max_num_seqs=4,
     )
     whole = sum(one.numel() for one in engine.model.parameters()) * 4
     bucket_bytes = whole // 16

@@ -33,13 +33,19 @@ def test_any_layout_reads_any_other(results: dict[Any, Any], writer: str, reader
 def test_names_are_those_of_the_model(results: dict[Any, Any]) -> None:
     for writer in ALL:
         names = sorted(results["files"][writer])
-        assert len(names) == len(NAMES) and {name.partition(".")[0] for name in names} == {"first", "second"}
+        assert len(names) == len(NAMES) and {name.partition(".")[0] for name in names} == {
+            "first",
+            "second",
+        }
 
 
 def test_one_rank_that_cannot_write_is_an_error_of_all(results: dict[Any, Any]) -> None:
     """It names the file; what is there is no checkpoint; the next save is one."""
     full = results["full disk"]
-    assert len(set(full["errors"])) == 1 and "full/__1_0.distcp: got OSError: [Errno 28] No space" in full["errors"][0]
+    assert (
+        len(set(full["errors"])) == 1
+        and "full/__1_0.distcp: got OSError: [Errno 28] No space" in full["errors"][0]
+    )
     assert full["is complete"] is False
     assert full["is written after"] is True
 

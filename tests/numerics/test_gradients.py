@@ -42,13 +42,17 @@ def gradients(
 ) -> dict[str, Tensor]:
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
     device = torch.device("cpu")
-    engine = Recording(PolicyScorer(model), dtype=torch.float32, device=device, training=training, **options)
+    engine = Recording(
+        PolicyScorer(model), dtype=torch.float32, device=device, training=training, **options
+    )
     objective = PolicyObjective(config, None, teacher)
     update(engine, batch, objective, Passes(len(batch), 1, micro), lr=1e-3, temperature=0.7)
     return engine.recorded
 
 
-def padded_scores(model: PreTrainedModel, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
+def padded_scores(
+    model: PreTrainedModel, batch: DataProto, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies by the book."""
     columns = batch.batch
     logits = model(
@@ -61,7 +65,9 @@ def padded_scores(model: PreTrainedModel, batch: DataProto, temperature: float) 
     return logp.gather(-1, columns["responses"][..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
 
-def reference_gradients(model: PreTrainedModel, batch: DataProto, config: ActorConfig) -> dict[str, Tensor]:
+def reference_gradients(
+    model: PreTrainedModel, batch: DataProto, config: ActorConfig
+) -> dict[str, Tensor]:
     columns, mask = batch.batch, batch.batch["response_mask"]
     log_prob, entropy = padded_scores(model, batch, 0.7)
     losses, _ = vanilla(
@@ -75,11 +81,15 @@ def reference_gradients(model: PreTrainedModel, batch: DataProto, config: ActorC
     )
 
     def total(per_token: Tensor) -> Tensor:
-        return agg_loss(per_token, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
+        return agg_loss(
+            per_token, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor
+        )
 
     loss = total(losses) - config.entropy_coeff * total(entropy)
     if config.use_kl_loss:
-        loss = loss + config.kl_loss_coef * total(kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type))
+        loss = loss + config.kl_loss_coef * total(
+            kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
+        )
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -92,7 +102,9 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
 
 @pytest.mark.parametrize("micro", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_gradient_does_not_depend_on_the_cut(make_model: Callable, batch: DataProto, mode: str, micro) -> None:
+def test_gradient_does_not_depend_on_the_cut(
+    make_model: Callable, batch: DataProto, mode: str, micro
+) -> None:
     """For every way of aggregating and of cutting, packed equals padded. Does not show it for more than one process,
     nor in bfloat16."""
     config = ActorConfig(loss_agg_mode=mode, loss_scale_factor=5)
@@ -101,10 +113,18 @@ def test_gradient_does_not_depend_on_the_cut(make_model: Callable, batch: DataPr
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_gradient_with_entropy_and_divergence(make_model: Callable, batch: DataProto, mode: str) -> None:
+def test_gradient_with_entropy_and_divergence(
+    make_model: Callable, batch: DataProto, mode: str
+) -> None:
     """The bonus and the divergence reach the gradient too. Does not show it for every kind of divergence: these are
     shown where they are defined."""
-    config = ActorConfig(loss_agg_mode=mode, entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+    config = ActorConfig(
+        loss_agg_mode=mode,
+        entropy_coeff=0.05,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_type="k3",
+    )
     expected = reference_gradients(make_model("eager"), batch, config)
     for micro in (WHOLE, CUTS["three"]):
         assert largest_difference(gradients(make_model(), batch, config, micro), expected) < 1e-5
@@ -112,20 +132,36 @@ def test_gradient_with_entropy_and_divergence(make_model: Callable, batch: DataP
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize("loss_mode", ["k1", "k3", "k3+", "forward_kl_topk"])
-def test_gradient_from_a_teacher(make_model: Callable, batch: DataProto, mode: str, loss_mode: str) -> None:
+def test_gradient_from_a_teacher(
+    make_model: Callable, batch: DataProto, mode: str, loss_mode: str
+) -> None:
     """Reverse KL as a policy gradient (k1) and as a loss, and forward KL over the teacher's likeliest tokens, whatever
     the cut; its bounds act. Does not show it on several processes, which test_layouts.py does."""
     teacher = make_teacher(batch)
     config, columns = ActorConfig(loss_agg_mode=mode), batch.batch
-    options = {"log_prob_min_clamp": -6.0, "loss_max_clamp": 0.9} if loss_mode == "forward_kl_topk" else {}
-    settings = {"loss_mode": loss_mode, "use_policy_gradient": loss_mode == "k1", "loss_coef": 0.3, **options}
+    options = (
+        {"log_prob_min_clamp": -6.0, "loss_max_clamp": 0.9}
+        if loss_mode == "forward_kl_topk"
+        else {}
+    )
+    settings = {
+        "loss_mode": loss_mode,
+        "use_policy_gradient": loss_mode == "k1",
+        "loss_coef": 0.3,
+        **options,
+    }
     distillation = DistillationConfig(enable=True, **settings)
     model, mask = make_model("eager"), columns["response_mask"]
-    logits = model(**{name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
+    logits = model(
+        **{name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    ).logits
     logp = (logits[:, -mask.shape[1] - 1 : -1] / 0.7).log_softmax(-1)
     own, q = logp.gather(-1, columns["responses"][..., None])[..., 0], columns["teacher_log_prob"]
     if loss_mode == "forward_kl_topk":
-        p, told = logp.gather(-1, columns["teacher_top_ids"].long()).clamp(min=-6.0), teacher.clamp(min=-6.0)
+        p, told = (
+            logp.gather(-1, columns["teacher_top_ids"].long()).clamp(min=-6.0),
+            teacher.clamp(min=-6.0),
+        )
         summed = (told.exp() * (told - p)).sum(-1)
         divergence = summed.clamp(0, 0.9)
         is_moved = ((summed > 0) & (summed < 0.9))[mask.bool()]
@@ -135,7 +171,13 @@ def test_gradient_from_a_teacher(make_model: Callable, batch: DataProto, mode: s
         divergence = own - q if loss_mode == "k1" else kl_penalty(own, q, loss_mode)
     advantages = columns["advantages"] - (0.3 * (own - q).detach() if loss_mode == "k1" else 0.0)
     losses, _ = vanilla(
-        columns["old_log_probs"], own, advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0
+        columns["old_log_probs"],
+        own,
+        advantages,
+        mask,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_ratio_c=3.0,
     )
     if loss_mode != "k1":
         losses = losses + 0.3 * divergence
@@ -168,7 +210,9 @@ def test_likeliest_tokens(make_model: Callable, batch: DataProto) -> None:
     for micro in (WHOLE, CUTS["three"]):
         scores = infer(engine, batch, micro, temperature=1.3, top_k=4)
         assert torch.equal(scores["top_ids"][mask], expected.indices[mask].int())
-        torch.testing.assert_close(scores["top_log_probs"][mask], expected.values[mask].detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            scores["top_log_probs"][mask], expected.values[mask].detach(), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_gradient_checkpointing_changes_no_bit(make_model: Callable, batch: DataProto) -> None:
@@ -192,11 +236,17 @@ def test_log_probs_and_entropies(make_model: Callable, batch: DataProto) -> None
     mask = batch.batch["response_mask"]
     for micro in (WHOLE, *CUTS.values()):
         scores = infer(engine, batch, micro, temperature=1.3, with_entropy=True)
-        torch.testing.assert_close(scores["log_probs"], (log_probs * mask).detach(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(scores["entropy"], (entropy * mask).detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            scores["log_probs"], (log_probs * mask).detach(), atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            scores["entropy"], (entropy * mask).detach(), atol=1e-5, rtol=1e-5
+        )
 
 
-def test_rows_without_advantage_are_counted_and_not_computed(make_model: Callable, batch: DataProto) -> None:
+def test_rows_without_advantage_are_counted_and_not_computed(
+    make_model: Callable, batch: DataProto
+) -> None:
     """Three of twelve rows have no advantage: they change no gradient, and are left out of the computation."""
     engine = Recording(
         PolicyScorer(make_model()),
@@ -207,25 +257,41 @@ def test_rows_without_advantage_are_counted_and_not_computed(make_model: Callabl
     metrics = update(engine, batch, PolicyObjective(ActorConfig()), Passes(99, 1, WHOLE), lr=1e-3)
     assert metrics["actor/computed_sequences"].value == len(batch) - 3
     with_entropy = PolicyObjective(ActorConfig(entropy_coeff=0.1))
-    assert update(engine, batch, with_entropy, Passes(99, 1, WHOLE), lr=1e-3)["actor/computed_sequences"].value == 12
+    assert (
+        update(engine, batch, with_entropy, Passes(99, 1, WHOLE), lr=1e-3)[
+            "actor/computed_sequences"
+        ].value
+        == 12
+    )
 
 
-def test_a_batch_without_any_advantage_is_still_looked_at(make_model: Callable, batch: DataProto) -> None:
+def test_a_batch_without_any_advantage_is_still_looked_at(
+    make_model: Callable, batch: DataProto
+) -> None:
     """No row is computed for its gradient, which is zero; entropy and the distance from the rollout are told all the
     same. Does not show them for every row: one micro-batch stands for the batch."""
     batch.batch["advantages"] = torch.zeros_like(batch.batch["advantages"])
     batch.batch.pop("old_log_probs")
     training = Training(OptimConfig(), 1.0, 3)
-    engine = FSDPEngine(PolicyScorer(make_model()), dtype=torch.float32, device=torch.device("cpu"), training=training)
+    engine = FSDPEngine(
+        PolicyScorer(make_model()),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        training=training,
+    )
     known = infer(engine, batch, WHOLE, temperature=0.7, with_entropy=True)
     mask = batch.batch["response_mask"]
     batch.batch["rollout_log_probs"] = known["log_probs"] + 0.25 * mask
     before = {name: weight.clone() for name, weight in engine.weights()}
-    metrics = update(engine, batch, PolicyObjective(ActorConfig()), Passes(99, 1, WHOLE), lr=0.0, temperature=0.7)
+    metrics = update(
+        engine, batch, PolicyObjective(ActorConfig()), Passes(99, 1, WHOLE), lr=0.0, temperature=0.7
+    )
     assert metrics["actor/computed_sequences"].value == metrics["actor/pg_loss"].value == 0
     assert metrics["actor/grad_norm"].value == 0
     assert metrics["rollout/log_prob_diff_mean"].value == pytest.approx(0.25, abs=1e-5)
-    assert metrics["actor/entropy"].value == pytest.approx(float(known["entropy"].sum() / mask.sum()), rel=1e-5)
+    assert metrics["actor/entropy"].value == pytest.approx(
+        float(known["entropy"].sum() / mask.sum()), rel=1e-5
+    )
     assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
 
 

@@ -36,7 +36,13 @@ def test_parts_say_what_the_whole_says(results: list[Any]) -> None:
     for (sizes, temperature, dtype), found in cases:
         for name, error in found.items():
             is_rounded = dtype == "torch.bfloat16" and name in ("hidden", "weight", "bias")
-            assert error <= (0.01 if is_rounded else ROUNDING), (sizes, temperature, dtype, name, error)
+            assert error <= (0.01 if is_rounded else ROUNDING), (
+                sizes,
+                temperature,
+                dtype,
+                name,
+                error,
+            )
 
 
 def test_all_ranks_get_the_same_bits(results: list[Any]) -> None:
@@ -48,7 +54,9 @@ def test_a_token_that_nobody_holds_and_a_top_beyond_the_vocabulary(results: list
     for _, few, _ in results:
         assert few.entropy is None and few.sum_pi_squared is None
         assert few.log_probs.tolist() == [pytest.approx(-math.log(12)), -math.inf]
-        assert few.top_log_probs[0].tolist() == [pytest.approx(-math.log(12))] * 12 + [-math.inf] * 2
+        assert (
+            few.top_log_probs[0].tolist() == [pytest.approx(-math.log(12))] * 12 + [-math.inf] * 2
+        )
         assert sorted(few.top_ids[0].tolist()) == [-1, -1, *range(12)]
 
 

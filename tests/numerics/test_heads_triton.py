@@ -17,8 +17,13 @@ from quadriga.models.heads import HAS_TRITON
 from tests.limits import PROGRAM_S
 
 
-@pytest.mark.parametrize(("program", "num_cases"), [("heads_interpreted.py", 7), ("decode_interpreted.py", 49)])
-@pytest.mark.skipif(not HAS_TRITON, reason="the package triton is not installed, so its kernels were not interpreted")
+@pytest.mark.parametrize(
+    ("program", "num_cases"), [("heads_interpreted.py", 7), ("decode_interpreted.py", 49)]
+)
+@pytest.mark.skipif(
+    not HAS_TRITON,
+    reason="the package triton is not installed, so its kernels were not interpreted",
+)
 def test_kernels_compute_what_torch_does(program: str, num_cases: int) -> None:
     """Of the head values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, half precision,
     and what is asked for beside log-probs. Of a decode step norms, rotary positions, gates, attention in one part and

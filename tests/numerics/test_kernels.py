@@ -17,7 +17,9 @@ from quadriga.rollout.native import attention, kernels, network, products
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, about_kernels
 from quadriga.rollout.native.network import PlainNetwork, TorchElementwise
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]
+)
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
 
 
@@ -48,7 +50,9 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 @pytest.mark.parametrize("operation", ["normalize", "rotate", "gate"])
-def test_small_things_round_as_torch_does(loops: Kernels, operation: str, num_rows: int, dtype: torch.dtype) -> None:
+def test_small_things_round_as_torch_does(
+    loops: Kernels, operation: str, num_rows: int, dtype: torch.dtype
+) -> None:
     """In bfloat16 the same, but where the order of a sum decides how it is rounded; in float32 to the last bits."""
     compute: dict[str, Callable[..., torch.Tensor]] = {
         "normalize": lambda way: way.normalize(
@@ -71,7 +75,9 @@ def test_small_things_round_as_torch_does(loops: Kernels, operation: str, num_ro
 @DTYPES
 def test_the_gate_far_from_zero(loops: Kernels, dtype: torch.dtype) -> None:
     """Where exp leaves its range on either side, and where a number is none."""
-    gate = torch.tensor([-200.0, -88.0, -87.0, 0.0, 87.0, 88.0, 200.0, *NOT_FINITE] + [1.0] * 22).to(dtype)
+    gate = torch.tensor(
+        [-200.0, -88.0, -87.0, 0.0, 87.0, 88.0, 200.0, *NOT_FINITE] + [1.0] * 22
+    ).to(dtype)
     states = torch.cat((gate, torch.full_like(gate, 2.0)))[None]
     torch.testing.assert_close(
         loops.gate(states), TorchElementwise().gate(states), atol=1e-30, rtol=1e-6, equal_nan=True
@@ -90,7 +96,9 @@ def test_what_is_no_number_stays_none(loops: Kernels, value: float) -> None:
         assert not found[1].isfinite().any()
 
 
-@pytest.mark.parametrize("pattern", [0x7FC00001, 0x7F800001, 0x7F800000], ids=["quiet", "signalling", "infinite"])
+@pytest.mark.parametrize(
+    "pattern", [0x7FC00001, 0x7F800001, 0x7F800000], ids=["quiet", "signalling", "infinite"]
+)
 def test_a_broken_key_breaks_the_answers_that_see_it(loops: Kernels, pattern: int) -> None:
     """Whatever stands in the bits of what is no number: exp must not make a share of it."""
     attended = Attended(3, 2, 1, 32, torch.float32)
@@ -104,10 +112,13 @@ def test_a_broken_key_breaks_the_answers_that_see_it(loops: Kernels, pattern: in
 class Attended:
     """A token of each slot, prefixes, and responses so far, of any shape."""
 
-    def __init__(self, num_rows: int, num_key_heads: int, group: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_rows: int, num_key_heads: int, group: int, size: int, dtype: torch.dtype
+    ) -> None:
         shapes = [(2, num_key_heads, 70, size), (num_rows, num_key_heads, 9, size)]
         self.prefixes, self.own = (
-            KeysAndValues(random(*shape, dtype=torch.float32), -random(*shape, dtype=torch.float32)) for shape in shapes
+            KeysAndValues(random(*shape, dtype=torch.float32), -random(*shape, dtype=torch.float32))
+            for shape in shapes
         )
         self.token = random(num_rows, num_key_heads * (group + 2), size, dtype=dtype)
         self.sizes = (num_key_heads * group, num_key_heads, num_key_heads)
@@ -123,7 +134,9 @@ class Attended:
         """The same, row by row in float64."""
         query, key, value = (part.double() for part in self.token.split(self.sizes, 1))
         rows = []
-        for row, (place, length, written) in enumerate(zip(*(part.tolist() for part in self.places), strict=True)):
+        for row, (place, length, written) in enumerate(
+            zip(*(part.tolist() for part in self.places), strict=True)
+        ):
             keys, values = (
                 torch.cat((shared[place, :, :length], own[row, :, :written], new[row, :, None]), 1)
                 .double()
@@ -138,9 +151,12 @@ class Attended:
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("num_rows", [1, 23])
 @pytest.mark.parametrize(
-    ("group", "size"), [(1, 16), (2, 48), (3, 64), (4, 128), (5, 32), (6, 16), (7, 80), (8, 256), (13, 16)]
+    ("group", "size"),
+    [(1, 16), (2, 48), (3, 64), (4, 128), (5, 32), (6, 16), (7, 80), (8, 256), (13, 16)],
 )
-def test_attention_of_any_shape(loops: Kernels, dtype: torch.dtype, num_rows: int, group: int, size: int) -> None:
+def test_attention_of_any_shape(
+    loops: Kernels, dtype: torch.dtype, num_rows: int, group: int, size: int
+) -> None:
     """Against float64; the token's own key and value are in the cache afterwards."""
     attended = Attended(num_rows, 2, group, size, dtype)
     expected, found = attended.exactly(), attended.by(loops)
@@ -162,7 +178,9 @@ def test_a_row_does_not_depend_on_the_others(loops: Kernels) -> None:
     expected = states.double() @ torch.cat(weights).double().T + torch.cat(biases).double()
     torch.testing.assert_close(together.double(), expected, atol=1e-5, rtol=0)
     for row in (0, 7, 22):
-        assert torch.equal(loops.multiply(states[row : row + 1], weights, biases, torch.float32)[0], together[row])
+        assert torch.equal(
+            loops.multiply(states[row : row + 1], weights, biases, torch.float32)[0], together[row]
+        )
 
 
 def test_sizes_that_do_not_fit_are_not_taken(loops: Kernels) -> None:
@@ -193,7 +211,11 @@ def test_tensors_that_are_not_what_they_are_taken_for(loops: Kernels) -> None:
         lambda: loops.normalize(weight, random(32, dtype=torch.float32), 1e-5),
         lambda: loops.normalize(weight, random(16, dtype=torch.bfloat16), 1e-5),
         lambda: loops.gate(random(64, 2, dtype=torch.float32).T),
-        lambda: loops.rotate(random(4, 2, 3, 32, dtype=torch.float32), 2, *[random(1, 2, 32, dtype=torch.float32)] * 2),
+        lambda: loops.rotate(
+            random(4, 2, 3, 32, dtype=torch.float32),
+            2,
+            *[random(1, 2, 32, dtype=torch.float32)] * 2,
+        ),
     ]
     for number, call in enumerate(bad):
         with pytest.raises(AssertionError):
@@ -207,8 +229,18 @@ def test_tensors_that_are_not_what_they_are_taken_for(loops: Kernels) -> None:
 
 def _model(dtype: torch.dtype, width: int = 96) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2, "vocab_size": 200}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": width,
+        "num_hidden_layers": 2,
+        "vocab_size": 200,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "initializer_range": 0.1,
+    }
     config = LlamaConfig(**sizes, **heads, eos_token_id=1)
     config._attn_implementation = ATTENTION_NAME
     return LlamaForCausalLM(config).to(dtype).eval()
@@ -245,12 +277,17 @@ def _compiler(folder: Path, script: str) -> str:
     return f"{folder}:/usr/bin:/bin"
 
 
-def test_why_there_are_none(loops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_there_are_none(
+    loops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No compiler, one that fails, one that makes no library, a folder that takes no files: each is said."""
     again = kernels._find.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert again() == (None, "no compiled loops, for there is no C compiler here (gcc would make generation faster)")
+    assert again() == (
+        None,
+        "no compiled loops, for there is no C compiler here (gcc would make generation faster)",
+    )
     fails = '[ "$1" = --version ] || { echo no space >&2; exit 1; }'
     monkeypatch.setenv("PATH", _compiler(tmp_path / "fails", fails))
     found, why = again()
@@ -279,7 +316,9 @@ def _no_home() -> Path:
     raise RuntimeError("no home")
 
 
-def test_they_are_compiled_once(loops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_compiled_once(
+    loops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time the file is there, and nothing else is left beside it; a broken one is made again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernels._find.__wrapped__()[0] is not None

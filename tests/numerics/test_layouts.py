@@ -46,7 +46,9 @@ OF_THE_CUT = ("packed_tokens", "perf/")
 
 @pytest.fixture(scope="module")
 def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_batch: Callable[[], DataProto],
 ) -> dict[str, Any]:
     """What every layout gave that a test of this session is about."""
     folder = tmp_path_factory.mktemp("layouts")
@@ -75,7 +77,10 @@ def results(
     generator, shape = torch.Generator().manual_seed(5), batch.batch["response_mask"].shape
     top = (torch.randn(*shape, 97, generator=generator) * 2).log_softmax(-1).topk(3, -1)
     batch.batch["teacher_log_prob"] = top.values[..., 0]
-    batch.batch["teacher_top_log_probs"], batch.batch["teacher_top_ids"] = top.values, top.indices.int()
+    batch.batch["teacher_top_log_probs"], batch.batch["teacher_top_ids"] = (
+        top.values,
+        top.indices.int(),
+    )
     batch.save_to_disk(folder / "batch")
     run_ranks(PROGRAM, 4, folder, num_ports=2)
     found: dict[str, Any] = {}
@@ -112,13 +117,18 @@ def test_loss_and_gradient_norm(results: dict[str, Any], layout: str, kind: str)
     learning rate of one half makes of them."""
     metrics = results[f"{layout}, {kind}"]["metrics"]
     require_same_metrics(metrics, results[f"one process, {kind}"]["metrics"])
-    assert all(norm > 0.05 for each in metrics for name, norm in each.items() if name.endswith("grad_norm"))
+    assert all(
+        norm > 0.05 for each in metrics for name, norm in each.items() if name.endswith("grad_norm")
+    )
 
 
 @pytest.mark.parametrize(("layout", "kind"), SPREAD)
 def test_parameters_after_three_steps(results: dict[str, Any], layout: str, kind: str) -> None:
     """Of the whole model, gathered."""
-    got, expected = results[f"{layout}, {kind}"]["weights"], results[f"one process, {kind}"]["weights"]
+    got, expected = (
+        results[f"{layout}, {kind}"]["weights"],
+        results[f"one process, {kind}"]["weights"],
+    )
     require_close(got, expected)
 
 
@@ -129,7 +139,10 @@ def test_a_checkpoint_goes_on_in_another_layout(results: dict[str, Any], layout:
     got, expected = results[f"{layout}, goes on"], results["undisturbed"]
     if layout == SAVED:
         assert got["metrics"] == expected["metrics"]
-        assert all(torch.equal(got["weights"][name], weight) for name, weight in expected["weights"].items())
+        assert all(
+            torch.equal(got["weights"][name], weight)
+            for name, weight in expected["weights"].items()
+        )
     require_same_metrics(got["metrics"], expected["metrics"])
     require_close(got["weights"], expected["weights"])
     # FSDP pads parts of tensors that its ranks do not divide, in memory of its own.
@@ -137,7 +150,9 @@ def test_a_checkpoint_goes_on_in_another_layout(results: dict[str, Any], layout:
 
 
 @pytest.mark.parametrize("layout", IN_BFLOAT16)
-def test_bfloat16_is_as_near_to_float32_as_in_one_process(results: dict[str, Any], layout: str) -> None:
+def test_bfloat16_is_as_near_to_float32_as_in_one_process(
+    results: dict[str, Any], layout: str
+) -> None:
     """Log-probabilities, and what three steps have added to the weights; parts of a sum that are rounded before they
     are added up may cost as much again."""
     exact, alone = results["one process, policy"], results["one process, bfloat16"]
@@ -151,5 +166,10 @@ def test_bfloat16_is_as_near_to_float32_as_in_one_process(results: dict[str, Any
 
 def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of all numbers together, relative to their size."""
-    differences = torch.cat([(got[name].float() - tensor.float()).flatten() for name, tensor in expected.items()])
-    return float(differences.norm() / torch.cat([tensor.float().flatten() for tensor in expected.values()]).norm())
+    differences = torch.cat(
+        [(got[name].float() - tensor.float()).flatten() for name, tensor in expected.items()]
+    )
+    return float(
+        differences.norm()
+        / torch.cat([tensor.float().flatten() for tensor in expected.values()]).norm()
+    )

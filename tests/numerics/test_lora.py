@@ -28,7 +28,9 @@ from tests.numerics.recording import Recording
 
 PROGRAM = Path(__file__).with_name("lora_shards.py")
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 30)
-SECTION = ModelConfig(path="tiny", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+SECTION = ModelConfig(
+    path="tiny", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]
+)
 
 
 def stirred(model: PreTrainedModel) -> PreTrainedModel:
@@ -44,7 +46,9 @@ def stirred(model: PreTrainedModel) -> PreTrainedModel:
 
 def by_the_book(plain: PreTrainedModel, ours: PreTrainedModel) -> PeftModel:
     """PEFT's own model with the same adapter."""
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=SECTION.target_modules, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=SECTION.target_modules, task_type="CAUSAL_LM"
+    )
     book = get_peft_model(plain, config)
     factors = {name: value for name, value in ours.named_parameters() if is_factor(name)}
     unused = book.base_model.model.load_state_dict(factors, strict=False)
@@ -52,15 +56,21 @@ def by_the_book(plain: PreTrainedModel, ours: PreTrainedModel) -> PeftModel:
     return book
 
 
-def make_engine(model: PreTrainedModel, dtype: torch.dtype = torch.float32, kind: type[FSDPEngine] = FSDPEngine):
-    return kind(PolicyScorer(model), dtype=dtype, device=CPU, training=Training(OptimConfig(), 1.0, 3))
+def make_engine(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float32, kind: type[FSDPEngine] = FSDPEngine
+):
+    return kind(
+        PolicyScorer(model), dtype=dtype, device=CPU, training=Training(OptimConfig(), 1.0, 3)
+    )
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Over all tensors, relative to each one's norm."""
     assert ours.keys() == theirs.keys() and ours
     differences = {name: (ours[name] - theirs[name]).detach().norm() for name in theirs}
-    return max(float(differences[name] / theirs[name].detach().norm().clamp(min=1e-12)) for name in theirs)
+    return max(
+        float(differences[name] / theirs[name].detach().norm().clamp(min=1e-12)) for name in theirs
+    )
 
 
 def padded_log_probs(model: Any, batch: DataProto) -> Tensor:
@@ -75,7 +85,14 @@ def test_gradients_are_those_of_peft(make_model: Callable, batch: DataProto) -> 
     """A policy gradient through the adapters, packed and in micro-batches, within 1e-5; only they have one."""
     batch.batch["rollout_log_probs"] = batch.batch.pop("old_log_probs")  # so that the ratio is 1
     ours = make_engine(stirred(make_model()), kind=Recording)
-    update(ours, batch, PolicyObjective(ActorConfig()), Passes(len(batch), 1, MICRO), lr=1e-3, temperature=0.7)
+    update(
+        ours,
+        batch,
+        PolicyObjective(ActorConfig()),
+        Passes(len(batch), 1, MICRO),
+        lr=1e-3,
+        temperature=0.7,
+    )
     book = by_the_book(make_model("eager"), stirred(make_model()))
     mask = batch.batch["response_mask"]
     loss = -(padded_log_probs(book, batch) * batch.batch["advantages"] * mask).sum() / mask.sum()
@@ -90,7 +107,9 @@ def test_gradients_are_those_of_peft(make_model: Callable, batch: DataProto) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_below_stays_as_it_was(make_model: Callable, batch: DataProto, dtype: torch.dtype) -> None:
+def test_the_model_below_stays_as_it_was(
+    make_model: Callable, batch: DataProto, dtype: torch.dtype
+) -> None:
     """After steps every frozen weight is what it was, bit for bit, and so are the log-probs with the adapter off; only
     the adapter has masters and moments."""
     plain = {name: value.to(dtype) for name, value in make_model().named_parameters()}
@@ -98,13 +117,22 @@ def test_the_model_below_stays_as_it_was(make_model: Callable, batch: DataProto,
     expected = infer(reference, batch, MICRO, temperature=0.7)["log_probs"]
     engine = make_engine(stirred(make_model()), dtype)
     model = engine.scorer.model
-    begun = {name: value.clone() for name, value in engine.parameters.masters.items() if is_factor(name)}
-    update(engine, batch, PolicyObjective(ActorConfig()), Passes(4, 2, MICRO), lr=1e-2, temperature=0.7)
-    frozen = {base_name(name): value for name, value in model.named_parameters() if not is_factor(name)}
+    begun = {
+        name: value.clone() for name, value in engine.parameters.masters.items() if is_factor(name)
+    }
+    update(
+        engine, batch, PolicyObjective(ActorConfig()), Passes(4, 2, MICRO), lr=1e-2, temperature=0.7
+    )
+    frozen = {
+        base_name(name): value for name, value in model.named_parameters() if not is_factor(name)
+    }
     assert frozen.keys() == plain.keys()
     assert all(torch.equal(frozen[name], plain[name]) for name in plain)
     masters = {name: value for name, value in engine.parameters.masters.items() if is_factor(name)}
-    assert all(value.dtype == torch.float32 and not torch.equal(value, begun[name]) for name, value in masters.items())
+    assert all(
+        value.dtype == torch.float32 and not torch.equal(value, begun[name])
+        for name, value in masters.items()
+    )
     assert len(engine.optimizer.state) == len(masters) == 12
     with adapter_off(model):
         assert torch.equal(infer(engine, batch, MICRO, temperature=0.7)["log_probs"], expected)
@@ -130,7 +158,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path, make_model: Callable, make_batch: Callable[[], DataProto]) -> dict[int, dict[str, Any]]:
+def results(
+    folder: Path, make_model: Callable, make_batch: Callable[[], DataProto]
+) -> dict[int, dict[str, Any]]:
     """What one process and what two came to."""
     make_model().save_pretrained(folder / "model")
     make_batch().save_to_disk(folder / "batch")
@@ -144,9 +174,17 @@ def test_two_processes_are_one(results: dict[int, dict[str, Any]]) -> None:
     assert two["choices"]["actor"].endswith("fsdp=2 tp=1 sp=1 pp=1")
     assert one["begin"].keys() == two["begin"].keys()
     assert all(torch.equal(one["begin"][name], two["begin"][name]) for name in one["begin"])
-    for ours, theirs in zip(two["metrics"] + two["third step"], one["metrics"] + one["third step"], strict=True):
-        names = [name for name in theirs if not name.startswith("perf/") and name != "actor/packed_tokens"]
-        assert {name: ours[name] for name in names} == pytest.approx({n: theirs[n] for n in names}, rel=1e-5, abs=1e-6)
+    for ours, theirs in zip(
+        two["metrics"] + two["third step"], one["metrics"] + one["third step"], strict=True
+    ):
+        names = [
+            name
+            for name in theirs
+            if not name.startswith("perf/") and name != "actor/packed_tokens"
+        ]
+        assert {name: ours[name] for name in names} == pytest.approx(
+            {n: theirs[n] for n in names}, rel=1e-5, abs=1e-6
+        )
     for kind in ("held", "merged", "end"):
         assert largest_difference(two[kind], one[kind]) < 1e-5
     torch.testing.assert_close(two["log_probs"], one["log_probs"], atol=1e-5, rtol=1e-5)
@@ -160,9 +198,16 @@ def test_bfloat16(results: dict[int, dict[str, Any]], make_model: Callable) -> N
         found = results[size]["bfloat16"]
         for name, dtype in found["masters"].items():
             assert dtype == (torch.float32 if is_factor(name) else torch.bfloat16), name
-        frozen = {base_name(name): value for name, value in found["held"].items() if not is_factor(name)}
-        assert frozen.keys() == plain.keys() and all(torch.equal(frozen[name], plain[name]) for name in plain)
-    moved = [{n: v.float() for n, v in results[size]["bfloat16"]["held"].items() if ".lora_B." in n} for size in (1, 2)]
+        frozen = {
+            base_name(name): value for name, value in found["held"].items() if not is_factor(name)
+        }
+        assert frozen.keys() == plain.keys() and all(
+            torch.equal(frozen[name], plain[name]) for name in plain
+        )
+    moved = [
+        {n: v.float() for n, v in results[size]["bfloat16"]["held"].items() if ".lora_B." in n}
+        for size in (1, 2)
+    ]
     assert all(float(value.abs().max()) > 0 for value in moved[0].values())
     assert largest_difference(moved[1], moved[0]) < 0.05
 
@@ -195,7 +240,10 @@ def test_resume(results: dict[int, dict[str, Any]]) -> None:
         assert all(torch.equal(again[name], end[name]) for name in end)
         names = [name for name in results[size]["third step"][0] if not name.startswith("perf/")]
         for name in names:
-            assert results[size][f"third step, from {size}"][0][name] == results[size]["third step"][0][name], name
+            assert (
+                results[size][f"third step, from {size}"][0][name]
+                == results[size]["third step"][0][name]
+            ), name
     assert largest_difference(results[1]["end, from 2"], results[1]["end"]) < 1e-5
 
 
@@ -215,7 +263,9 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(
     for name, model in models.items():
         with torch.no_grad():
             columns = batch.batch
-            logits = model(**{key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}).logits
+            logits = model(
+                **{key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}
+            ).logits
         found = logits[:, -8:-1].log_softmax(-1).gather(-1, columns["responses"][..., None])[..., 0]
         torch.testing.assert_close(found * mask, expected, atol=1e-5, rtol=1e-5, msg=name)
     merged = dict(models["merged"].named_parameters())

@@ -48,7 +48,9 @@ CASES = [*((*cell, "") for cell in CELLS), *((*cell, "LoRA") for cell in WITH_AD
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]) -> dict[str, Any]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]
+) -> dict[str, Any]:
     """What every case gave, and each architecture in one process."""
     folder = tmp_path_factory.mktemp("model_layouts")
     batch = make_batch()
@@ -59,7 +61,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
     run_ranks(PROGRAM, 2, folder, num_ports=1)
     found = torch.load(folder / "2.pt")
     for name, adapter in product(MATRIX, ("", "LoRA")):
-        engine = make_engine(folder / name.replace(" ", "_"), Layout(), ALONE, has_adapter=bool(adapter))
+        engine = make_engine(
+            folder / name.replace(" ", "_"), Layout(), ALONE, has_adapter=bool(adapter)
+        )
         asked = ask(engine, batch)
         learn(engine, batch, "policy", TWO_STEPS)
         found[name + adapter] = {"asked": asked, "weights": dict(engine.weights())}
@@ -67,9 +71,14 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
 
 
 @pytest.mark.parametrize(("name", "layout", "adapter"), CASES)
-def test_two_ranks_are_one_process(name: str, layout: str, adapter: str, results: dict[str, Any]) -> None:
+def test_two_ranks_are_one_process(
+    name: str, layout: str, adapter: str, results: dict[str, Any]
+) -> None:
     """Log-probs and entropies, and the weights after two steps; those of an adapter are merged."""
-    found, expected = results[" | ".join(filter(None, (name, layout, adapter)))], results[name + adapter]
+    found, expected = (
+        results[" | ".join(filter(None, (name, layout, adapter)))],
+        results[name + adapter],
+    )
     for key, values in expected["asked"].items():
         torch.testing.assert_close(found["asked"][key], values, atol=1e-5, rtol=0)
     require_close(found["weights"], expected["weights"])

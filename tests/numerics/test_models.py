@@ -55,7 +55,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
-def row_by_row(model: PreTrainedModel, batch: DataProto, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
+def row_by_row(
+    model: PreTrainedModel, batch: DataProto, temperature: float = TEMPERATURE
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [b, T], each row alone."""
     columns = batch.batch
     mask = columns["response_mask"]
@@ -65,13 +67,18 @@ def row_by_row(model: PreTrainedModel, batch: DataProto, temperature: float = TE
         prompt, length = int(seen[:width].sum()), int(seen[width:].sum())
         logits = model(input_ids=tokens[seen][None], use_cache=False).logits[0, prompt - 1 : -1]
         scores = (logits / temperature).log_softmax(-1)
-        found = scores.gather(-1, tokens[seen][prompt:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+        found = (
+            scores.gather(-1, tokens[seen][prompt:, None])[:, 0],
+            -(scores.exp() * scores).sum(-1),
+        )
         for values, kept in zip(found, (log_probs, entropies), strict=True):
             kept.append(torch.nn.functional.pad(values, (0, mask.shape[1] - length)))
     return torch.stack(log_probs) * mask, torch.stack(entropies) * mask
 
 
-def gradients_row_by_row(model: PreTrainedModel, batch: DataProto, config: ActorConfig) -> dict[str, Tensor]:
+def gradients_row_by_row(
+    model: PreTrainedModel, batch: DataProto, config: ActorConfig
+) -> dict[str, Tensor]:
     columns, mask = batch.batch, batch.batch["response_mask"]
     log_probs, entropies = row_by_row(model, batch)
     losses, _ = vanilla(
@@ -87,22 +94,31 @@ def gradients_row_by_row(model: PreTrainedModel, batch: DataProto, config: Actor
         entropies, mask, config.loss_agg_mode
     )
     loss.backward()
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in model.named_parameters()}
+    return {
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in model.named_parameters()
+    }
 
 
 def engine_of(folder: Path) -> Recording:
     """A training engine on a model as training loads it."""
     model = load_causal_lm(folder, dtype=torch.float32)
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
-    return Recording(PolicyScorer(model), dtype=torch.float32, device=torch.device("cpu"), training=training)
+    return Recording(
+        PolicyScorer(model), dtype=torch.float32, device=torch.device("cpu"), training=training
+    )
 
 
 @pytest.mark.parametrize("name", [*MATRIX, *(name for name in OTHERS if name not in REFUSED)])
-def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], batch: DataProto) -> None:
+def test_log_probs_and_gradients(
+    name: str, folder_of: Callable[[str], Path], batch: DataProto
+) -> None:
     """Packed where it can be, with shared prompts and in micro-batches: what rows alone give. Linear attention in
     chunks multiplies its own rounding, by how much depends on the CPU's kernels."""
     folder = folder_of(name)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     config = ActorConfig(entropy_coeff=0.05)
     log_probs, entropies = (one.detach() for one in row_by_row(reference, batch))
     batch.batch["old_log_probs"] = log_probs
@@ -113,7 +129,14 @@ def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], ba
     scores = infer(engine, batch, MICRO, temperature=TEMPERATURE, with_entropy=True)
     torch.testing.assert_close(scores["log_probs"], log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(scores["entropy"], entropies, atol=1e-5, rtol=0)
-    update(engine, batch, PolicyObjective(config), Passes(len(batch), 1, MICRO), lr=0.0, temperature=TEMPERATURE)
+    update(
+        engine,
+        batch,
+        PolicyObjective(config),
+        Passes(len(batch), 1, MICRO),
+        lr=0.0,
+        temperature=TEMPERATURE,
+    )
     assert set(engine.recorded) == set(expected)
     largest = max(float(one.norm()) for one in expected.values())
     for parameter, gradient in expected.items():
@@ -130,7 +153,9 @@ def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], ba
 def test_an_architecture_that_cannot_be_computed_is_refused() -> None:
     """Tokens that see those behind them, and a head that is more than a projection."""
     for name in REFUSED:
-        with pytest.raises(EngineError, match="model bert: got logits that are not the products of its head"):
+        with pytest.raises(
+            EngineError, match="model bert: got logits that are not the products of its head"
+        ):
             way_of(config_of(name))
 
 
@@ -197,13 +222,18 @@ def require_apart(model: PreTrainedModel, other: PreTrainedModel, batch: DataPro
 
 
 @pytest.mark.parametrize("name", [*ALONE, "LFM2", "Bamba", "Granite 4 (hybrid)", "Bloom", "Mamba"])
-def test_packed_in_spite_of_its_layers_is_refused(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_packed_in_spite_of_its_layers_is_refused(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
     """The probe names the architecture and a token, where a model is packed that cannot be."""
     model = load_causal_lm(folder_of(name), dtype=torch.float32)
     assert probe(PolicyScorer(model), "actor") <= 1e-4
     model.config._attn_implementation = ATTENTION_NAME
     kind = type(model).__name__
-    with pytest.raises(EngineError, match=rf"actor, {kind}: got log-probs that differ by .* at token \d of response"):
+    with pytest.raises(
+        EngineError,
+        match=rf"actor, {kind}: got log-probs that differ by .* at token \d of response",
+    ):
         probe(PolicyScorer(model), "actor")
 
 
@@ -215,7 +245,9 @@ def test_the_probe_finds_an_error_in_a_head_and_a_body(folder_of: Callable[[str]
     way_of(config_of("OLMo 3"))
     assert probe(PolicyScorer(model), "actor") <= 1e-4
     wrong = PolicyScorer(model)
-    wrong.score = lambda *call: {name: one + 0.1 for name, one in PolicyScorer.score(wrong, *call).items()}
+    wrong.score = lambda *call: {
+        name: one + 0.1 for name, one in PolicyScorer.score(wrong, *call).items()
+    }
     with pytest.raises(EngineError, match=r"Gemma2ForCausalLM: got log-probs that differ by 0\.1"):
         probe(wrong, "actor")
     with torch.no_grad():
@@ -225,20 +257,29 @@ def test_the_probe_finds_an_error_in_a_head_and_a_body(folder_of: Callable[[str]
     assert probe(critic, "critic") <= 1e-4
     for layer in critic.model.model.layers:
         layer.self_attn.forward = forgetful(layer.self_attn)
-    with pytest.raises(EngineError, match="critic, MistralForCausalLM: got hidden states or scores that differ by"):
+    with pytest.raises(
+        EngineError, match="critic, MistralForCausalLM: got hidden states or scores that differ by"
+    ):
         probe(critic, "critic")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_probe_finds_an_error_in_a_reward_head(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_probe_finds_an_error_in_a_reward_head(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The scores are those of transformers' classifier, and are not where a bias is added that it has not."""
     judge = fresh_reward_model(str(folder_of("Qwen3")), pad_token_id=3, device=torch.device("cpu"))
     judge.score.weight.data.normal_(generator=torch.Generator().manual_seed(2))
     assert probe(RewardScorer(judge), "reward_model") <= 1e-4
     assert judge.config.pad_token_id == 3
     wrong = RewardScorer(judge)
-    wrong.score = lambda *call: {name: one + 0.1 for name, one in RewardScorer.score(wrong, *call).items()}
-    with pytest.raises(EngineError, match="reward_model, Qwen3ForSequenceClassification: got hidden states or scores"):
+    wrong.score = lambda *call: {
+        name: one + 0.1 for name, one in RewardScorer.score(wrong, *call).items()
+    }
+    with pytest.raises(
+        EngineError,
+        match="reward_model, Qwen3ForSequenceClassification: got hidden states or scores",
+    ):
         probe(wrong, "reward_model")
 
 
@@ -251,7 +292,9 @@ def forgetful(module: Any) -> Callable[..., Any]:
     return other.forward
 
 
-def test_longrope_rows_beyond_its_limit_are_computed_alone(tmp_path: Path, batch: DataProto) -> None:
+def test_longrope_rows_beyond_its_limit_are_computed_alone(
+    tmp_path: Path, batch: DataProto
+) -> None:
     """Rows on both sides of the length at which the frequencies change: each as if it were alone."""
     config = config_of("Phi-3")
     config.original_max_position_embeddings = 10
@@ -284,11 +327,17 @@ def test_native_is_hf_and_training(name: str, folder_of: Callable[[str], Path]) 
         engine.close()
     native, hf = generated
     assert [one.token_ids for one in native] == [one.token_ids for one in hf]
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for prompt, one in zip(prompts, native, strict=True):
         tokens = torch.tensor([prompt + list(one.token_ids)])
         with torch.no_grad():
-            scores = reference(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            scores = (
+                reference(input_ids=tokens, use_cache=False)
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+            )
         expected = scores.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.log_probs), expected, atol=1e-4, rtol=0)
         assert math.isfinite(sum(one.log_probs))
@@ -305,7 +354,9 @@ class InMemory:
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_weights_arrive_bit_for_bit(name: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_arrive_bit_for_bit(
+    name: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """In a rollout engine that had others, and in the folder that `hf_model` writes, read by transformers."""
     engine = engine_of(folder_of(name))
     weights = {key: one.clone() for key, one in engine.weights()}
@@ -320,7 +371,9 @@ def test_weights_arrive_bit_for_bit(name: str, folder_of: Callable[[str], Path],
     rollout.close()
     engine.model.config.save_pretrained(tmp_path)
     write_safetensors(tmp_path, ConvertedFiles(InMemory(weights), engine.model, to_files=True))
-    read, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    read, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     loaded = read.state_dict()
     assert all(torch.equal(loaded[key], one) for key, one in weights.items())

@@ -20,7 +20,15 @@ from quadriga.rollout.native.scheduler import Scheduler
 from tests.limits import SOON_S
 
 VOCABULARY = 199
-PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [10, 11, 12], [13, 14, 15, 16, 17, 18, 19], [9], [20, 21]]
+PROMPTS = [
+    [5, 6, 7, 8],
+    [9],
+    [5, 6, 7, 8],
+    [10, 11, 12],
+    [13, 14, 15, 16, 17, 18, 19],
+    [9],
+    [20, 21],
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,10 @@ def model() -> PreTrainedModel:
 
 
 def _params(max_tokens: int = 40) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=max_tokens + row, seed=row, ignore_eos=row % 2 == 0) for row in range(7)]
+    return [
+        SamplingParams(max_tokens=max_tokens + row, seed=row, ignore_eos=row % 2 == 0)
+        for row in range(7)
+    ]
 
 
 def _tokens(completions: list[Completion]) -> list[list[int]]:
@@ -87,7 +98,9 @@ def test_abort_and_cancel_under_way(model: PreTrainedModel) -> None:
         left.cancel()
         while len(engine._open) > 1:
             await asyncio.sleep(0.001)
-        with pytest.raises(RolloutError, match="load_weights: got 1 responses that are not finished"):
+        with pytest.raises(
+            RolloutError, match="load_weights: got 1 responses that are not finished"
+        ):
             engine.load_weights(model.state_dict().items(), 2)
         engine.abort()
         return await kept
@@ -107,7 +120,9 @@ def test_a_small_cache_changes_no_token(
 ) -> None:
     """Rows give way and go on later; in float32 nobody sees it. The cache never holds more than it may."""
     expected = NativeEngine(model).generate_batch(PROMPTS, _params(150))
-    engine = NativeEngine(model, cache_gigabytes=max_cache_tokens * NativeEngine(model).token_bytes / 2**30)
+    engine = NativeEngine(
+        model, cache_gigabytes=max_cache_tokens * NativeEngine(model).token_bytes / 2**30
+    )
     num_preempted, sizes = 0, []
     step, preempt = Generation._step, Scheduler.preempt
 
@@ -118,7 +133,12 @@ def test_a_small_cache_changes_no_token(
 
     def measuring_step(self: Generation) -> None:
         step(self)
-        tensors = (*self.responses.keys, *self.responses.values, *self.prefixes.keys, *self.prefixes.values)
+        tensors = (
+            *self.responses.keys,
+            *self.responses.values,
+            *self.prefixes.keys,
+            *self.prefixes.values,
+        )
         sizes.append(sum(tensor.nbytes for tensor in tensors) / NativeEngine(model).token_bytes)
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
@@ -135,16 +155,21 @@ def test_a_cache_too_small_for_one_sequence(model: PreTrainedModel) -> None:
     """The error says how much there is, how much a token takes, and which key to raise; so does the length limit."""
     engine = NativeEngine(model, cache_gigabytes=50.5 * NativeEngine(model).token_bytes / 2**30)
     with pytest.raises(
-        RolloutError, match=r"prompt 0: got 4 prompt tokens and up to 47 .* at most 50.*cache_gigabytes"
+        RolloutError,
+        match=r"prompt 0: got 4 prompt tokens and up to 47 .* at most 50.*cache_gigabytes",
     ):
         engine.generate_batch([[1, 2, 3, 4]], [SamplingParams(max_tokens=47)])
     assert len(engine.generate_batch([[1, 2, 3, 4]], [SamplingParams(max_tokens=46)])) == 1
     short = NativeEngine(model, max_model_len=16)
-    with pytest.raises(RolloutError, match=r"prompt 1: got 9 prompt tokens.* at most 16 together .*max_model_len"):
+    with pytest.raises(
+        RolloutError, match=r"prompt 1: got 9 prompt tokens.* at most 16 together .*max_model_len"
+    ):
         short.generate_batch([[1], [2] * 9], [SamplingParams(max_tokens=8)] * 2)
 
 
-def test_an_engine_that_dies_in_the_middle(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_in_the_middle(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everyone who waits gets the error; the engine answers again once its cause is gone."""
     engine, calls = NativeEngine(model), []
     logits = Network.logits
@@ -159,7 +184,9 @@ def test_an_engine_that_dies_in_the_middle(model: PreTrainedModel, monkeypatch: 
 
     async def ask() -> list[Completion | BaseException]:
         requests = zip(PROMPTS, _params(), strict=True)
-        return await asyncio.gather(*(engine.generate(*request) for request in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(engine.generate(*request) for request in requests), return_exceptions=True
+        )
 
     assert [str(error) for error in asyncio.run(ask())] == ["out of memory"] * 7
     again = engine.generate_batch(PROMPTS, _params())
@@ -174,7 +201,10 @@ def test_packed_weights_follow_the_parameters(model: PreTrainedModel) -> None:
     """In bfloat16 a copy is made of the weights; one that the parameters have left behind is not used."""
     narrow = LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
     narrow.load_state_dict(model.state_dict())
-    engine, params = NativeEngine(narrow), [SamplingParams(max_tokens=8, seed=row) for row in range(7)]
+    engine, params = (
+        NativeEngine(narrow),
+        [SamplingParams(max_tokens=8, seed=row) for row in range(7)],
+    )
     before = engine.generate_batch(PROMPTS, params)
     network = engine._network
     assert isinstance(network, PlainNetwork)
@@ -192,7 +222,9 @@ def test_packed_weights_follow_the_parameters(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2, 40], ids=["few", "many"])
-def test_the_plain_network_computes_what_the_module_computes(model: PreTrainedModel, num_rows: int) -> None:
+def test_the_plain_network_computes_what_the_module_computes(
+    model: PreTrainedModel, num_rows: int
+) -> None:
     """In bfloat16: log-probabilities of either network for the same tokens differ by rounding."""
     narrow = LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
     narrow.load_state_dict(model.state_dict())
@@ -204,7 +236,9 @@ def test_the_plain_network_computes_what_the_module_computes(model: PreTrainedMo
     pairs = [
         abs(mine - theirs)
         for one, other in zip(plain, module, strict=True)
-        for mine, theirs, *tokens in zip(one.log_probs, other.log_probs, one.token_ids, other.token_ids, strict=True)
+        for mine, theirs, *tokens in zip(
+            one.log_probs, other.log_probs, one.token_ids, other.token_ids, strict=True
+        )
         if one.token_ids == other.token_ids and tokens
     ]
     assert len(pairs) >= 6
@@ -214,7 +248,10 @@ def test_the_plain_network_computes_what_the_module_computes(model: PreTrainedMo
 @pytest.mark.parametrize("keeps_cache", [False, True], ids=["recompute", "keep"])
 @pytest.mark.parametrize("max_cache_tokens", [None, 330], ids=["room", "a full cache"])
 def test_weights_change_between_two_steps(
-    model: PreTrainedModel, keeps_cache: bool, max_cache_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel,
+    keeps_cache: bool,
+    max_cache_tokens: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each token has the version of the weights that drew it, and their log-probability: that of a pass over all tokens
     so far, where the KV cache is computed anew. No prefix of older weights serves a request that comes later.
@@ -242,7 +279,9 @@ def test_weights_change_between_two_steps(
     monkeypatch.setattr(Generation, "advance", counted)
     futures = engine.begin(PROMPTS, _params())
     assert reached.wait(SOON_S)
-    done = engine.between_steps(lambda: engine.load_weights(newer.named_parameters(), 1), keeps_cache=keeps_cache)
+    done = engine.between_steps(
+        lambda: engine.load_weights(newer.named_parameters(), 1), keeps_cache=keeps_cache
+    )
     later = engine.begin(PROMPTS, _params())
     begun.set()
     done.result(SOON_S)
@@ -255,7 +294,9 @@ def test_weights_change_between_two_steps(
             with torch.no_grad():
                 logits = weights(ids, use_cache=False).logits[0].log_softmax(-1)
             for place, token in enumerate(completion.token_ids):
-                if completion.versions[place] == version and not (keeps_cache and completion.versions[0] != version):
+                if completion.versions[place] == version and not (
+                    keeps_cache and completion.versions[0] != version
+                ):
                     expected = float(logits[len(prompt) + place - 1, token])
                     assert completion.log_probs[place] == pytest.approx(expected, abs=2e-4)
     engine.close()
@@ -264,7 +305,9 @@ def test_weights_change_between_two_steps(
 def test_an_error_between_two_steps_reaches_every_caller(model: PreTrainedModel) -> None:
     engine = NativeEngine(copy.deepcopy(model))
     futures = engine.begin(PROMPTS, _params())
-    done = engine.between_steps(lambda: engine.load_weights([("nonsense", torch.zeros(1))], 1), keeps_cache=False)
+    done = engine.between_steps(
+        lambda: engine.load_weights([("nonsense", torch.zeros(1))], 1), keeps_cache=False
+    )
     for future in (done, *futures):
         assert future.exception(60) is not None
     engine.load_weights(model.named_parameters(), 2)

@@ -27,10 +27,14 @@ from tests.tiny_vision import EOS, FAMILIES, IMAGE, MIXTURE, positions_of, token
 NUM_TOKENS = RESPONSE_WIDTH
 
 
-def prompts_of(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[list[list[int]], list[Images | None]]:
+def prompts_of(
+    model: PreTrainedModel, rows: Sequence[Row]
+) -> tuple[list[list[int]], list[Images | None]]:
     """Prompts and their images as an engine gets them."""
     images = [
-        Images((), row.images, positions_of(model, row.prompt, row.images), (), images_key(row.images))
+        Images(
+            (), row.images, positions_of(model, row.prompt, row.images), (), images_key(row.images)
+        )
         if row.images
         else None
         for row in rows
@@ -39,7 +43,9 @@ def prompts_of(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[list[list[i
 
 
 def params_of(rows: Sequence[Row], max_tokens: int = NUM_TOKENS, **options) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=max_tokens, seed=number, **options) for number in range(len(rows))]
+    return [
+        SamplingParams(max_tokens=max_tokens, seed=number, **options) for number in range(len(rows))
+    ]
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
@@ -49,7 +55,11 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[Row]:
     """Five prompts, each three times: an image, the same tokens with another image, text, two images, a video."""
-    family = request.node.callspec.params["family"] if hasattr(request.node, "callspec") else "qwen2_5_vl"
+    family = (
+        request.node.callspec.params["family"]
+        if hasattr(request.node, "callspec")
+        else "qwen2_5_vl"
+    )
     return vision_rows(family)
 
 
@@ -62,7 +72,9 @@ def test_greedy_answers_are_those_of_transformers(rows: list[Row], family: str) 
     for row, completion in list(zip(rows, found, strict=True))[::3]:
         ids = torch.tensor([row.prompt])
         kinds = {"mm_token_type_ids": token_types(ids)}
-        expected = theirs.generate(ids, **row.images, **kinds, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+        expected = theirs.generate(ids, **row.images, **kinds, max_new_tokens=20, do_sample=False)[
+            0, ids.shape[1] :
+        ]
         assert completion.token_ids == expected.tolist()
         theirs.model.rope_deltas = None
     assert found[0] == found[1] and abs(found[0].log_probs[0] - found[3].log_probs[0]) > 1e-3
@@ -78,7 +90,9 @@ def test_log_probs_are_the_trainers(rows: list[Row], family: str) -> None:
     assert type(engine._network) is (Network if family in APART else PlainNetwork)
     for row, completion in zip(rows, completions, strict=True):
         row.answer[:] = completion.token_ids
-    trainer = FSDPEngine(PolicyScorer(vision_model(family=family)), dtype=torch.float32, device=torch.device("cpu"))
+    trainer = FSDPEngine(
+        PolicyScorer(vision_model(family=family)), dtype=torch.float32, device=torch.device("cpu")
+    )
     expected = infer(trainer, vision_batch(model, rows), MicroBatching(99, 1))["log_probs"]
     found = torch.tensor([completion.log_probs for completion in completions])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -118,22 +132,31 @@ def test_an_image_is_computed_once_for_all_of_its_answers(rows: list[Row]) -> No
 def test_what_does_not_fit_is_refused(rows: list[Row]) -> None:
     model = vision_model()
     prompts, images = prompts_of(model, rows[:1])
-    with pytest.raises(RolloutError, match="prompt 0: got 3 tokens with id 5 for 4 embeddings of images, expected at"):
-        NativeEngine(model).generate_batch([[*prompts[0][:4], *prompts[0][5:]]], params_of(rows[:1]), images)
+    with pytest.raises(
+        RolloutError,
+        match="prompt 0: got 3 tokens with id 5 for 4 embeddings of images, expected at",
+    ):
+        NativeEngine(model).generate_batch(
+            [[*prompts[0][:4], *prompts[0][5:]]], params_of(rows[:1]), images
+        )
 
 
 def test_what_was_written_behind_images_is_text(rows: list[Row]) -> None:
     """A later turn goes on from an answer that holds the token of images: its tokens are those of one longer answer."""
     model, row = vision_model(), rows[-1]
     prompts, images = prompts_of(model, [row])
-    (whole,) = NativeEngine(model).generate_batch(prompts, [SamplingParams(12, temperature=0, ignore_eos=True)], images)
+    (whole,) = NativeEngine(model).generate_batch(
+        prompts, [SamplingParams(12, temperature=0, ignore_eos=True)], images
+    )
     said = [whole.token_ids[0], IMAGE, *whole.token_ids[2:4]]
     longer, after = [*row.prompt, *said], images[0].followed_by(said)
     (found,) = NativeEngine(model).generate_batch(
         [longer], [SamplingParams(RESPONSE_WIDTH - 4, ignore_eos=True)], [after]
     )
     row.answer[:] = [*said, *found.token_ids]
-    trainer = FSDPEngine(PolicyScorer(vision_model()), dtype=torch.float32, device=torch.device("cpu"))
+    trainer = FSDPEngine(
+        PolicyScorer(vision_model()), dtype=torch.float32, device=torch.device("cpu")
+    )
     expected = infer(trainer, vision_batch(model, [row]), MicroBatching(99, 1))["log_probs"][0, 4:]
     torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=1e-5)
 

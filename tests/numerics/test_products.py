@@ -23,7 +23,9 @@ from quadriga.rollout.native.products import (
 from tests.moe import CONFIGS, moe_model
 
 IS_FAST = has_fast_bfloat16()
-needs_packing = pytest.mark.skipif(not can_pack(), reason="this build of torch packs no bfloat16 weights")
+needs_packing = pytest.mark.skipif(
+    not can_pack(), reason="this build of torch packs no bfloat16 weights"
+)
 needs_loops = pytest.mark.skipif(kernels() is None, reason=about_kernels())
 FORMS = [
     pytest.param(OwnWeight, torch.bfloat16, marks=needs_loops),
@@ -36,13 +38,17 @@ SIZES = [(96, 40), (7, 513), (1, 1)]  # D and O; the loop takes the first ones a
 ROWS = [1, 2, 6, 7, 16, 17, 24, 25, 64, 127, 128, 300]
 
 
-def factors(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def factors(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """States, weight and bias; the weights spread over 30 powers of two."""
     generator = torch.Generator().manual_seed(num_rows)
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
     weight *= 2.0 ** -torch.randint(0, 30, weight.shape, generator=generator)
     states = torch.randn(num_rows, num_inputs, generator=generator)
-    return [one.to(dtype) for one in (states, weight, torch.randn(num_outputs, generator=generator))]
+    return [
+        one.to(dtype) for one in (states, weight, torch.randn(num_outputs, generator=generator))
+    ]
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
@@ -142,6 +148,11 @@ def test_experts_by_their_own_tokens(family: str, dtype: torch.dtype) -> None:
             scores = torch.rand(num_rows, 2, generator=generator).to(dtype)
             chosen = torch.rand(num_rows, 3, generator=generator).topk(2).indices
             with torch.no_grad():
-                expected, found = (one(rows, chosen, scores) for one in (mixture.experts, products[mixture.experts]))
+                expected, found = (
+                    one(rows, chosen, scores)
+                    for one in (mixture.experts, products[mixture.experts])
+                )
             near = 0.02 if dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(found, expected, atol=near * float(expected.abs().max()), rtol=near)
+            torch.testing.assert_close(
+                found, expected, atol=near * float(expected.abs().max()), rtol=near
+            )

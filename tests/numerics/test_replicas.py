@@ -50,7 +50,10 @@ def resumed(results: Results, folder: Path) -> dict[str, Any]:
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Over all tensors, relative to each one's norm."""
     assert ours.keys() == theirs.keys() and ours
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-12)) for name in theirs)
+    return max(
+        float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-12))
+        for name in theirs
+    )
 
 
 def assert_same_metrics(ours: dict[str, float], theirs: dict[str, float]) -> None:
@@ -61,7 +64,9 @@ def assert_same_metrics(ours: dict[str, float], theirs: dict[str, float]) -> Non
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize(("case", "size"), [(name, size) for name in LEARNED for size in CASES[name].sizes])
+@pytest.mark.parametrize(
+    ("case", "size"), [(name, size) for name in LEARNED for size in CASES[name].sizes]
+)
 def test_learns_as_one_process(results: Results, case: str, size: int) -> None:
     """Gradients (after several steps their moving average), weights and metrics; the replicas have the same bits."""
     together, alone = results[size][case], results[1][case]
@@ -100,7 +105,9 @@ def test_asked_as_one_process(results: Results, size: int) -> None:
         torch.testing.assert_close(results[size]["asked"][name], values, atol=1e-6, rtol=1e-5)
 
 
-def test_resumes_with_another_number_of_processes(results: Results, resumed: dict[str, Any]) -> None:
+def test_resumes_with_another_number_of_processes(
+    results: Results, resumed: dict[str, Any]
+) -> None:
     """One process goes on from a checkpoint of two, and two from one of one, as if nothing had happened."""
     for name in ("2 from 1", "1 from 2"):
         assert resumed[name]["is_equal"]
@@ -108,7 +115,9 @@ def test_resumes_with_another_number_of_processes(results: Results, resumed: dic
             assert largest_difference(resumed[name][part], results[1]["undisturbed"][part]) < 1e-5
 
 
-@pytest.mark.parametrize(("size", "count"), [(size, count) for size in SIZES for count in WORK[size]])
+@pytest.mark.parametrize(
+    ("size", "count"), [(size, count) for size in SIZES for count in WORK[size]]
+)
 def test_the_worker_works_as_one_process(results: Results, size: int, count: int) -> None:
     """Answers, sampled before an update and greedy after it, log-probs and metrics, with the samples of a prompt on
     several ranks, and with a rank that has no row."""
@@ -127,7 +136,9 @@ def test_counts_add_up(results: Results, size: int) -> None:
 
 
 def test_roles_of_one_process_share_a_group_of_one_shape(results: Results) -> None:
-    assert "got rank 0 of 2 in this process already, expected rank 0 of 3" in results[2]["other shape"]
+    assert (
+        "got rank 0 of 2 in this process already, expected rank 0 of 3" in results[2]["other shape"]
+    )
 
 
 def test_a_process_that_dies_is_said(resumed: dict[str, Any]) -> None:

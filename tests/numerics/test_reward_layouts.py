@@ -22,18 +22,27 @@ LAYOUTS = ("fsdp 2", "replicas 2", "sp 2", "tp 2", "pp 2")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]) -> list[dict[str, Any]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]
+) -> list[dict[str, Any]]:
     """What each of the two processes gave, by layout."""
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForSequenceClassification(
         LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=VOCABULARY, num_labels=1)
     )
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder / "judge")
     words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w2")))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w2"))
+    )
     tokenizer.save_pretrained(folder / "judge")
     batch = make_batch()
     # Eleven rows: the data-parallel ranks have six and five.
@@ -45,7 +54,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_one_process(results: list[dict[str, Any]], layout: str) -> None:
     _, _, alone = results[0]["alone"]
-    answers = {dp_rank: scores for dp_rank, answers, scores in (one[layout] for one in results) if answers}
+    answers = {
+        dp_rank: scores for dp_rank, answers, scores in (one[layout] for one in results) if answers
+    }
     assert sorted(answers) == ([0, 1] if layout in ("fsdp 2", "replicas 2") else [0])
     assert bool((alone.abs().sum(-1) > 1e-2).all())
     for dp_rank, scores in answers.items():

@@ -29,13 +29,21 @@ from quadriga.models.attention import ATTENTION_NAME, PackedAttention, Segment
 from quadriga.models.heads import token_scores
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "mlp_only_layers": [1],
+}
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mixtral": (partial(MixtralConfig, num_local_experts=4), MixtralForCausalLM),
-    "qwen2_moe": (partial(Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=64), Qwen2MoeForCausalLM),
+    "qwen2_moe": (
+        partial(Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=64),
+        Qwen2MoeForCausalLM,
+    ),
     "qwen3_moe": (partial(Qwen3MoeConfig, **EXPERTS), Qwen3MoeForCausalLM),
     "glm4_moe": (
         partial(Glm4MoeConfig, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
@@ -87,7 +95,9 @@ def plain(model: PreTrainedModel):
 def _prompts(count: int = 5, longest: int = 12) -> list[list[int]]:
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
-    return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def _tokens(completions: list[Completion]) -> list[list[int]]:
@@ -97,22 +107,31 @@ def _tokens(completions: list[Completion]) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_transformers(model: PreTrainedModel, plain) -> None:
     """In float32, token by token, past the first growth of the cache. Says nothing of ties in bfloat16."""
     prompts = _prompts()
-    completions = NativeEngine(model).generate_batch(prompts, [SamplingParams(max_tokens=80, do_sample=False)] * 5)
+    completions = NativeEngine(model).generate_batch(
+        prompts, [SamplingParams(max_tokens=80, do_sample=False)] * 5
+    )
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         expected = plain(
-            lambda m, ids=ids, mask=mask: m.generate(ids, attention_mask=mask, max_new_tokens=80, do_sample=False)
+            lambda m, ids=ids, mask=mask: m.generate(
+                ids, attention_mask=mask, max_new_tokens=80, do_sample=False
+            )
         )
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_a_full_forward_pass(model: PreTrainedModel, plain, temperature: float) -> None:
+def test_log_probs_are_those_of_a_full_forward_pass(
+    model: PreTrainedModel, plain, temperature: float
+) -> None:
     """In float32 within 1e-5, with prompts shared unevenly, refilled places and answers of many lengths."""
     prompts = [_prompts()[number] for number in (0, 1, 0, 2, 3, 0, 4, 2, 0)]
-    params = [SamplingParams(max_tokens=5 + 9 * row, temperature=temperature, seed=row) for row in range(9)]
+    params = [
+        SamplingParams(max_tokens=5 + 9 * row, temperature=temperature, seed=row)
+        for row in range(9)
+    ]
     engine = NativeEngine(model, max_num_seqs=4, max_num_batched_tokens=16)
     for prompt, completion in zip(prompts, engine.generate_batch(prompts, params), strict=True):
         ids = torch.tensor([prompt + completion.token_ids])
@@ -126,15 +145,27 @@ def test_what_is_sampled_does_not_depend_on_the_batch(model: PreTrainedModel) ->
     """Alone, together, in another order, with fewer places: the same tokens. In float32; in bfloat16 products round
     differently in batches of different size."""
     prompts = [_prompts()[number] for number in (0, 1, 0, 2, 3, 0, 4)]
-    kinds = [{}, {"top_p": 0.8}, {"top_k": 20}, {"temperature": 1.5}, {"min_p": 0.02}, {"do_sample": False}, {}]
-    params = [SamplingParams(max_tokens=30, seed=row + 10, **kind) for row, kind in enumerate(kinds)]
+    kinds = [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"temperature": 1.5},
+        {"min_p": 0.02},
+        {"do_sample": False},
+        {},
+    ]
+    params = [
+        SamplingParams(max_tokens=30, seed=row + 10, **kind) for row, kind in enumerate(kinds)
+    ]
     together = _tokens(NativeEngine(model).generate_batch(prompts, params))
     assert len({tuple(tokens) for tokens in together}) == 7
     for max_num_seqs in (1, 3):
         engine = NativeEngine(model, max_num_seqs=max_num_seqs)
         assert _tokens(engine.generate_batch(prompts, params)) == together
     order = [6, 2, 0, 4, 1, 5, 3]
-    shuffled = NativeEngine(model).generate_batch([prompts[i] for i in order], [params[i] for i in order])
+    shuffled = NativeEngine(model).generate_batch(
+        [prompts[i] for i in order], [params[i] for i in order]
+    )
     assert _tokens(shuffled) == [together[i] for i in order]
 
 
@@ -144,12 +175,16 @@ def test_stop_tokens_end_answers(model: PreTrainedModel) -> None:
     prompts, engine = _prompts(3), NativeEngine(model, eos_token_ids=(EOS, 2))
 
     def generate(**options) -> list[Completion]:
-        return engine.generate_batch(prompts, [SamplingParams(max_tokens=40, seed=s, **options) for s in range(3)])
+        return engine.generate_batch(
+            prompts, [SamplingParams(max_tokens=40, seed=s, **options) for s in range(3)]
+        )
 
     free = _tokens(generate(ignore_eos=True))
     assert [len(tokens) for tokens in free] == [40, 40, 40]
     stops = (free[0][3], free[1][7])
-    for tokens, completion in zip(free, generate(ignore_eos=True, stop_token_ids=stops), strict=True):
+    for tokens, completion in zip(
+        free, generate(ignore_eos=True, stop_token_ids=stops), strict=True
+    ):
         end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens) - 1)
         assert completion.token_ids == tokens[: end + 1]
         assert completion.finish_reason == ("stop" if tokens[end] in stops else "length")
@@ -168,7 +203,9 @@ def test_bfloat16_log_probs_are_close_to_training(model: PreTrainedModel) -> Non
     )
     sequences = [prompt + one.token_ids for prompt, one in zip(prompts, completions, strict=True)]
     starts = [sum(map(len, sequences[:row])) for row in range(len(sequences))]
-    plan = PackedAttention([Segment(s, len(q)) for s, q in zip(starts, sequences, strict=True)], torch.device("cpu"))
+    plan = PackedAttention(
+        [Segment(s, len(q)) for s, q in zip(starts, sequences, strict=True)], torch.device("cpu")
+    )
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
     places = [
@@ -178,9 +215,14 @@ def test_bfloat16_log_probs_are_close_to_training(model: PreTrainedModel) -> Non
     ]
     with torch.no_grad():
         hidden = narrow.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, attention_plan=plan
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attention_plan=plan,
         ).last_hidden_state[0]
-        expected = token_scores(hidden[places], narrow.lm_head.weight, None, tokens[torch.tensor(places) + 1]).log_probs
+        expected = token_scores(
+            hidden[places], narrow.lm_head.weight, None, tokens[torch.tensor(places) + 1]
+        ).log_probs
     found = torch.tensor([number for one in completions for number in one.log_probs])
     assert (found - expected).abs().mean() < 0.02
 
@@ -206,7 +248,9 @@ def test_incomplete_weights(model: PreTrainedModel) -> None:
     weights = dict(model.state_dict())
     name = "model.layers.1.self_attn.o_proj.weight"
     with pytest.raises(WeightSyncError, match=f"without 1 of .* weights: {name}"):
-        engine.load_weights(((key, tensor) for key, tensor in weights.items() if key != name), version=2)
+        engine.load_weights(
+            ((key, tensor) for key, tensor in weights.items() if key != name), version=2
+        )
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch([[1]], [SamplingParams(max_tokens=1)])
     with pytest.raises(WeightSyncError, match=rf"weight {name}: got shape \(3,\), expected shape"):
@@ -219,7 +263,8 @@ def test_what_the_engine_refuses(model: PreTrainedModel, plain) -> None:
     """Another attention, more tokens than there are positions, logits that are not numbers."""
     engine = NativeEngine(model)
     with pytest.raises(
-        RolloutError, match="prompt 0: got 3 prompt tokens and up to 300 new ones, expected at most 256"
+        RolloutError,
+        match="prompt 0: got 3 prompt tokens and up to 300 new ones, expected at most 256",
     ):
         engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=300)])
     with pytest.raises(RolloutError, match="a model with eager attention"):

@@ -48,7 +48,9 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     """What one process generates with each model."""
     found = {}
     for name in ("tied", "untied"):
-        engine = NativeEngine(load_causal_lm(folder / name, dtype=torch.float32), eos_token_ids=(0,), max_num_seqs=4)
+        engine = NativeEngine(
+            load_causal_lm(folder / name, dtype=torch.float32), eos_token_ids=(0,), max_num_seqs=4
+        )
         batch = plain(engine.generate_batch(PROMPTS, sampling()))
         found[name] = {"sync": batch, "async": plain(asyncio.run(conversations(engine)))}
         engine.close()
@@ -61,14 +63,18 @@ def results(folder: Path, case: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_one_process(folder: Path, alone: dict[str, Any], case: str, mode: str) -> None:
+def test_tokens_are_those_of_one_process(
+    folder: Path, alone: dict[str, Any], case: str, mode: str
+) -> None:
     """Greedy and sampled ones; all ranks of a group have compared theirs. Requests may join, and be given up."""
     _, size, model = CASES[case]
     expected = alone[model][mode]
     found = [one[mode] for one in results(folder, case)[::size]]
     assert found
     for completions in found:
-        for (tokens, log_probs, reason), (own, own_log_probs, own_reason) in zip(completions, expected, strict=True):
+        for (tokens, log_probs, reason), (own, own_log_probs, own_reason) in zip(
+            completions, expected, strict=True
+        ):
             assert (tokens, reason) == (own, own_reason)
             assert log_probs == pytest.approx(own_log_probs, abs=1e-4)
 
@@ -104,7 +110,9 @@ def test_engines_that_cut_whole_tensors_get_a_bucket_of_them(folder: Path, case:
 
 def test_equal_layouts_share(folder: Path) -> None:
     """Each shard is the trainer's own memory; where every rank has all weights, those that are cut by rows."""
-    assert {(one["shared"], one["again"] < 100_000) for one in results(folder, "tp 2 -> tp 2")} == {(3 * 12 + 3, True)}
+    assert {(one["shared"], one["again"] < 100_000) for one in results(folder, "tp 2 -> tp 2")} == {
+        (3 * 12 + 3, True)
+    }
     assert all(one["shared"] == 3 * 10 + 2 for one in results(folder, "replicas 4 -> tp 2"))
 
 
@@ -128,8 +136,14 @@ def test_no_rank_has_the_whole_model(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     run_ranks(Path(whole_model.__file__), whole_model.RANKS, tmp_path, num_ports=1)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(whole_model.RANKS)]
+    found = [
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(whole_model.RANKS)
+    ]
     assert any(one["refused"] for one in found)
     for one in found:
         assert 100e6 < one["whole"] < one["peak"] <= one["limit"]
-        assert one["bucket"] / 2 < one["sync"] <= one["bucket"] + 0.05 * (one["bucket"] + one["shards"])
+        assert (
+            one["bucket"] / 2
+            < one["sync"]
+            <= one["bucket"] + 0.05 * (one["bucket"] + one["shards"])
+        )

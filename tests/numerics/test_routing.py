@@ -35,7 +35,11 @@ def _engine(family: str, *, is_checkpointed: bool = False) -> FSDPEngine:
     training = Training(ActorConfig(optim={"eps": 1.0, "weight_decay": 0.0}).optim, 1e9, 3)
     memory = Memory(gradient_checkpointing=is_checkpointed)
     return FSDPEngine(
-        PolicyScorer(model), dtype=torch.float32, device=torch.device("cpu"), training=training, memory=memory
+        PolicyScorer(model),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        training=training,
+        memory=memory,
     )
 
 
@@ -55,7 +59,10 @@ def _random_routes(engine: FSDPEngine, batch: DataProto) -> torch.Tensor:
 
 
 def _by_transformers(
-    model: PreTrainedModel, batch: DataProto, row: int, choose: Callable[[int, torch.Tensor], torch.Tensor]
+    model: PreTrainedModel,
+    batch: DataProto,
+    row: int,
+    choose: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Log-probs of a response alone through transformers' own forward, the routers of softmax families written out;
     of each mixture the probabilities [tokens, E], and the chosen experts [tokens, k]."""
@@ -102,7 +109,9 @@ def test_routers_go_where_they_are_told(family: str, micro: MicroBatching) -> No
     for row in range(len(batch)):
         valid = batch.batch["attention_mask"][row].bool()
 
-        log_probs, _, chosen = _by_transformers(model, batch, row, partial(_told, routes[row, valid].long()))
+        log_probs, _, chosen = _by_transformers(
+            model, batch, row, partial(_told, routes[row, valid].long())
+        )
         size = int(batch.batch["response_mask"][row].sum())
         torch.testing.assert_close(found["log_probs"][row, :size], log_probs, atol=1e-5, rtol=0)
         kept = found[ROUTES][row, valid]
@@ -119,7 +128,11 @@ def test_what_is_recorded_is_replayed(family: str) -> None:
     again = infer(engine, _with_routes(batch, first[ROUTES]), NARROW)
     torch.testing.assert_close(again["log_probs"], first["log_probs"], atol=1e-5, rtol=0)
     metrics = update(
-        engine, _with_routes(batch, first[ROUTES]), PolicyObjective(ActorConfig()), Passes(99, 1, WIDE), lr=0.0
+        engine,
+        _with_routes(batch, first[ROUTES]),
+        PolicyObjective(ActorConfig()),
+        Passes(99, 1, WIDE),
+        lr=0.0,
     )
     assert metrics["actor/router_replay_differs"].value == 0.0
 
@@ -128,21 +141,34 @@ def test_what_is_recorded_is_replayed(family: str) -> None:
 def test_native_reports_its_routes(family: str) -> None:
     """Of prompts and responses, those that training chooses in float32; also where requests are preempted."""
     engine, prompts = _engine(family), [[5, 6, 7], [8], [9, 10, 11, 12, 13], [5, 6, 7]]
-    sampling = [SamplingParams(max_tokens=length, seed=row) for row, length in enumerate((20, 9, 14, 17))]
+    sampling = [
+        SamplingParams(max_tokens=length, seed=row) for row, length in enumerate((20, 9, 14, 17))
+    ]
     rollout = NativeEngine(engine.model, records_routes=True, eos_token_ids=(), max_num_seqs=3)
     cramped = NativeEngine(engine.model, records_routes=True, eos_token_ids=(), max_num_seqs=4)
     cramped.max_cache_tokens = 60
     all_found = rollout.generate_batch(prompts, sampling)
-    for prompt, one, other in zip(prompts, all_found, cramped.generate_batch(prompts, sampling), strict=True):
-        assert one.token_ids == other.token_ids and one.routes is not None and other.routes is not None
+    for prompt, one, other in zip(
+        prompts, all_found, cramped.generate_batch(prompts, sampling), strict=True
+    ):
+        assert (
+            one.token_ids == other.token_ids and one.routes is not None and other.routes is not None
+        )
         ids = torch.tensor([[*prompt, *one.token_ids]])
         tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         tensors["position_ids"] = torch.arange(ids.shape[1])[None]
         tensors["response_mask"] = torch.ones(1, len(one.token_ids), dtype=torch.int64)
-        expected = infer(engine, DataProto.from_dict(tensors=tensors), WIDE, with_routes=True)[ROUTES][0, :-1]
+        expected = infer(engine, DataProto.from_dict(tensors=tensors), WIDE, with_routes=True)[
+            ROUTES
+        ][0, :-1]
         for routes in (one.routes, other.routes):
             assert torch.equal(torch.from_numpy(routes).sort(-1).values, expected.sort(-1).values)
-    assert NativeEngine(engine.model, eos_token_ids=()).generate_batch(prompts[:1], sampling[:1])[0].routes is None
+    assert (
+        NativeEngine(engine.model, eos_token_ids=())
+        .generate_batch(prompts[:1], sampling[:1])[0]
+        .routes
+        is None
+    )
 
 
 def test_a_loss_scale_changes_no_bit_in_float32() -> None:
@@ -164,13 +190,17 @@ def test_the_losses_of_routers(is_checkpointed: bool) -> None:
     coefficient, z_coefficient, model, batch = 0.3, 0.05, moe_model("qwen3_moe"), ragged_batch()
     batch.batch["advantages"].zero_()
     engine = _engine("qwen3_moe", is_checkpointed=is_checkpointed)
-    objective = PolicyObjective(ActorConfig(router_aux_loss_coef=coefficient, router_z_loss_coef=z_coefficient))
+    objective = PolicyObjective(
+        ActorConfig(router_aux_loss_coef=coefficient, router_z_loss_coef=z_coefficient)
+    )
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     metrics = update(engine, batch, objective, Passes(99, 1, NARROW), lr=1e-3)
     num_tokens, total = int(batch.batch["response_mask"].sum()), torch.zeros(())
     loads, logits = torch.zeros(3, 4), list[torch.Tensor]()
     for mixture in mixtures(model):
-        router_of(mixture).register_forward_hook(lambda router, inputs, output: logits.append(output[0].float()))
+        router_of(mixture).register_forward_hook(
+            lambda router, inputs, output: logits.append(output[0].float())
+        )
     z_total = torch.zeros(())
     for row in range(len(batch)):
         size = int(batch.batch["response_mask"][row].sum())
@@ -184,8 +214,12 @@ def test_the_losses_of_routers(is_checkpointed: bool) -> None:
             total = total + 4 * (counts / (2 * size) * own).sum() / 3
     ((coefficient * total + z_coefficient * z_total) / num_tokens).backward()
     total = total.detach()
-    assert metrics["actor/router_z_loss"].value == pytest.approx(float(z_total.detach()) / num_tokens / 3, abs=1e-5)
-    assert metrics["actor/router_aux_loss"].value == pytest.approx(float(total) / num_tokens, abs=1e-5)
+    assert metrics["actor/router_z_loss"].value == pytest.approx(
+        float(z_total.detach()) / num_tokens / 3, abs=1e-5
+    )
+    assert metrics["actor/router_aux_loss"].value == pytest.approx(
+        float(total) / num_tokens, abs=1e-5
+    )
     loads = loads / (num_tokens * 2 / 4)
     assert metrics["actor/router_load_max"].value == pytest.approx(float(loads.max()), abs=1e-5)
     assert metrics["actor/router_load_min"].value == pytest.approx(float(loads.min()), abs=1e-5)
@@ -194,7 +228,9 @@ def test_the_losses_of_routers(is_checkpointed: bool) -> None:
     for name, parameter in model.named_parameters():
         moved = (before[name] - after[name]) / 1e-3
         gradient = torch.zeros_like(moved) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(moved, gradient / (gradient.abs() + 1), atol=2e-4, rtol=0, msg=name)
+        torch.testing.assert_close(
+            moved, gradient / (gradient.abs() + 1), atol=2e-4, rtol=0, msg=name
+        )
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-3
 
 
@@ -202,15 +238,26 @@ def test_the_losses_of_routers(is_checkpointed: bool) -> None:
     ("change", "told"),
     [
         (lambda routes: torch.zeros_like(routes), "of which 100% differ"),
-        (lambda routes: routes[:, :, :2], "got routes of 2 x 2 for each token, expected 3 layers with 2 experts each"),
+        (
+            lambda routes: routes[:, :, :2],
+            "got routes of 2 x 2 for each token, expected 3 layers with 2 experts each",
+        ),
         (lambda routes: routes + 3, "got expert 6 in a route, expected one of 4"),
     ],
 )
-def test_routes_of_something_else_are_refused(change: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
+def test_routes_of_something_else_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], told: str
+) -> None:
     """Before a weight moves."""
     engine, batch = _engine("qwen3_moe"), ragged_batch()
     routes = change(infer(engine, batch, WIDE, with_routes=True)[ROUTES])
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     with pytest.raises(EngineError, match=told):
-        update(engine, _with_routes(batch, routes), PolicyObjective(ActorConfig()), Passes(99, 1, WIDE), lr=1.0)
+        update(
+            engine,
+            _with_routes(batch, routes),
+            PolicyObjective(ActorConfig()),
+            Passes(99, 1, WIDE),
+            lr=1.0,
+        )
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())

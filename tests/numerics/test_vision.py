@@ -46,24 +46,37 @@ def padded(values: list[Tensor], width: int) -> Tensor:
 
 
 def gradients(model: PreTrainedModel, batch: DataProto, micro: MicroBatching) -> dict[str, Tensor]:
-    engine = Recording(PolicyScorer(model), dtype=torch.float32, device=CPU, training=Training(OptimConfig(), 1.0, 3))
+    engine = Recording(
+        PolicyScorer(model),
+        dtype=torch.float32,
+        device=CPU,
+        training=Training(OptimConfig(), 1.0, 3),
+    )
     objective = PolicyObjective(ActorConfig(entropy_coeff=0.05))
     update(engine, batch, objective, Passes(len(batch), 1, micro), lr=1e-3, temperature=TEMPERATURE)
     return engine.recorded
 
 
-def reference_gradients(model: PreTrainedModel, batch: DataProto, rows: list[Row]) -> dict[str, Tensor]:
+def reference_gradients(
+    model: PreTrainedModel, batch: DataProto, rows: list[Row]
+) -> dict[str, Tensor]:
     """Of the clipped loss with an entropy bonus, averaged over tokens; row by row."""
     columns = batch.batch
     num_tokens = columns["response_mask"].sum()
     for number, row in enumerate(rows):
         log_probs, entropy = row_scores(model, row)
-        advantages, old = (columns[key][number, : len(row.answer)] for key in ("advantages", "old_log_probs"))
+        advantages, old = (
+            columns[key][number, : len(row.answer)] for key in ("advantages", "old_log_probs")
+        )
         ratio = (log_probs - old).exp()
         losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
         losses = torch.where(advantages < 0, torch.minimum(losses, -3 * advantages), losses)
         ((losses - 0.05 * entropy).sum() / num_tokens).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -89,7 +102,9 @@ def test_log_probs_and_entropies(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "cuts"), [*((family, tuple(CUTS)) for family in FAMILIES), (MIXTURE, ("all",))], ids=[*FAMILIES, MIXTURE]
+    ("family", "cuts"),
+    [*((family, tuple(CUTS)) for family in FAMILIES), (MIXTURE, ("all",))],
+    ids=[*FAMILIES, MIXTURE],
 )
 def test_gradients(family: str, cuts: Sequence[str]) -> None:
     """Of the decoder and of the vision encoder, for every cut; of a mixture of experts for one. Does not show it for
@@ -100,7 +115,9 @@ def test_gradients(family: str, cuts: Sequence[str]) -> None:
     expected = reference_gradients(theirs, batch, rows)
     assert any("visual" in name for name in expected)
     for cut in cuts:
-        difference = largest_difference(gradients(vision_model(family=family), batch, CUTS[cut]), expected)
+        difference = largest_difference(
+            gradients(vision_model(family=family), batch, CUTS[cut]), expected
+        )
         assert difference < 1e-5, cut
 
 
@@ -122,10 +139,16 @@ def test_each_image_is_computed_once(record_images: Callable[[PreTrainedModel], 
     engine = FSDPEngine(PolicyScorer(model), dtype=torch.float32, device=CPU)
     infer(engine, batch, CUTS["all"])
     copies = batch.non_tensor_batch["multi_modal_inputs"]
-    copies[:] = np.array([{name: tensor.clone() for name, tensor in one.items()} for one in copies], dtype=object)
+    copies[:] = np.array(
+        [{name: tensor.clone() for name, tensor in one.items()} for one in copies], dtype=object
+    )
     infer(engine, batch, CUTS["all"])
     infer(engine, batch, CUTS["all, prompts not shared"])
-    num_images = sum(len(row.images.get(name, ())) for row in rows for name in ("image_grid_thw", "video_grid_thw"))
+    num_images = sum(
+        len(row.images.get(name, ()))
+        for row in rows
+        for name in ("image_grid_thw", "video_grid_thw")
+    )
     assert seen == [num_images // 3, num_images // 3, num_images]
 
 
@@ -138,11 +161,15 @@ def test_an_answer_may_hold_the_token_of_images() -> None:
     ids = torch.tensor([[*row.prompt, *row.answer]])
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(ids)
-        features = torch.cat(model.model.get_image_features(**row.images, return_dict=True).pooler_output)
+        features = torch.cat(
+            model.model.get_image_features(**row.images, return_dict=True).pooler_output
+        )
         prompt = ids[0, : len(row.prompt)] == IMAGE
         embeddings[0, : len(row.prompt)][prompt] = features
         positions = batch.batch["position_ids"][0][:, batch.batch["attention_mask"][0].bool()]
-        hidden = model.model.language_model(inputs_embeds=embeddings, position_ids=positions[:, None]).last_hidden_state
+        hidden = model.model.language_model(
+            inputs_embeds=embeddings, position_ids=positions[:, None]
+        ).last_hidden_state
         logp = model.lm_head(hidden[0, len(row.prompt) - 1 : -1]).log_softmax(-1)
     expected = logp.gather(-1, torch.tensor(row.answer)[:, None])[:, 0]
     engine = FSDPEngine(PolicyScorer(vision_model()), dtype=torch.float32, device=CPU)
@@ -167,7 +194,10 @@ def test_places_without_an_image_are_refused() -> None:
     batch = vision_batch(vision_model(), rows)
     engine = FSDPEngine(PolicyScorer(vision_model()), dtype=torch.float32, device=CPU)
     batch.non_tensor_batch["multi_modal_inputs"][0] = {}
-    with pytest.raises(EngineError, match=r"row 0 of a batch: got 4 tokens with id 5 for 0 embeddings of images, exp"):
+    with pytest.raises(
+        EngineError,
+        match=r"row 0 of a batch: got 4 tokens with id 5 for 0 embeddings of images, exp",
+    ):
         infer(engine, batch, CUTS["all"])
 
 

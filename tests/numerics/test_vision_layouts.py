@@ -38,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save(batch, folder / f"{family}.pt")
     (folder / FAMILY / "preprocessor_config.json").write_text('{"patch_size": 4}')
     backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        folder / FAMILY
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder / FAMILY)
     run_ranks(PROGRAM, 2, folder, num_ports=1)
     return folder
 
@@ -51,7 +51,9 @@ def results(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "1.pt") | torch.load(folder / "2.pt")
 
 
-def require_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def require_close(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
     """Each tensor differs by at most so much of its largest number."""
     assert list(got) == list(expected)
     for name, tensor in expected.items():
@@ -72,7 +74,9 @@ def test_two_processes_are_one(results: dict[str, Any], layout: str, case: tuple
     for one, other in zip(got["metrics"], expected["metrics"], strict=True):
         for name in other:
             if not any(part in name for part in OF_THE_CUT):
-                assert one[name] == pytest.approx(other[name], rel=tolerance, abs=0.1 * tolerance), name
+                assert one[name] == pytest.approx(
+                    other[name], rel=tolerance, abs=0.1 * tolerance
+                ), name
 
 
 @pytest.mark.slow
@@ -95,23 +99,31 @@ def test_what_learns_and_what_does_not(results: dict[str, Any], layout: str) -> 
 def test_a_checkpoint_brings_back_all_of_it(results: dict[str, Any], size: int, kind: str) -> None:
     """To the last bit, and with it the moments: the run goes on as it would have."""
     found = results[f"{size} goes on, {kind}"]
-    assert any(not torch.equal(found["saved"][name], weight) for name, weight in found["weights"].items())
+    assert any(
+        not torch.equal(found["saved"][name], weight) for name, weight in found["weights"].items()
+    )
     for name, weight in found["weights"].items():
         assert torch.equal(found["resumed"][name], weight), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
-def test_transformers_loads_what_was_written(results: dict[str, Any], folder: Path, size: int) -> None:
+def test_transformers_loads_what_was_written(
+    results: dict[str, Any], folder: Path, size: int
+) -> None:
     """The folder `huggingface` has the names that transformers writes, all weights, and the settings of the images; the
     distributed weights beside it have them too, of a frozen encoder as well."""
     place = folder / f"saved {size} frozen"
     saved = results[f"{size} goes on, frozen"]["saved"]
-    model, info = AutoModelForImageTextToText.from_pretrained(place / "huggingface", output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        place / "huggingface", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
-    written = {name for file in (place / "huggingface").glob("*.safetensors") for name in load_file(file)}
+    written = {
+        name for file in (place / "huggingface").glob("*.safetensors") for name in load_file(file)
+    }
     assert written == set(open_weights(folder / FAMILY).shapes)
     assert set(open_weights(place).shapes) == set(saved)
     for target in (place, place / "huggingface"):

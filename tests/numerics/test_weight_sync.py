@@ -51,11 +51,16 @@ def expected(folder: Path) -> dict[str, dict[str, Tensor]]:
     models = {
         name: {
             key: parameter.detach()
-            for key, parameter in load_causal_lm(folder / name, dtype=torch.bfloat16).named_parameters()
+            for key, parameter in load_causal_lm(
+                folder / name, dtype=torch.bfloat16
+            ).named_parameters()
         }
         for name in ("tied", "untied")
     }
-    engine, ways = make_engine(folder, "lora", Layout(), ALONE), ("lora", "lora beside", "lora alone")
+    engine, ways = (
+        make_engine(folder, "lora", Layout(), ALONE),
+        ("lora", "lora beside", "lora alone"),
+    )
     found = {way: {name: tensor.clone() for name, tensor in published(engine, way)} for way in ways}
     assert found["lora beside"].keys() == found["lora"].keys() | found["lora alone"].keys()
     return models | found
@@ -68,7 +73,9 @@ def memory(folder: Path, case: str) -> dict[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_sends_the_model(folder: Path, expected: dict[str, dict[str, Tensor]], case: str) -> None:
+def test_every_layout_sends_the_model(
+    folder: Path, expected: dict[str, dict[str, Tensor]], case: str
+) -> None:
     """Every weight under its name, bit for bit, also into a rollout of another dtype."""
     weights = expected[CASES[case][1]]
     for rank, dtype in zip(ROLLOUTS, (torch.bfloat16, torch.float32), strict=True):

@@ -56,7 +56,11 @@ def vision_rows(family: str = "qwen2_5_vl") -> list[Row]:
     answers = [words(count) for count in (4, 1, 6)]
     rows = []
     for number, (prompt, images) in enumerate(prompts):
-        own = answers if number < 2 else [words(int(count)) for count in torch.randint(1, 7, (3,), generator=generator)]
+        own = (
+            answers
+            if number < 2
+            else [words(int(count)) for count in torch.randint(1, 7, (3,), generator=generator)]
+        )
         rows += [Row(prompt, images, list(answer)) for answer in own]
     return rows
 
@@ -71,7 +75,10 @@ def vision_batch(model: PreTrainedModel, rows: list[Row]) -> DataProto:
     generator = torch.Generator().manual_seed(3)
     prompt_width = max(len(row.prompt) for row in rows)
     width = prompt_width + RESPONSE_WIDTH
-    input_ids, attention = torch.zeros(len(rows), width).long(), torch.zeros(len(rows), width).long()
+    input_ids, attention = (
+        torch.zeros(len(rows), width).long(),
+        torch.zeros(len(rows), width).long(),
+    )
     positions, inputs = torch.zeros(len(rows), 3, width).long(), np.empty(len(rows), dtype=object)
     for number, row in enumerate(rows):
         start, end = prompt_width - len(row.prompt), prompt_width + len(row.answer)

@@ -56,12 +56,17 @@ ROWS = {
 }
 
 
-def engine_of(folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str) -> FSDPEngine:
+def engine_of(
+    folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str
+) -> FSDPEngine:
     # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
     role = {"optim": {"eps": 1.0, "weight_decay": 0.01}, "grad_clip": 0.05}
     config = Config(
         actor_rollout_ref={
-            "model": {"path": str(folder / family), "enable_gradient_checkpointing": kind == "frozen"},
+            "model": {
+                "path": str(folder / family),
+                "enable_gradient_checkpointing": kind == "frozen",
+            },
             "actor": role | {"freeze_vision_tower": kind.startswith("frozen")},
         },
         critic=role,
@@ -123,7 +128,9 @@ def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine, ROWS["all"], is_dealt=True)
     scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True)
-    whole = DataProto.concat(of_replicas(engine, DataProto.from_dict({**scores, "row": rows.batch["row_index"]})))
+    whole = DataProto.concat(
+        of_replicas(engine, DataProto.from_dict({**scores, "row": rows.batch["row_index"]}))
+    )
     whole.reorder(whole.batch["row"].argsort())
     return {name: whole.batch[name].clone() for name in scores}
 
@@ -136,7 +143,9 @@ def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.weights()}
 
 
-def run(folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str) -> dict[str, Any]:
+def run(
+    folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: str
+) -> dict[str, Any]:
     engine, batch = engine_of(folder, layout, world, family, kind), batch_of(folder, family)
     asked = ask(engine, batch)
     return {"asked": asked, "metrics": learn(engine, batch, kind), "weights": weights_of(engine)}
@@ -145,7 +154,10 @@ def run(folder: Path, layout: Layout, world: ProcessGroup, family: str, kind: st
 def go_on(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
     """A checkpoint in the middle, and the second half from it by another engine."""
     batch = batch_of(folder, FAMILY)
-    place, contents = folder / f"saved {world.size} {kind}", frozenset({"model", "optimizer", "hf_model"})
+    place, contents = (
+        folder / f"saved {world.size} {kind}",
+        frozenset({"model", "optimizer", "hf_model"}),
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / FAMILY)
     engine, again = (engine_of(folder, layout, world, FAMILY, kind) for _ in range(2))
     learn(engine, batch, kind)
@@ -166,7 +178,10 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     for name, layout in LAYOUTS[world.size].items():
         results |= {(name, *case): run(folder, layout, world, *case) for case in CASES}
     last = list(LAYOUTS[world.size].values())[-1]
-    results |= {f"{world.size} goes on, {kind}": go_on(folder, last, world, kind) for kind in ("policy", "frozen")}
+    results |= {
+        f"{world.size} goes on, {kind}": go_on(folder, last, world, kind)
+        for kind in ("policy", "frozen")
+    }
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
     process_group.leave(world)

@@ -46,7 +46,9 @@ CASES = {
     "fsdp 2, lora beside": (Layout(dp_shard=2), "lora beside"),
     "fsdp 2, lora alone": (Layout(dp_shard=2), "lora alone"),
 }
-SECTION = ModelConfig(path="untied", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+SECTION = ModelConfig(
+    path="untied", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]
+)
 
 
 class Rollout:
@@ -57,7 +59,9 @@ class Rollout:
         self.dtype, self.weight_version = dtype, 0
 
     def prepare(self, shapes: dict[str, list[int]]) -> None:
-        self.weights = {name: torch.zeros(shape, dtype=self.dtype) for name, shape in shapes.items()}
+        self.weights = {
+            name: torch.zeros(shape, dtype=self.dtype) for name, shape in shapes.items()
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         missing = set(self.weights)
@@ -122,7 +126,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """Memory of tensors that was alive at the same time, beyond that at the start; by torch's own allocator."""
     # As torch.profiler.profile(profile_memory=True), but without operators, whose events take more time than the work.
     # The scope is one in which nothing is recorded.
-    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    config = ProfilerConfig(
+        ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+    )
     activities = {ProfilerActivity.CPU}
     _prepare_profiler(config, activities)
     _enable_profiler(config, activities, {RecordScope.STATIC_RUNTIME_OP})
@@ -147,7 +153,9 @@ def tell(path: Path, value: object) -> None:
 def told(path: Path) -> dict:
     deadline = time.monotonic() + PEER_S
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path}: not written within {PEER_S} s by the rank that sends weights"
+        assert time.monotonic() < deadline, (
+            f"{path}: not written within {PEER_S} s by the rank that sends weights"
+        )
         time.sleep(0.01)
     return json.loads(path.read_text())
 

@@ -51,7 +51,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            if (
+                type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+                or tensor.device.type != "cpu"
+            ):
                 continue
             # The rollout's weights in MKL's order, which generation makes of them on a CPU, have no storage to count.
             if tensor.layout == torch.strided:
@@ -75,7 +78,9 @@ class LiveBytes(TorchDispatchMode):
         if self.total > min(self.limit, self.peak):
             self.peak = max(self.peak, self.count())
         if self.total > self.limit:
-            raise MemoryError(f"{self.total} bytes of tensors are alive in {where}, expected at most {self.limit}")
+            raise MemoryError(
+                f"{self.total} bytes of tensors are alive in {where}, expected at most {self.limit}"
+            )
 
     def count(self) -> int:
         """Bytes that are alive."""
@@ -100,7 +105,9 @@ def main(rank: int, folder: Path, port: int) -> None:
         sync = ReshardedWeights(rank, RANKS, CPU, bucket)
         sync.publish(pieces(trainer), engine, 1)
         if group.is_leader:
-            engine.generate_batch([[5, 6, 7]] * 2, [SamplingParams(3, seed=seed) for seed in range(2)])
+            engine.generate_batch(
+                [[5, 6, 7]] * 2, [SamplingParams(3, seed=seed) for seed in range(2)]
+            )
             engine.release()
         else:
             engine.follow()
@@ -109,8 +116,17 @@ def main(rank: int, folder: Path, port: int) -> None:
         highest, before = live.peak, live.count()
         live.peak = before
         sync.publish(pieces(trainer), engine, 2)
-        found: dict[str, Any] = {"peak": max(highest, live.peak), "limit": limit, "whole": whole, "refused": False}
-        found |= {"sync": live.peak - before, "bucket": bucket, "shards": whole // RANKS + whole // SIZE}
+        found: dict[str, Any] = {
+            "peak": max(highest, live.peak),
+            "limit": limit,
+            "whole": whole,
+            "refused": False,
+        }
+        found |= {
+            "sync": live.peak - before,
+            "bucket": bucket,
+            "shards": whole // RANKS + whole // SIZE,
+        }
         try:
             dict(trainer.weights())
         except MemoryError:

@@ -25,19 +25,25 @@ HALF = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
 
-def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, **out: torch.Tensor) -> torch.Tensor:
+def wide_product(
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, **out: torch.Tensor
+) -> torch.Tensor:
     """A product of half-precision factors with float32 sums, which a CPU does not have."""
     if left.dtype != right.dtype:
         raise RuntimeError(f"expected operands of one dtype, got {left.dtype} and {right.dtype}")
     return torch.matmul(left.to(dtype), right.to(dtype), **out)
 
 
-def wide_sum(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, dtype: Any, **out: torch.Tensor) -> Any:
+def wide_sum(
+    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, dtype: Any, **out: torch.Tensor
+) -> Any:
     """A float32 matrix plus such a product."""
     return torch.add(base, wide_product(left, right, dtype), **out)
 
 
-def hidden_pairs(num_queries: int, num_keys: int, is_causal: bool, window: Mapping[str, int]) -> torch.Tensor:
+def hidden_pairs(
+    num_queries: int, num_keys: int, is_causal: bool, window: Mapping[str, int]
+) -> torch.Tensor:
     """[L, S]: which keys a query does not see; it and as many before it as the window has to its left."""
     behind = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
     is_hidden = (behind < 0) & is_causal
@@ -56,9 +62,18 @@ def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float, **
     if queries is not None:  # runs between these offsets
         cut = zip(runs_of(queries, [query]), runs_of(keys, [key, value]), strict=True)
         assert (longest, most) == (int(queries.diff().max()), int(keys.diff().max()))
-        found = [flash_forward(*own, *seen, None, None, 0, 0, *rest, scale=scale, **window) for own, seen in cut]
-        return torch.cat([one[0][0] for one in found]), torch.cat([one[1][0] for one in found], 1), *found[0][2:]
-    assert all(one.dtype in HALF and one.dtype == query.dtype and one.stride(-1) == 1 for one in inputs)
+        found = [
+            flash_forward(*own, *seen, None, None, 0, 0, *rest, scale=scale, **window)
+            for own, seen in cut
+        ]
+        return (
+            torch.cat([one[0][0] for one in found]),
+            torch.cat([one[1][0] for one in found], 1),
+            *found[0][2:],
+        )
+    assert all(
+        one.dtype in HALF and one.dtype == query.dtype and one.stride(-1) == 1 for one in inputs
+    )
     bias = torch.zeros(query.shape[1], key.shape[1])
     bias.masked_fill_(hidden_pairs(*bias.shape, rest[1], window), -torch.inf)
     out, log_sums = plain_forward([one.transpose(1, 2) for one in inputs], Scores(scale, bias=bias))
@@ -66,26 +81,49 @@ def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float, **
 
 
 def flash_backward(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, log_sums: Any, *more: Any, scale: Any, **window: int
+    grad: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    log_sums: Any,
+    *more: Any,
+    scale: Any,
+    **window: int,
 ) -> Any:
     """Its gradients; the log-sum-exps [b, H, L] as the forward pass gave them. Autograd is out of reach in here."""
     inputs, (queries, keys, _, _, *rest) = (query, key, value, grad, out), more
     if queries is not None:
-        cut = zip(runs_of(queries, [grad, query, out, log_sums.t()]), runs_of(keys, [key, value]), strict=True)
+        cut = zip(
+            runs_of(queries, [grad, query, out, log_sums.t()]),
+            runs_of(keys, [key, value]),
+            strict=True,
+        )
         found = [
-            flash_backward(g, q, *seen, o, sums.mT.contiguous(), None, None, 0, 0, *rest, scale=scale, **window)
+            flash_backward(
+                g, q, *seen, o, sums.mT.contiguous(), None, None, 0, 0, *rest, scale=scale, **window
+            )
             for (g, q, o, sums), seen in cut
         ]
         return tuple(torch.cat([one[0] for one in ones]) for ones in zip(*found, strict=True))
     assert all(one.dtype == query.dtype and one.stride(-1) == 1 for one in inputs)
-    assert log_sums.dtype == torch.float32 and log_sums.is_contiguous() and log_sums.shape[1] == query.shape[2]
+    assert (
+        log_sums.dtype == torch.float32
+        and log_sums.is_contiguous()
+        and log_sums.shape[1] == query.shape[2]
+    )
     q, k, v, g, o = (one.transpose(1, 2).float() for one in inputs)  # [b, heads, tokens, D]
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     k, v = (one.repeat_interleave(groups[1], 1) for one in (k, v))
-    scores = (q @ k.mT * scale).masked_fill(hidden_pairs(q.shape[2], k.shape[2], rest[1], window), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(
+        hidden_pairs(q.shape[2], k.shape[2], rest[1], window), -torch.inf
+    )
     weights = (scores - log_sums[..., None]).exp()
     slopes = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
-    gradients = [slopes @ k, *((one.mT @ two).unflatten(1, groups).sum(2) for one, two in ((slopes, q), (weights, g)))]
+    gradients = [
+        slopes @ k,
+        *((one.mT @ two).unflatten(1, groups).sum(2) for one, two in ((slopes, q), (weights, g))),
+    ]
     return tuple(one.transpose(1, 2).to(query.dtype) for one in gradients)
 
 
@@ -103,7 +141,9 @@ INSTEAD = {
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator of the device."""
     if func is aten.mm.default and min(args[0].shape) >= _LARGE:
-        return args[0].new_ones(args[0].shape[0], args[1].shape[1])  # the measurement of a peak, too long for a CPU
+        return args[0].new_ones(
+            args[0].shape[0], args[1].shape[1]
+        )  # the measurement of a peak, too long for a CPU
     return INSTEAD.get(func, func)(*args, **kwargs)
 
 
@@ -122,10 +162,14 @@ class Graph:
     def pool(self) -> tuple[int, int]:
         return self.of_pool
 
-    def record(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor]) -> None:
+    def record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor]
+    ) -> None:
         held = {one.untyped_storage()._cdata for one in inputs}
         outputs = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        fresh = [number for number, one in enumerate(outputs) if one.untyped_storage()._cdata not in held]
+        fresh = [
+            number for number, one in enumerate(outputs) if one.untyped_storage()._cdata not in held
+        ]
         self.steps.append((func, args, kwargs, outputs, fresh))
 
     def replay(self) -> None:
@@ -133,7 +177,11 @@ class Graph:
         off = torch.utils._python_dispatch._disable_current_modes()
         with off, torch._C.DisableTorchFunction(), torch.inference_mode():
             for func, args, kwargs, outputs, fresh in self.steps:
-                again = [one for one in tree_leaves(compute(func, args, kwargs)) if isinstance(one, torch.Tensor)]
+                again = [
+                    one
+                    for one in tree_leaves(compute(func, args, kwargs))
+                    if isinstance(one, torch.Tensor)
+                ]
                 for number in fresh:
                     outputs[number].copy_(again[number])
 
@@ -219,7 +267,10 @@ def cuda_names(owner: Any) -> dict[str, Any]:
 
     @contextmanager
     def stream(wanted: Stream | None) -> Iterator[None]:
-        before, streams.current = getattr(streams, "current", main), wanted or getattr(streams, "current", main)
+        before, streams.current = (
+            getattr(streams, "current", main),
+            wanted or getattr(streams, "current", main),
+        )
         try:
             yield
         finally:
@@ -241,7 +292,13 @@ def cuda_names(owner: Any) -> dict[str, Any]:
         owner.counts["synchronize"] += 1
         owner.read("synchronize")
 
-    properties = {"name": "stand-in", "total_memory": MEMORY_BYTES, "multi_processor_count": 1, "major": 9, "minor": 0}
+    properties = {
+        "name": "stand-in",
+        "total_memory": MEMORY_BYTES,
+        "multi_processor_count": 1,
+        "major": 9,
+        "minor": 0,
+    }
     state = torch.Generator().get_state
     return {
         "is_available": lambda: True,
@@ -273,7 +330,9 @@ def cuda_names(owner: Any) -> dict[str, Any]:
         "get_device_properties": lambda device=None: type("Properties", (), properties),
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_rng_state_all": lambda: [state() for _ in range(owner.num_devices)],
-        "set_rng_state_all": lambda states: [owner.resolve(number) for number, _ in enumerate(states)],
+        "set_rng_state_all": lambda states: [
+            owner.resolve(number) for number, _ in enumerate(states)
+        ],
         "set_rng_state": lambda state, device="cuda": owner.resolve(device),
         "get_rng_state": lambda device="cuda": state(),
         "manual_seed": lambda seed: None,

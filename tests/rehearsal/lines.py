@@ -27,7 +27,14 @@ NAMED = re.compile(
     r"cuda|nccl|accelerator\.|empty_cache|set_device|device_count|current_device|device\.index|\.type [!=]= \"cpu\""
     r"|current_stream|wait_stream|record_stream|wait_event|\bStream\b|\._stream\.synchronize|pin_memory|pinned|non_blocking"
 )
-_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+}
 
 
 def statements(text: str) -> dict[int, range]:
@@ -42,7 +49,9 @@ def statements(text: str) -> dict[int, range]:
     }
     found: dict[int, range] = {}
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.stmt, ast.excepthandler)) or isinstance(node, (ast.Import, ast.ImportFrom)):
+        if not isinstance(node, (ast.stmt, ast.excepthandler)) or isinstance(
+            node, (ast.Import, ast.ImportFrom)
+        ):
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -62,7 +71,9 @@ class LineCoverage:
         self.wanted: dict[str, dict[int, range]] = {}
         self.seen: dict[str, set[int]] = {}
         for file in sorted(PACKAGE.rglob("*.py")):
-            if NAMED.search(text := file.read_text(encoding="utf-8")) and (found := statements(text)):
+            if NAMED.search(text := file.read_text(encoding="utf-8")) and (
+                found := statements(text)
+            ):
                 self.wanted[str(file)] = found
                 self.seen[str(file)] = set()
         self._of_code: dict[CodeType, frozenset[int]] = {}
@@ -81,7 +92,9 @@ class LineCoverage:
         if (lines := self._of_code.get(code)) is None:
             wanted = self.wanted.get(code.co_filename, {})
             own = {number for *_, number in code.co_lines() if number is not None}
-            lines = frozenset(number for first in wanted.values() for number in first if number in own)
+            lines = frozenset(
+                number for first in wanted.values() for number in first if number in own
+            )
             self._of_code[code] = lines
         if not lines or lines <= self.seen[code.co_filename]:
             return None
@@ -95,7 +108,9 @@ class LineCoverage:
 
     def write(self, folder: Path) -> None:
         """What this process executed, for another one to read."""
-        (folder / f"{os.getpid()}.json").write_text(json.dumps({file: sorted(one) for file, one in self.seen.items()}))
+        (folder / f"{os.getpid()}.json").write_text(
+            json.dumps({file: sorted(one) for file, one in self.seen.items()})
+        )
 
     def read(self, folder: Path) -> None:
         """What other processes executed."""
@@ -106,7 +121,11 @@ class LineCoverage:
     def missing(self) -> list[tuple[str, int, str]]:
         """File, number and text of each statement that was not executed."""
         return [
-            (str(Path(file).relative_to(PACKAGE)), first, Path(file).read_text().splitlines()[first - 1].strip())
+            (
+                str(Path(file).relative_to(PACKAGE)),
+                first,
+                Path(file).read_text().splitlines()[first - 1].strip(),
+            )
             for file, found in self.wanted.items()
             for first, lines in sorted(found.items())
             if not self.seen[file] & set(lines)
@@ -132,4 +151,7 @@ class LineCoverage:
 
 def _reason(missing: tuple[str, int, str], reasons: Mapping[tuple[str, str], str]) -> str | None:
     file, _, text = missing
-    return next((reason for (of_file, part), reason in reasons.items() if of_file == file and part in text), None)
+    return next(
+        (reason for (of_file, part), reason in reasons.items() if of_file == file and part in text),
+        None,
+    )

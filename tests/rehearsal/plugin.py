@@ -30,7 +30,10 @@ REASONS = {
     ("rollout/sglang/engine.py", ""): _APART,
     ("rollout/vllm/engine.py", ""): _APART,
     ("rollout/vllm/group.py", ""): _APART,
-    ("workers/actor_rollout_ref.py", "mem_get_info"): "vLLM's share of the memory; tests/gpu runs vLLM on a GPU",
+    (
+        "workers/actor_rollout_ref.py",
+        "mem_get_info",
+    ): "vLLM's share of the memory; tests/gpu runs vLLM on a GPU",
 }
 """By file and a part of the line: why the rehearsal does not execute it."""
 

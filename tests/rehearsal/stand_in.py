@@ -41,8 +41,19 @@ from tests.rehearsal.devices import Graph, compute, cuda_names, nccl, recorded
 PACKAGE = str(Path(__file__).parents[2] / "quadriga")
 aten = torch.ops.aten
 # Operators for which torch takes operands on two devices.
-_COPIES = {aten.copy_.default, aten._foreach_copy_.default, aten._to_copy.default, aten._foreach_copy.default}
-_INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_COPIES = {
+    aten.copy_.default,
+    aten._foreach_copy_.default,
+    aten._to_copy.default,
+    aten._foreach_copy.default,
+}
+_INDEXED = {
+    "aten::index",
+    "aten::index_put_",
+    "aten::index_put",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
 # The shape of their result, or the result itself, is known once the device has computed it.
 _READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim",
@@ -82,7 +93,11 @@ class StandIn:
     def mark(self, tensors: Any, device: torch.device) -> None:
         """Tensors are on this device from here on."""
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_mkldnn:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type == "cpu"
+                and not tensor.is_mkldnn
+            ):
                 storage = storage_of(getattr(tensor, "_local_tensor", tensor))
                 storage.mark = device
                 if device.type == "cuda":
@@ -114,7 +129,9 @@ class StandIn:
 
     def refuse_in_capture(self, what: str) -> None:
         if self.here.graph is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}, at {place()})")
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({what}, at {place()})"
+            )
 
     def read(self, what: str) -> None:
         """The host waits for the device."""
@@ -196,12 +213,16 @@ class StandIn:
             patch.setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
         patch.setattr(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
-        patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+        patch.setattr(
+            torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+        )
         patch.setattr(torch.accelerator, "current_stream", lambda *_: torch.cuda.current_stream())
         patch.setattr(torch.accelerator, "current_device_index", lambda: self.here.device)
         patch.setattr(torch.accelerator, "device_count", lambda: self.num_devices)
         storage = torch.UntypedStorage
-        patch.setattr(storage, "device", property(lambda one: getattr(one, "mark", _HOST)), raising=False)
+        patch.setattr(
+            storage, "device", property(lambda one: getattr(one, "mark", _HOST)), raising=False
+        )
         handles: list[torch.UntypedStorage] = []  # both sides are this process
 
         def share(one: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -209,11 +230,18 @@ class StandIn:
             return one.device.index, len(handles) - 1, one.nbytes(), 0, b"", 0, b"", False
 
         patch.setattr(storage, "_share_cuda_", share, raising=False)
-        patch.setattr(storage, "_new_shared_cuda", lambda device, number, *more: handles[number], raising=False)
+        patch.setattr(
+            storage,
+            "_new_shared_cuda",
+            lambda device, number, *more: handles[number],
+            raising=False,
+        )
         run_backward = torch.autograd._engine_run_backward
 
         def run_backward_entered(*args: Any, **options: Any) -> Any:
-            with self.modes[0]:  # its own call of torch is over; the Python functions of a backward pass make more
+            with self.modes[
+                0
+            ]:  # its own call of torch is over; the Python functions of a backward pass make more
                 return run_backward(*args, **options)
 
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward_entered)
@@ -231,7 +259,9 @@ class StandIn:
                 self.counts["nccl groups"] += 1
                 device = options.pop("device_id", None)
                 if device is not None and device != torch.device("cuda", self.here.device):
-                    self.find(f"a group of NCCL on {device} beside the current device {self.here.device}")
+                    self.find(
+                        f"a group of NCCL on {device} beside the current device {self.here.device}"
+                    )
             start("gloo" if backend == "nccl" else backend, **options)
 
         patch.setattr(dist, "init_process_group", start_group)
@@ -275,17 +305,25 @@ class _Functions(TorchFunctionMode):
             tensor.device.__get__: owner.device_of,
             tensor.is_cuda.__get__: lambda one: owner.device_of(one).type == "cuda",
             tensor.is_cpu.__get__: lambda one: owner.device_of(one).type == "cpu",
-            tensor.get_device: lambda one: owner.device_of(one).index if owner.device_of(one).type == "cuda" else -1,
+            tensor.get_device: lambda one: (
+                owner.device_of(one).index if owner.device_of(one).type == "cuda" else -1
+            ),
             tensor.is_pinned: lambda one, *_: is_pinned(one),
             tensor.pin_memory: self._pin,
             tensor.to: self._to,
-            tensor.cuda: lambda one, device="cuda", non_blocking=False, **_: self._move(one, device, non_blocking),
+            tensor.cuda: lambda one, device="cuda", non_blocking=False, **_: self._move(
+                one, device, non_blocking
+            ),
             tensor.cpu: lambda one, **_: self._move(one, "cpu", False),
             tensor.tolist: lambda one: self._look(one, tensor.tolist),
             tensor.numpy: self._numpy,
             tensor.__array__: lambda one, dtype=None: self._numpy(one).astype(dtype, copy=False),
-            tensor.record_stream: lambda one, stream: owner.counts.update(["tensors kept for a stream"]),
-            torch.as_tensor: lambda data, dtype=None, device=None: self._as_tensor(data, dtype, device),
+            tensor.record_stream: lambda one, stream: owner.counts.update(
+                ["tensors kept for a stream"]
+            ),
+            torch.as_tensor: lambda data, dtype=None, device=None: self._as_tensor(
+                data, dtype, device
+            ),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,7 +360,11 @@ class _Functions(TorchFunctionMode):
             args = (self.owner.device_of(args[0]), args[0].dtype, *args[1:])
         given = [one for one in args if isinstance(one, torch.dtype)]
         dtype = kwargs.get("dtype") or (given[0] if given else tensor.dtype)
-        places = [one for one in args[:1] if isinstance(one, (str, int, torch.device)) and not isinstance(one, bool)]
+        places = [
+            one
+            for one in args[:1]
+            if isinstance(one, (str, int, torch.device)) and not isinstance(one, bool)
+        ]
         device = self.owner.resolve(kwargs.get("device", places[0] if places else None))
         flags = [one for one in args if isinstance(one, bool)]
         non_blocking = kwargs.get("non_blocking", flags[0] if flags else False)
@@ -354,7 +396,9 @@ class _Functions(TorchFunctionMode):
 
     def _numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.owner.device_of(tensor).type == "cuda":
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
+            )
         self.owner.looked_at(tensor, "numpy")
         return tensor.numpy(*args, **kwargs)
 
@@ -396,29 +440,47 @@ class _Operators(TorchDispatchMode):
             device = next(iter(on_device))
             fresh = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
             for one in fresh:
-                if one.device.type == "cpu" and not one.is_mkldnn and not hasattr(storage_of(one), "mark"):
+                if (
+                    one.device.type == "cpu"
+                    and not one.is_mkldnn
+                    and not hasattr(storage_of(one), "mark")
+                ):
                     owner.mark(one, device)
         if owner.here.graph is not None:
             owner.here.graph.record(func, args, kwargs, result, tensors)
         return result
 
     def _check(
-        self, func: Any, name: str, tensors: list[torch.Tensor], on_device: set[torch.device], args: Any, kwargs: Any
+        self,
+        func: Any,
+        name: str,
+        tensors: list[torch.Tensor],
+        on_device: set[torch.device],
+        args: Any,
+        kwargs: Any,
     ) -> None:
         owner = self.owner
         if func not in _COPIES:
             # A number may lie on the host, and so may indices.
-            others = [one for one in tensors if owner.device_of(one).type == "cpu" and one.dim() > 0]
+            others = [
+                one for one in tensors if owner.device_of(one).type == "cpu" and one.dim() > 0
+            ]
             if name in _INDEXED:
                 others = others if owner.device_of(args[0]).type == "cpu" else []
             if others or len(on_device) > 1:
                 where = ", ".join(sorted(str(owner.device_of(one)) for one in tensors))
                 owner.find(f"{name} with operands on {where}")
-                raise RuntimeError(f"Expected all tensors to be on the same device, but found {where} in {name}")
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found {where} in {name}"
+                )
         if any(device.index != owner.here.device for device in on_device):
-            owner.find(f"{name} on {min(map(str, on_device))} while the current device is {owner.here.device}")
+            owner.find(
+                f"{name} on {min(map(str, on_device))} while the current device is {owner.here.device}"
+            )
         indices = args[1] if name in _INDEXED else ()
-        has_mask = any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+        has_mask = any(
+            one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices
+        )
         counts = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
         if name in _READS or has_mask or counts:
             owner.read(name.removeprefix("aten::"))

@@ -51,7 +51,11 @@ def num_reads(stand_in: StandIn, plant: Callable[[Outputs], Any]) -> int:
 
 def test_mixed_devices(stand_in: StandIn) -> None:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        learn(plant=lambda outputs: (outputs["log_probs"] * torch.ones(outputs["log_probs"].shape)).sum())
+        learn(
+            plant=lambda outputs: (
+                outputs["log_probs"] * torch.ones(outputs["log_probs"].shape)
+            ).sum()
+        )
     assert "aten::mul with operands on cpu, cuda:0" in found(stand_in)[0]
 
 
@@ -60,7 +64,11 @@ def test_a_wrong_dtype(stand_in: StandIn) -> None:
     with pytest.raises(RuntimeError, match="same dtype"):
         learn(plant=lambda outputs: (outputs["log_probs"] @ weight).sum())
     with pytest.raises(RuntimeError, match="one dtype"):
-        learn(plant=lambda outputs: torch.mm(outputs["log_probs"], weight, out_dtype=torch.float32).sum())
+        learn(
+            plant=lambda outputs: torch.mm(
+                outputs["log_probs"], weight, out_dtype=torch.float32
+            ).sum()
+        )
 
 
 def test_a_read_in_a_step(stand_in: StandIn) -> None:
@@ -92,7 +100,13 @@ def test_an_asynchronous_copy_from_memory_that_is_not_pinned(
 
     assert sleep_and_wake() == []
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)
+    )
     pageable = sleep_and_wake()
-    assert any("to memory that is not pinned" in one and "fsdp/offload.py" in one for one in pageable)
-    assert any("from memory that is not pinned" in one and "fsdp/offload.py" in one for one in pageable)
+    assert any(
+        "to memory that is not pinned" in one and "fsdp/offload.py" in one for one in pageable
+    )
+    assert any(
+        "from memory that is not pinned" in one and "fsdp/offload.py" in one for one in pageable
+    )

@@ -53,7 +53,10 @@ from tests.unit.rollout.vllm.stand_in import stand_in_for_vllm
 CUDA = torch.device("cuda", 0)
 Train = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
-IN_HALF = ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "critic.fsdp_config.model_dtype=bfloat16")
+IN_HALF = (
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+    "critic.fsdp_config.model_dtype=bfloat16",
+)
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], bound: float) -> None:
@@ -65,7 +68,9 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], bound: flo
                 assert ours[name] == pytest.approx(theirs[name], abs=bound, rel=bound), name
 
 
-def test_a_run_on_the_device_is_the_one_on_the_host(train: Train, metric_lines: Lines, stand_in: StandIn) -> None:
+def test_a_run_on_the_device_is_the_one_on_the_host(
+    train: Train, metric_lines: Lines, stand_in: StandIn
+) -> None:
     """GRPO in float32 with validation, a checkpoint, KL against a reference; the same numbers, and no finding."""
     options = (
         "trainer.test_freq=1",
@@ -78,10 +83,15 @@ def test_a_run_on_the_device_is_the_one_on_the_host(train: Train, metric_lines: 
     assert stand_in.findings == [] and stand_in.counts["operators"] > 1000
     same(there, metric_lines(train("trainer.device=cpu", *options, run="here")), 1e-4)
     goes_on = train("trainer.device=cuda", *options, "trainer.total_training_steps=3", run="there")
-    assert json.loads((goes_on / "metrics.jsonl").read_text().splitlines()[-1])["training/global_step"] == 3
+    assert (
+        json.loads((goes_on / "metrics.jsonl").read_text().splitlines()[-1])["training/global_step"]
+        == 3
+    )
 
 
-def test_ppo_in_bfloat16_with_a_critic_and_a_reward_model(train: Train, judges: Path, stand_in: StandIn) -> None:
+def test_ppo_in_bfloat16_with_a_critic_and_a_reward_model(
+    train: Train, judges: Path, stand_in: StandIn
+) -> None:
     """Conversations (`mode=async`), a reward model, and an adapter."""
     train(
         "trainer.device=cuda",
@@ -113,7 +123,9 @@ def test_a_recording(stand_in: StandIn, tool: str) -> None:
     if tool == "torch":
         assert b"a phase" in zlib.decompress(events)
     else:
-        assert [stand_in.counts[name] for name in ("profiler.start", "nvtx.range", "profiler.stop")] == [1, 1, 1]
+        assert [
+            stand_in.counts[name] for name in ("profiler.start", "nvtx.range", "profiler.stop")
+        ] == [1, 1, 1]
 
 
 def test_another_device_than_the_first(train: Train, stand_in: StandIn) -> None:
@@ -128,27 +140,46 @@ def test_what_is_chosen_for_the_device(stand_in: StandIn) -> None:
     with pytest.raises(ConfigError, match=r"'cuda:9' \(CUDA error: invalid device ordinal"):
         choose_device("cuda:9")
     assert choose_dtype("float16", "cuda").reason == "float16: asked for"
-    assert choose_dtype("auto", CUDA).reason == "bfloat16: stand-in for a GPU multiplies it in hardware"
+    assert (
+        choose_dtype("auto", CUDA).reason
+        == "bfloat16: stand-in for a GPU multiplies it in hardware"
+    )
     assert "2 x stand-in with 80 GiB" in describe_machine()
     assert any("dtype on cuda" in line for line in _machine_lines())
     assert peak_flops(CUDA, torch.float32) > 0
 
 
-def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_parts_decide_by_the_device(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="a process on cpu"):
         check_tool("nsys", torch.device("cpu"))
     on_ray = load_config(["trainer.backend=ray", "trainer.device=cuda:1"]).config
     assert any("a device of its own" in str(problem) for problem in training_findings(on_ray)[0])
     for way in ("actor_rollout_ref.rollout.mode=async", "async_training.enable=True"):
-        beside = load_config(["actor_rollout_ref.rollout.name=vllm", way, "trainer.device=cuda:1"]).config
-        assert any("take the first GPUs" in str(problem) for problem in training_findings(beside)[0])
-    keys = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    several = load_config(["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]).config
+        beside = load_config(
+            ["actor_rollout_ref.rollout.name=vllm", way, "trainer.device=cuda:1"]
+        ).config
+        assert any(
+            "take the first GPUs" in str(problem) for problem in training_findings(beside)[0]
+        )
+    keys = (
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )
+    several = load_config(
+        ["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]
+    ).config
     assert any("Ray gives no devices" in str(problem) for problem in training_findings(several)[0])
     assert _Draft._batch_size(SimpleNamespace(config=several), 8) == 8  # pyrefly: ignore[bad-argument-type]
-    config = load_config(["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]).config
+    config = load_config(
+        ["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]
+    ).config
     setup = EngineSetup(config, None, {}, CUDA, torch.bfloat16)
-    assert sglang_arguments(setup, None)["device"] == "cuda" and not sglang_arguments(setup, None)["disable_cuda_graph"]
+    assert (
+        sglang_arguments(setup, None)["device"] == "cuda"
+        and not sglang_arguments(setup, None)["disable_cuda_graph"]
+    )
     with started(1):
         assert "TORCH_COMPILE_DISABLE" not in os.environ
     layer: Any = torch.nn.Linear(2, 2, device=CUDA)
@@ -164,9 +195,13 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
     process_group.leave(alone)
     assert not Kernels.can_multiply(torch.ones(64, 64, dtype=torch.bfloat16, device=CUDA))
     base = type("UniProcExecutor", (), {"_distributed_args": lambda self: ("meeting place", 0, 0)})
-    monkeypatch.setitem(sys.modules, "vllm.v1.executor.uniproc_executor", SimpleNamespace(UniProcExecutor=base))
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.executor.uniproc_executor", SimpleNamespace(UniProcExecutor=base)
+    )
     assert executor(torch.device("cuda", 1))()._distributed_args() == ("meeting place", 0, 1)
-    line = SimpleNamespace(set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"])
+    line = SimpleNamespace(
+        set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"]
+    )
     device(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
 
@@ -176,14 +211,19 @@ def test_experts_of_megatron_are_made_on_the_device(stand_in: StandIn) -> None:
     sizes = SimpleNamespace(moe_ffn_hidden_size=8, hidden_size=8, params_dtype=torch.bfloat16)
     experts = megatron.Experts(2, sizes)
     assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in experts.parameters())
-    assert experts.are_grouped and "Transformer Engine is not installed" in megatron.linear_modules(CUDA)[2]
+    assert (
+        experts.are_grouped
+        and "Transformer Engine is not installed" in megatron.linear_modules(CUDA)[2]
+    )
 
 
 def test_random_states_of_more_devices_than_there_are(stand_in: StandIn) -> None:
     restore_random_states(random_states())
 
 
-def test_generation_gives_way_where_the_memory_is_full(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_gives_way_where_the_memory_is_full(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`cache_gigabytes` is null: preempted requests end with the same tokens."""
     prompts = [[1, 2, 3, 4, 5], [6, 7]] * 3
     sampling = [SamplingParams(max_tokens=90, temperature=1.0, seed=seed) for seed in range(6)]
@@ -193,7 +233,9 @@ def test_generation_gives_way_where_the_memory_is_full(stand_in: StandIn, monkey
     found = []
     for num_tokens in (10**6, 450):
         free = num_tokens * NativeEngine(model).token_bytes / 0.7 + 1
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (int(free), 0))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device=None, free=free: (int(free), 0)
+        )
         engine = NativeEngine(model, eos_token_ids=())
         found.append([one.token_ids for one in engine.generate_batch(prompts, sampling)])
         assert len(preempted) == 0 or num_tokens < 10**6
@@ -206,7 +248,9 @@ def test_a_step_of_generation_reads_once(stand_in: StandIn) -> None:
     for num_tokens in (4, 14):
         stand_in.host_reads.clear()
         engine = NativeEngine(make_model().to("cuda"), eos_token_ids=())
-        engine.generate_batch([[1, 2], [3]], [SamplingParams(max_tokens=num_tokens, seed=seed) for seed in (0, 1)])
+        engine.generate_batch(
+            [[1, 2], [3]], [SamplingParams(max_tokens=num_tokens, seed=seed) for seed in (0, 1)]
+        )
         counts.append(sum("tolist" in read for read in stand_in.host_reads))
     assert counts == [4, 14]
 
@@ -218,23 +262,30 @@ def test_decode_steps_as_graphs(stand_in: StandIn, dtype: torch.dtype) -> None:
     model = make_model().to("cuda", dtype)
     prompts = [[1, 2, 3, 4, 5]] * 4 + [[6, 7]] * 2 + [[8, 9, 10]]
     sampling = [
-        SamplingParams(max_tokens=6 + 19 * number, temperature=1.0, seed=number) for number in range(len(prompts))
+        SamplingParams(max_tokens=6 + 19 * number, temperature=1.0, seed=number)
+        for number in range(len(prompts))
     ]
     found = []
     for uses_graphs in (True, False):
         engine = NativeEngine(model, eos_token_ids=(), uses_graphs=uses_graphs, max_num_seqs=5)
         found.append(engine.generate_batch(prompts, sampling))
         if uses_graphs:
-            assert stand_in.counts["graphs captured"] >= 3 and stand_in.counts["graphs replayed"] > 60
+            assert (
+                stand_in.counts["graphs captured"] >= 3 and stand_in.counts["graphs replayed"] > 60
+            )
             assert stand_in.counts["graphs captured"] < 20
             stand_in.counts.clear()
     assert stand_in.counts["graphs captured"] == 0
     for one, other in zip(*found, strict=True):
         assert one.token_ids == other.token_ids
-        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5 if dtype == torch.float32 else 2e-2)
+        np.testing.assert_allclose(
+            one.log_probs, other.log_probs, atol=1e-5 if dtype == torch.float32 else 2e-2
+        )
 
 
-def test_memory_that_moves(train: Train, metric_lines: Lines, stand_in: StandIn, tmp_path: Path) -> None:
+def test_memory_that_moves(
+    train: Train, metric_lines: Lines, stand_in: StandIn, tmp_path: Path
+) -> None:
     """Weights, moments, masters and the reference rest in pinned memory between phases: the same numbers."""
     options = ("trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True", *IN_HALF)
     keys = ("param_offload", "optimizer_offload", "grad_offload")
@@ -242,23 +293,35 @@ def test_memory_that_moves(train: Train, metric_lines: Lines, stand_in: StandIn,
     lines = metric_lines(train(*options, *moved, run="moved"))
     assert stand_in.counts["asynchronous copies"] > 0 and stand_in.counts["streams"] > 0
     same(lines, metric_lines(train(*options, run="kept")), 1e-6)
-    on_host = metric_lines(train(*options, "actor_rollout_ref.actor.fsdp_config.offload_policy=True", run="on_host"))
+    on_host = metric_lines(
+        train(*options, "actor_rollout_ref.actor.fsdp_config.offload_policy=True", run="on_host")
+    )
     same(on_host, lines, 1e-3)
 
 
 def test_a_step_on_ray(
-    train: Train, metric_lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stand_in: StandIn
+    train: Train,
+    metric_lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stand_in: StandIn,
 ) -> None:
     """The worker has a GPU of Ray's, which is the stand-in, and computes what the run on the host does."""
     monkeypatch.setenv(FINDINGS, str(tmp_path / "findings"))
     worker = f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('in_worker.py')}"
-    ray = ("trainer.backend=ray", "ray_kwargs.ray_init.num_gpus=1", "ray_kwargs.ray_init.num_cpus=2")
+    ray = (
+        "trainer.backend=ray",
+        "ray_kwargs.ray_init.num_gpus=1",
+        "ray_kwargs.ray_init.num_cpus=2",
+    )
     there = metric_lines(train("trainer.device=cuda", worker, *ray, run="there"))
     assert (tmp_path / "findings").read_text() == f"{STARTED}\n"
     same(there, metric_lines(train("trainer.device=cpu", run="here")), 1e-4)
 
 
-def test_weights_to_vllm_beside(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_weights_to_vllm_beside(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They go as handles of the device's memory, after what fills it; vLLM keeps its own graphs and its sleep. Here a
     library stands where vLLM does."""
     stand_in_for_vllm(monkeypatch)
@@ -268,14 +331,21 @@ def test_weights_to_vllm_beside(stand_in: StandIn, monkeypatch: pytest.MonkeyPat
     config = load_config([*(f"actor_rollout_ref.{key}" for key in keys), *limits]).config
     tokenizer: Any = SimpleNamespace(eos_token_id=1)
     engine = OnStandIn.from_config(EngineSetup(config, tokenizer, {}, CUDA, torch.bfloat16))
-    assert engine.can_sleep and engine.arguments["enable_chunked_prefill"] and not engine.arguments["enforce_eager"]
+    assert (
+        engine.can_sleep
+        and engine.arguments["enable_chunked_prefill"]
+        and not engine.arguments["enforce_eager"]
+    )
     assert list(sizes_of_models(config, has_critic=False))[1].endswith("bfloat16)")
     engine.core.is_in_process = False
     weights = dict(make_model().to(CUDA).named_parameters())
     CopiedWeights().publish(weights.items(), engine, 1)
     (process,) = engine.core.processes
     assert process.weights.keys() == weights.keys()
-    assert all(process.weights[name].is_cuda and torch.equal(process.weights[name], weights[name]) for name in weights)
+    assert all(
+        process.weights[name].is_cuda and torch.equal(process.weights[name], weights[name])
+        for name in weights
+    )
     assert any("a wait for a stream" in read for read in stand_in.host_reads)
 
 
@@ -283,7 +353,9 @@ def test_weights_to_sglang_beside(stand_in: StandIn) -> None:
     """They go as handles of the device's memory; its sleep drops them. Here a model stands where SGLang does."""
     direct = Direct({}, has_seeds=True)
     direct.takes_handles, direct.model = True, direct.model.to(CUDA)
-    engine = SGLangEngine(direct, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64, can_sleep=True)
+    engine = SGLangEngine(
+        direct, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64, can_sleep=True
+    )
     for version in (1, 2):
         sent = Model().to(CUDA)
         engine.sleep()
@@ -291,9 +363,14 @@ def test_weights_to_sglang_beside(stand_in: StandIn) -> None:
         CopiedWeights().publish(sent.named_parameters(), engine, version)
         engine.wake()
         assert not engine.has_dropped_weights
-        assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
+        assert all(
+            torch.equal(one, own)
+            for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True)
+        )
     payloads = [
-        one["serialized_named_tensors"][0] for name, one in direct.asked if name == "update_weights_from_tensor"
+        one["serialized_named_tensors"][0]
+        for name, one in direct.asked
+        if name == "update_weights_from_tensor"
     ]
     assert len(payloads) == 4 and all(b"rebuild_cuda_tensor" in one for one in payloads)
     assert stand_in.counts["ipc_collect"] == 2

@@ -64,11 +64,16 @@ def test_a_graph_computes_its_operators_again(stand_in: StandIn) -> None:
     static.fill_(5)
     graph.replay()
     assert doubled.cpu().tolist() == [[10.0, 10.0]] and static.cpu().tolist() == [6.0, 6.0]
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+        torch.cuda.graph(graph),
+    ):
         float(static.sum())
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, bool, float, torch.Tensor.tolist, torch.Tensor.cpu, torch.nonzero])
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.item, bool, float, torch.Tensor.tolist, torch.Tensor.cpu, torch.nonzero]
+)
 def test_a_read_in_a_step(stand_in: StandIn, read) -> None:
     number = torch.ones((), device="cuda")
     with stand_in.no_host_reads("a step"):
@@ -82,6 +87,10 @@ def test_an_asynchronous_copy_of_memory_that_is_not_pinned(stand_in: StandIn) ->
     torch.empty(2).copy_(there, non_blocking=True)
     torch.empty(2, pin_memory=True).copy_(there, non_blocking=True).tolist()
     found = take(stand_in)
-    expected = ("to the device from memory that is not pinned", "to memory that is not pinned", "nothing waited for")
+    expected = (
+        "to the device from memory that is not pinned",
+        "to memory that is not pinned",
+        "nothing waited for",
+    )
     assert len(found) == 3
     assert all(words in one for words, one in zip(expected, found, strict=True))

@@ -26,7 +26,9 @@ class OneDtype(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in _PRODUCTS:
             dtypes = {one.dtype for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-            assert len(dtypes) == 1, f"{func._schema.name} with factors of {sorted(map(str, dtypes))}"
+            assert len(dtypes) == 1, (
+                f"{func._schema.name} with factors of {sorted(map(str, dtypes))}"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -37,7 +39,9 @@ def devices() -> Iterator[None]:
         for name, value in cuda_names(StandIn()).items():
             if name != "is_available":  # fake tensors then leave the driver alone
                 patch.setattr(torch.cuda, name, value)
-        patch.setattr(heads, "HAS_TRITON", False)  # a launch needs the driver; test_kernels.py compiles them
+        patch.setattr(
+            heads, "HAS_TRITON", False
+        )  # a launch needs the driver; test_kernels.py compiles them
         yield
 
 

@@ -12,7 +12,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
     unset_fake_temporarily,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from quadriga.config.layout import Layout
 from quadriga.engines.fsdp.engine import FSDPEngine
@@ -64,7 +69,9 @@ def make_model(kind: str = "actor", dtype: torch.dtype = torch.bfloat16) -> PreT
     return model.eval()
 
 
-def batch(num_rows: int = 8, prompt: int = 512, response: int = 1024, *, share_prompts: bool = True):
+def batch(
+    num_rows: int = 8, prompt: int = 512, response: int = 1024, *, share_prompts: bool = True
+):
     """Responses of several lengths to two prompts, packed."""
     rows = []
     for number in range(num_rows):
@@ -102,13 +109,17 @@ def test_a_role_computes_on_the_device(fake, kind: str, share_prompts: bool) -> 
 
 @pytest.mark.parametrize("layout", SHARDED)
 @pytest.mark.parametrize("kind", ["actor", "critic"])
-def test_a_shard_computes_on_the_device(fake, ranks, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str) -> None:
+def test_a_shard_computes_on_the_device(
+    fake, ranks, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+) -> None:
     """Weights over 64 ranks, gathered layer by layer."""
     scorer, name = KINDS[kind]
     world = ProcessGroup(0, WORLD_SIZE, CUDA)
     with unset_fake_temporarily():  # the meshes are real
         processes = Processes.arrange(world, SHARDED[layout])
-    engine = FSDPEngine(scorer(make_model(kind)), dtype=torch.bfloat16, device=CUDA, processes=processes)
+    engine = FSDPEngine(
+        scorer(make_model(kind)), dtype=torch.bfloat16, device=CUDA, processes=processes
+    )
     held = sum(one.to_local().numel() for one in engine.model.parameters())
     assert held < engine.num_parameters / (64 if "hybrid" not in layout else 8) * 1.1
     # Every rank has as many micro-batches; the others would say so.
@@ -122,8 +133,13 @@ def test_a_shard_computes_on_the_device(fake, ranks, monkeypatch: pytest.MonkeyP
 def test_generation_computes_on_the_device(fake, network: type[Network]) -> None:
     """Prefill of two prompts, a decode step of eight rows, and their sampling with top-k."""
     generation = Generation(network(make_model()), Scheduler(256, 8192), 0)
-    sampling = [SamplingParams(max_tokens=64, temperature=0.7, top_k=50, seed=seed) for seed in range(8)]
-    requests = [Request(range(100 + 50 * (number % 2)), one, (), None) for number, one in enumerate(sampling)]
+    sampling = [
+        SamplingParams(max_tokens=64, temperature=0.7, top_k=50, seed=seed) for seed in range(8)
+    ]
+    requests = [
+        Request(range(100 + 50 * (number % 2)), one, (), None)
+        for number, one in enumerate(sampling)
+    ]
     generation.scheduler.add(requests)
     seen = []
 
@@ -131,7 +147,9 @@ def test_generation_computes_on_the_device(fake, network: type[Network]) -> None
         """In place of what reads the tokens, which fake tensors do not have."""
         seen.append(tuple(logits.shape))
         plain = SamplingRules.from_params([SamplingParams(max_tokens=1)] * len(logits), CUDA)
-        drawn = sample(logits, plain, torch.empty(len(logits), NUM_DRAWS, dtype=torch.float64, device=CUDA))
+        drawn = sample(
+            logits, plain, torch.empty(len(logits), NUM_DRAWS, dtype=torch.float64, device=CUDA)
+        )
         assert all(one.device == CUDA and one.shape == logits.shape[:1] for one in drawn)
         for request in generation.scheduler.running[first:]:
             request.add(1, -1.0, -1.0)

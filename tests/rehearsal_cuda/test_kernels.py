@@ -29,12 +29,15 @@ ATTENTION = {"NUM_KEYS": 2, "GROUP": 6, "QUERIES": 16, "TOKENS": 64}
 SAMPLING = {"BLOCKS": 16, "BLOCK": 256, "DEPTH": 10, "DEPTH_INSIDE": 8, "CHUNKS": 64}
 
 
-def compiled(kernel: Any, capability: int, constants: dict[str, Any], result: str = "*bf16", **options: int) -> None:
+def compiled(
+    kernel: Any, capability: int, constants: dict[str, Any], result: str = "*bf16", **options: int
+) -> None:
     """To machine code, within the shared memory of the GPU."""
     names = inspect.signature(kernel.fn).parameters
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
-        name: "constexpr" if name in constants else (TYPES | {"result": result}).get(name, "i32") for name in names
+        name: "constexpr" if name in constants else (TYPES | {"result": result}).get(name, "i32")
+        for name in names
     }
     source = ASTSource(kernel, signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -43,7 +46,9 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], result: st
 
 
 @pytest.mark.parametrize("columns", [64, 2048, 8192])
-@pytest.mark.parametrize("name", ["_norm_kernel", "_norm_gradients_kernel", "_gate_kernel", "_gate_gradients_kernel"])
+@pytest.mark.parametrize(
+    "name", ["_norm_kernel", "_norm_gradients_kernel", "_gate_kernel", "_gate_gradients_kernel"]
+)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_a_kernel_of_norms_and_gates_compiles(name: str, capability: int, columns: int) -> None:
     """For widths of heads and of hidden states."""
@@ -65,8 +70,15 @@ def test_a_kernel_compiles(name: str, capability: int, has_bias: bool) -> None:
 @pytest.mark.parametrize("has_options", [True, False], ids=["window, cap and sinks", "plain"])
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_decode_attention_compiles(capability: int, size: int, has_options: bool, parts: int) -> None:
-    shape = ATTENTION | {"SIZE": size, "COLUMNS": triton.next_power_of_2(size), "PARTS": parts, "NUM_HEADS": 12}
+def test_decode_attention_compiles(
+    capability: int, size: int, has_options: bool, parts: int
+) -> None:
+    shape = ATTENTION | {
+        "SIZE": size,
+        "COLUMNS": triton.next_power_of_2(size),
+        "PARTS": parts,
+        "NUM_HEADS": 12,
+    }
     shape |= {"HAS_WINDOW": has_options, "HAS_CAP": has_options, "HAS_SINKS": has_options}
     shape |= {} if has_options else {"sinks": None}
     result = "*bf16" if parts == 1 else "*fp32"
@@ -80,7 +92,12 @@ def test_norms_rotary_positions_gates_and_sampling_compile(capability: int) -> N
         columns = triton.next_power_of_2(size)
         shape = {"SIZE": size, "COLUMNS": columns}
         for added in ({"HAS_ADDED": True}, {"HAS_ADDED": False, "added": None}):
-            compiled(kernels_triton._normalize_kernel, capability, shape | added, num_warps=columns // 512)
+            compiled(
+                kernels_triton._normalize_kernel,
+                capability,
+                shape | added,
+                num_warps=columns // 512,
+            )
     compiled(kernels_triton._rotate_kernel, capability, {"SIZE": 80, "HEADS": 8, "COLUMNS": 64})
     compiled(kernels_triton._gate_kernel, capability, {"COLUMNS": 1024})
     for is_asked in (True, False):

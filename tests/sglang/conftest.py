@@ -27,7 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("sglang") is None:
         for item in items:
             if item.path.is_relative_to(__file__.rpartition("/")[0]):
-                item.add_marker(pytest.mark.skip(reason="no SGLang here: scripts/test --sglang runs them where it is"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="no SGLang here: scripts/test --sglang runs them where it is"
+                    )
+                )
 
 
 @pytest.fixture(scope="session")
@@ -38,16 +42,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def engine_on(connection: SGLangProcess | SGLangServer) -> SGLangEngine:
     """For the model of seed 0; its weights need several buckets."""
-    return SGLangEngine(connection, Manifest.of(model(0)), MAX_MODEL_LEN, (EOS,), bucket_bytes=1 << 18)
+    return SGLangEngine(
+        connection, Manifest.of(model(0)), MAX_MODEL_LEN, (EOS,), bucket_bytes=1 << 18
+    )
 
 
 @pytest.fixture(scope="session")
 def arguments(folder: str) -> dict[str, Any]:
     """Of a small engine without weights."""
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "enforce_eager": True}
+    sizes = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 1024,
+        "enforce_eager": True,
+    }
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
     config = load_config([f"actor_rollout_ref.model.path={folder}", *words]).config
-    setup = EngineSetup(config, AutoTokenizer.from_pretrained(folder), {}, torch.device("cpu"), torch.float32)
+    setup = EngineSetup(
+        config, AutoTokenizer.from_pretrained(folder), {}, torch.device("cpu"), torch.float32
+    )
     return sglang_arguments(setup, cache_tokens=8192)
 
 

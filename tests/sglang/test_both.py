@@ -32,9 +32,14 @@ def publish(engine: SGLangEngine, seed: int, version: int) -> None:
 
 def require_greedy_of(engine: SGLangEngine, seed: int) -> None:
     """Tokens are transformers', log-probabilities close to those, in float32."""
-    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True
+    ):
         tokens, log_probs = greedy(model(seed), prompt, 20)
-        assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        assert (found.token_ids, found.finish_reason) == (
+            tokens,
+            "stop" if tokens[-1] == EOS else "length",
+        )
         torch.testing.assert_close(found.log_probs, log_probs, atol=1e-4, rtol=0)
         assert found.sampling_log_probs == found.log_probs
 
@@ -57,9 +62,13 @@ def test_log_probs_of_training(engine: SGLangEngine) -> None:
     """Also with a filter they are those of the logits divided by the temperature."""
     publish(engine, 0, 1)
     params = SamplingParams(max_tokens=24, temperature=0.7, top_k=5, ignore_eos=True)
-    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [params] * len(PROMPTS)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine.generate_batch(PROMPTS, [params] * len(PROMPTS)), strict=True
+    ):
         with torch.no_grad():
-            logits = model(0)(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = model(0)(torch.tensor([prompt + found.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         chosen = torch.tensor(found.token_ids)[:, None]
         scaled = (logits / 0.7).log_softmax(-1).gather(1, chosen)[:, 0]
         torch.testing.assert_close(found.log_probs, scaled.tolist(), atol=3e-4, rtol=0)
@@ -125,9 +134,14 @@ def changed(payload: bytes, name: str) -> bytes:
 
 def test_nan_is_an_error(engine: SGLangEngine) -> None:
     """And what it left in the cache does not reach the answers of good weights."""
-    bad = [(name, torch.full_like(tensor, torch.nan).detach()) for name, tensor in model(0).named_parameters()]
+    bad = [
+        (name, torch.full_like(tensor, torch.nan).detach())
+        for name, tensor in model(0).named_parameters()
+    ]
     engine.load_weights(bad, 1)
     with pytest.raises(RolloutError, match="not a number"):
-        engine.generate_batch(PROMPTS, [SamplingParams(max_tokens=8, ignore_eos=True)] * len(PROMPTS))
+        engine.generate_batch(
+            PROMPTS, [SamplingParams(max_tokens=8, ignore_eos=True)] * len(PROMPTS)
+        )
     publish(engine, 0, 2)
     require_greedy_of(engine, 0)

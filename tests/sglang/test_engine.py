@@ -91,7 +91,9 @@ def test_asleep(engine: SGLangEngine) -> None:
         ({"max_tokens": 1000}, "at most 1000 together"),
     ],
 )
-def test_what_it_cannot_do_is_refused(engine: SGLangEngine, changes: dict[str, Any], message: str) -> None:
+def test_what_it_cannot_do_is_refused(
+    engine: SGLangEngine, changes: dict[str, Any], message: str
+) -> None:
     """Instead of doing something else."""
     _publish(engine, 0, 1)
     with pytest.raises(RolloutError, match=message):
@@ -115,11 +117,15 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: SGLangEng
     """In the middle of a batch: nobody waits for ever, this process lives on, and later requests are refused."""
     _publish(engine, 0, 1)
     endless = SamplingParams(max_tokens=700, ignore_eos=True)
-    bystander, family = psutil.Popen(["sleep", "600"]), [psutil.Process(engine.connection.process.pid)]
+    bystander, family = (
+        psutil.Popen(["sleep", "600"]),
+        [psutil.Process(engine.connection.process.pid)],
+    )
 
     async def scene() -> list[Completion | BaseException]:
         tasks = [
-            asyncio.create_task(engine.generate(prompt, endless)) for prompt in [[5, 6, 7], [8], [9, 10], [11] * 30]
+            asyncio.create_task(engine.generate(prompt, endless))
+            for prompt in [[5, 6, 7], [8], [9, 10], [11] * 30]
         ]
         await asyncio.sleep(0.1)
         family.extend(psutil.Process(engine.connection.process.pid).children(recursive=True))
@@ -129,12 +135,16 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: SGLangEng
 
     try:
         results = asyncio.run(scene())
-        assert all(isinstance(one, RolloutError) and "SGLang, which" in str(one) for one in results), results
+        assert all(
+            isinstance(one, RolloutError) and "SGLang, which" in str(one) for one in results
+        ), results
         with pytest.raises(RolloutError, match="SGLang, which"):
             engine.generate_batch([[5, 6, 7]], [GREEDY])
         engine.close()
         assert bystander.is_running()
-        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not [
+            one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        ]
     finally:
         bystander.kill()
         bystander.wait()

@@ -35,9 +35,17 @@ def written(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 def test_numbers_that_json_cannot_hold_are_written_as_text(written: Callable) -> None:
-    facts = {"list": [NAN, 1.5], "array": np.array([math.inf, 2.0]), "number": np.float64(-math.inf)}
+    facts = {
+        "list": [NAN, 1.5],
+        "array": np.array([math.inf, 2.0]),
+        "number": np.float64(-math.inf),
+    }
     (row,) = written([ROW | {"extra_info": facts}])
-    assert row["extra_info"] == {"list": ["NaN", 1.5], "array": ["Infinity", 2.0], "number": "-Infinity"}
+    assert row["extra_info"] == {
+        "list": ["NaN", 1.5],
+        "array": ["Infinity", 2.0],
+        "number": "-Infinity",
+    }
 
 
 def test_what_a_table_lacks_stays_missing(written: Callable) -> None:
@@ -49,12 +57,19 @@ def test_what_a_table_lacks_stays_missing(written: Callable) -> None:
 
 def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path) -> None:
     arguments = [{"x": 1}, {"y": "q"}]
-    rows = [ROW | {"prompt": [{"role": "user", "content": "", "tool_calls": [one]}]} for one in arguments]
+    rows = [
+        ROW | {"prompt": [{"role": "user", "content": "", "tool_calls": [one]}]}
+        for one in arguments
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
 
     def reward(prompt: Any) -> float:  # names a column: the rows are written anew
         return 0.0
 
-    sources = datasets.Dataset.from_list(rows), pd.read_parquet(tmp_path / "t.parquet"), tmp_path / "t.parquet"
+    sources = (
+        datasets.Dataset.from_list(rows),
+        pd.read_parquet(tmp_path / "t.parquet"),
+        tmp_path / "t.parquet",
+    )
     for source in sources:
         assert [row["prompt"] for row in written(source, reward)] == [row["prompt"] for row in rows]

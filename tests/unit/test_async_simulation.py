@@ -16,13 +16,19 @@ from async_simulation import Costs, Outcome, Simulation, Workload, colocated, re
 
 STEPS = 20
 # A step generates 100 tokens in 10 s and learns from them in 10 s.
-EVEN = Costs(decode_s=0.1, sequence_s=0.0, step_s=10.0, token_s=0.0, publish_s=0.0, load_s=0.0, switch_s=0.0)
+EVEN = Costs(
+    decode_s=0.1, sequence_s=0.0, step_s=10.0, token_s=0.0, publish_s=0.0, load_s=0.0, switch_s=0.0
+)
 
 
-def simulated(costs: Costs = EVEN, lengths: float = 100.0, reward_s: float = 0.0, workers: int = 1, **ways) -> Outcome:
+def simulated(
+    costs: Costs = EVEN, lengths: float = 100.0, reward_s: float = 0.0, workers: int = 1, **ways
+) -> Outcome:
     """A run of groups of one response, two to a step."""
     workload = Workload(np.full((STEPS, 2, 1), lengths), np.full((STEPS, 2), reward_s))
-    return Simulation(Rules(num_groups=2, group_size=1, num_steps=STEPS, **ways), workload, costs, workers, 1).run()
+    return Simulation(
+        Rules(num_groups=2, group_size=1, num_steps=STEPS, **ways), workload, costs, workers, 1
+    ).run()
 
 
 def test_lockstep_takes_the_sum() -> None:
@@ -56,11 +62,15 @@ def test_tokens_after_an_update_in_flight_are_younger() -> None:
     assert set(found.ages) == {0, 1, 2} and found.ages[1] > 0
 
 
-@pytest.mark.parametrize("ways", [{}, {"on_stale": "drop"}, {"deterministic": True}, {"sync_every": 2}])
+@pytest.mark.parametrize(
+    "ways", [{}, {"on_stale": "drop"}, {"deterministic": True}, {"sync_every": 2}]
+)
 def test_the_bound_holds_and_all_is_learned_from(ways: dict) -> None:
     """Long-tailed lengths on three workers: no token is too old, and more freedom is never slower."""
     dice = np.random.default_rng(0)
-    workload = Workload(np.exp(dice.normal(4.0, 1.0, (STEPS, 6, 2))).round() + 1, np.zeros((STEPS, 6)))
+    workload = Workload(
+        np.exp(dice.normal(4.0, 1.0, (STEPS, 6, 2))).round() + 1, np.zeros((STEPS, 6))
+    )
     costs, seconds = Costs(**{**vars(EVEN), "step_s": 20.0, "load_s": 0.5}), []
     for bound in (0, 1, 4):
         rules = Rules(num_groups=6, group_size=2, num_steps=STEPS, max_staleness=bound, **ways)
@@ -72,10 +82,14 @@ def test_the_bound_holds_and_all_is_learned_from(ways: dict) -> None:
 
 def test_an_update_by_mini_batch_begins_before_the_batch_is_complete() -> None:
     """Lockstep of a response of 10 s and one of 20 s: the first is learned from, 5 s, while the second is generated."""
-    workload = Workload(np.tile(np.array([[[100.0], [200.0]]]), (STEPS, 1, 1)), np.zeros((STEPS, 2)))
+    workload = Workload(
+        np.tile(np.array([[[100.0], [200.0]]]), (STEPS, 1, 1)), np.zeros((STEPS, 2))
+    )
     for part_size, step_s in ((0, 30), (1, 25)):
         rules = Rules(num_groups=2, group_size=1, num_steps=STEPS, part_size=part_size)
-        assert Simulation(rules, workload, EVEN, 1, 1).run().seconds == pytest.approx(STEPS * step_s)
+        assert Simulation(rules, workload, EVEN, 1, 1).run().seconds == pytest.approx(
+            STEPS * step_s
+        )
 
 
 def test_colocated_uses_all_for_both() -> None:
@@ -83,7 +97,9 @@ def test_colocated_uses_all_for_both() -> None:
     rules = Rules(num_groups=2, group_size=1, num_steps=STEPS, max_staleness=1)
     costs = Costs(**{**vars(EVEN), "token_s": 0.1, "switch_s": 3.0, "publish_s": 9.0})
     # 10 s to generate, 10 s + 200 tokens x 0.1 s over two GPUs to learn, 3 s to change over.
-    assert colocated(rules, workload, costs, 2, 2).seconds == pytest.approx(STEPS * (10 + 10 + 10 + 3))
+    assert colocated(rules, workload, costs, 2, 2).seconds == pytest.approx(
+        STEPS * (10 + 10 + 10 + 3)
+    )
 
 
 def test_a_recorded_run_gives_lengths_and_costs() -> None:
@@ -92,9 +108,17 @@ def test_a_recorded_run_gives_lengths_and_costs() -> None:
     for _ in range(6):
         lengths = dice.integers(10, 200, (4, 2))
         gen_s = 0.03 * lengths.max() + 0.002 * lengths.sum()
-        lines.append({"lengths": lengths.tolist(), "gen_s": gen_s, "train_s": 1.5 + 0.01 * int(lengths.sum())})
+        lines.append(
+            {
+                "lengths": lengths.tolist(),
+                "gen_s": gen_s,
+                "train_s": 1.5 + 0.01 * int(lengths.sum()),
+            }
+        )
     workload, costs = recorded(lines, 15, Costs(), 1, 1)
-    assert workload.lengths.shape == (15, 4, 2) and workload.lengths[7].tolist() == lines[1]["lengths"]
+    assert (
+        workload.lengths.shape == (15, 4, 2) and workload.lengths[7].tolist() == lines[1]["lengths"]
+    )
     fitted = (costs.decode_s, costs.sequence_s, costs.step_s, costs.token_s)
     assert fitted == tuple(map(pytest.approx, (0.03, 0.002, 1.5, 0.01)))
 
@@ -103,8 +127,14 @@ def test_a_choice_is_recommended_for_a_configuration() -> None:
     """By the lengths of a recorded run: training takes twice as long as generation, so more ranks should train. Without
     a run the assumptions are said."""
     placed = "trainer.placement={actor: training, ref: training, rollout: generation}"
-    on_ray = ("trainer.backend=ray", placed, "trainer.resource_pools={training: [4], generation: [4]}")
-    config = load_config([*on_ray, "async_training.enable=True", "async_training.max_staleness=4"]).config
+    on_ray = (
+        "trainer.backend=ray",
+        placed,
+        "trainer.resource_pools={training: [4], generation: [4]}",
+    )
+    config = load_config(
+        [*on_ray, "async_training.enable=True", "async_training.max_staleness=4"]
+    ).config
     lengths = np.random.default_rng(1).integers(50, 150, (8, 2)).tolist()
     lines = [{"lengths": lengths, "gen_s": 10.0, "train_s": 80.0}] * 4
     source, mine, best = advice(config, (load_config(on_ray).config, lines))

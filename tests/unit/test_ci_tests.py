@@ -68,7 +68,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_report_of_a_real_run(outcome: Outcome) -> None:
     name = "tests/e2e/test_kinds.py::test_"
     assert (outcome.num_passed, outcome.num_skipped) == (1, 1)
-    assert outcome.failures.keys() == {f"{name}{kind}" for kind in ("fails", "crashes", "is_too_slow", "ends_badly")}
+    assert outcome.failures.keys() == {
+        f"{name}{kind}" for kind in ("fails", "crashes", "is_too_slow", "ends_badly")
+    }
     assert "the cause" in outcome.failures[f"{name}fails"]
     assert "torn down badly" in outcome.failures[f"{name}ends_badly"]
     assert outcome.never_repeated == {f"{name}crashes", f"{name}is_too_slow"}

@@ -9,7 +9,9 @@ import pytest
 from curve import _series, _validation, plot_curves, smooth
 from quadriga.errors import DataError
 
-pytest.importorskip("matplotlib", reason="the learning curve needs matplotlib: pip install -e '.[plot]'")
+pytest.importorskip(
+    "matplotlib", reason="the learning curve needs matplotlib: pip install -e '.[plot]'"
+)
 
 
 def write(path, records):
@@ -20,7 +22,9 @@ def write(path, records):
 def run_records(num_steps: int = 6) -> list[dict]:
     records = [{"step": 0, "val-core/quadriga/largest/reward/mean@1": 0.25}]
     for step in range(1, num_steps + 1):
-        records.append({"step": step, "critic/rewards/mean": step / 10, "perf/throughput": 1000.0 + step})
+        records.append(
+            {"step": step, "critic/rewards/mean": step / 10, "perf/throughput": 1000.0 + step}
+        )
     return records
 
 
@@ -37,16 +41,26 @@ def test_smoothing_takes_noise_away_and_one_point_is_its_own_curve():
 
 
 def test_series_leave_out_steps_without_a_finite_value():
-    steps = {1: {"critic/rewards/mean": 0.5}, 2: {"critic/rewards/mean": float("nan")}, 3: {"actor/lr": 1.0}}
+    steps = {
+        1: {"critic/rewards/mean": 0.5},
+        2: {"critic/rewards/mean": float("nan")},
+        3: {"actor/lr": 1.0},
+    }
     at, values = _series(steps, "reward")
     assert at.tolist() == [1.0] and values.tolist() == [0.5]
 
 
 def test_one_line_per_data_source_named_by_the_caller_if_it_is_the_only_one():
     one = {
-        0: {"val-core/a/b/reward/mean@2": 0.5, "val-core/a/b/acc/mean@2": 0.6, "val-core/a/b/reward/best@2/mean": 0.7}
+        0: {
+            "val-core/a/b/reward/mean@2": 0.5,
+            "val-core/a/b/acc/mean@2": 0.6,
+            "val-core/a/b/reward/best@2/mean": 0.7,
+        }
     }
-    assert {name: series[1].tolist() for name, series in _validation(one, "accuracy").items()} == {"accuracy": [0.5]}
+    assert {name: series[1].tolist() for name, series in _validation(one, "accuracy").items()} == {
+        "accuracy": [0.5]
+    }
     two = {0: {**one[0], "val-core/c/reward/mean@2": 0.1}}
     assert list(_validation(two, "accuracy")) == ["a/b (mean@2)", "c (mean@2)"]
 

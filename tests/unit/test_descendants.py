@@ -68,7 +68,16 @@ def test_what_a_test_starts_ends_when_pytest_is_killed(tmp_path: Path, killed: s
     if is_worker:
         pytest.importorskip("xdist")
     (tmp_path / "test_much.py").write_text(STARTS)
-    words = ["-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *(["-n", "1"] * is_worker)]
+    words = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        *(["-n", "1"] * is_worker),
+    ]
     environment = os.environ | {"STARTED": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     runner = subprocess.Popen(
         [sys.executable, *words, "--rootdir", str(tmp_path), str(tmp_path / "test_much.py")],
@@ -98,7 +107,9 @@ def test_shared_memory_goes_with_the_processes_that_have_it() -> None:
         "size=1 << 20); print(memory._name, flush=True); os.fork(); time.sleep(600)"
     )
     program = [sys.executable, "-c", makes]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             memory = Path(f"/dev/shm{process.stdout.readline().strip()}")
             time.sleep(2.5)  # the guardian looks every second

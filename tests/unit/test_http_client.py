@@ -48,7 +48,14 @@ def client(url, **options):
 
 @pytest.mark.parametrize(
     "trouble",
-    [(429, {}, b"slow down"), (500, {}, b""), (503, {}, b"x"), None, (200, {}, b"<html>"), (200, {}, b"[1]")],
+    [
+        (429, {}, b"slow down"),
+        (500, {}, b""),
+        (503, {}, b"x"),
+        None,
+        (200, {}, b"<html>"),
+        (200, {}, b"[1]"),
+    ],
 )
 def test_a_passing_trouble_is_waited_out(server, trouble):
     pauses = []
@@ -61,7 +68,11 @@ def test_a_passing_trouble_is_waited_out(server, trouble):
 
 def test_the_server_says_how_long_to_wait(server):
     pauses = []
-    server.script = [(429, {"Retry-After": "7"}, b""), (429, {"Retry-After": "Fri, 1 Jan 2100"}, b""), GOOD]
+    server.script = [
+        (429, {"Retry-After": "7"}, b""),
+        (429, {"Retry-After": "Fri, 1 Jan 2100"}, b""),
+        GOOD,
+    ]
     client(server.url).call_until({}, timeout_s=30, backoff_s=0.1, sleep=pauses.append)
     assert pauses[0] == 7.0 and pauses[1] < 1
 
@@ -104,7 +115,9 @@ def test_nobody_is_there():
 
 @pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://"])
 def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(RewardError, match=r"reward_model.reward_kwargs.url: got .*expected an address"):
+    with pytest.raises(
+        RewardError, match=r"reward_model.reward_kwargs.url: got .*expected an address"
+    ):
         client(url)
 
 
@@ -117,7 +130,9 @@ def test_an_event_loop_makes_the_same_requests(server):
         with pytest.raises(ServerLostError, match="status 503: busy") as lost:
             await asked.call_async(body={})
         assert lost.value.retry_after_s == 3.0
-        with pytest.raises(RewardError, match=r"judge, http://.*/chat: got status 400: too long.* Shorten it\."):
+        with pytest.raises(
+            RewardError, match=r"judge, http://.*/chat: got status 400: too long.* Shorten it\."
+        ):
             await asked.call_async("chat", {})
 
     asyncio.run(calls())
@@ -150,10 +165,14 @@ class Trickling(Handler):
 
     def answer(self, body):
         head, rest = (
-            (b"HTTP/1.1 200 OK\r\n", b"x" * 1000) if self.server.is_body else (b"", b"HTTP/1.1 200 OK\r\n" * 99)
+            (b"HTTP/1.1 200 OK\r\n", b"x" * 1000)
+            if self.server.is_body
+            else (b"", b"HTTP/1.1 200 OK\r\n" * 99)
         )
         with suppress(ConnectionError):
-            self.connection.sendall(head + (b"Content-Length: 1000\r\n\r\n" if self.server.is_body else b""))
+            self.connection.sendall(
+                head + (b"Content-Length: 1000\r\n\r\n" if self.server.is_body else b"")
+            )
             for number in range(len(rest)):
                 self.connection.sendall(rest[number : number + 1])
                 time.sleep(0.05)
@@ -161,13 +180,19 @@ class Trickling(Handler):
 
 @pytest.mark.parametrize("is_body", [False, True])
 def test_a_deadline_holds_for_a_server_that_trickles(is_body):
-    with serving(Trickling, is_body=is_body) as server, pytest.raises(ServerLostError, match=r"no reply within 0\.4 s"):
+    with (
+        serving(Trickling, is_body=is_body) as server,
+        pytest.raises(ServerLostError, match=r"no reply within 0\.4 s"),
+    ):
         client(server.url).call(body={}, timeout_s=0.4)
 
 
 def test_a_reply_that_is_too_large_after_decompression_is_refused(server, monkeypatch):
     monkeypatch.setattr(http_client, "MAX_BYTES", 1 << 20)
-    server.script = [(200, {"Content-Encoding": "gzip"}, gzip.compress(b" " * (2 << 20))), (200, {}, b" " * (2 << 20))]
+    server.script = [
+        (200, {"Content-Encoding": "gzip"}, gzip.compress(b" " * (2 << 20))),
+        (200, {}, b" " * (2 << 20)),
+    ]
     for _ in range(2):
         with pytest.raises(RewardError, match="more than 1 MB"):
             client(server.url).call(body={})
@@ -178,7 +203,15 @@ def test_a_reply_that_is_too_large_after_decompression_is_refused(server, monkey
 
 @pytest.fixture
 def proxy(monkeypatch):
-    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy", "http_proxy", "https_proxy", "HTTPS_PROXY"):
+    for name in (
+        "NO_PROXY",
+        "no_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "http_proxy",
+        "https_proxy",
+        "HTTPS_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
     return partial(monkeypatch.setenv, "HTTP_PROXY")
 
@@ -209,13 +242,20 @@ def test_loopback_addresses(url, is_here):
 def test_an_error_behind_a_proxy_names_it_without_its_user(proxy):
     proxy("http://me:secret@127.0.0.1:9")
     with pytest.raises(RewardError, match=r"through HTTP_PROXY \(127\.0\.0\.1:9\)") as caught:
-        client("http://judge.invalid", use_proxies=True).call_until({}, timeout_s=30, max_attempts=1)
+        client("http://judge.invalid", use_proxies=True).call_until(
+            {}, timeout_s=30, max_attempts=1
+        )
     assert "secret" not in str(caught.value) and "me:" not in str(caught.value)
-    with pytest.raises(ServerLostError, match=r"through HTTP_PROXY \(127"), document("http://data.invalid", 5):
+    with (
+        pytest.raises(ServerLostError, match=r"through HTTP_PROXY \(127"),
+        document("http://data.invalid", 5),
+    ):
         pass
 
 
-@pytest.mark.parametrize("address", ["socks5://u:secret@127.0.0.1:9", "gopher://u:secret@127.0.0.1:9"])
+@pytest.mark.parametrize(
+    "address", ["socks5://u:secret@127.0.0.1:9", "gopher://u:secret@127.0.0.1:9"]
+)
 def test_a_proxy_that_cannot_be_used_is_an_error_at_the_start(proxy, address, monkeypatch):
     monkeypatch.setitem(sys.modules, "socksio", None)
     proxy(address)

@@ -86,9 +86,16 @@ def test_a_run_imports_what_it_needs_and_ends_with_all_handlers_called() -> None
         "print('collector', gc.isenabled())\n"
         f"print('loaded', [name for name in {NOT_FOR_A_RUN} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["collector True", "loaded []", "registered after", "registered before"]
+    assert done.stdout.splitlines() == [
+        "collector True",
+        "loaded []",
+        "registered after",
+        "registered before",
+    ]
 
 
 def test_a_run_prints_its_first_line_before_it_loads_torch(tmp_path: Path) -> None:
@@ -116,7 +123,9 @@ def test_a_run_prints_its_first_line_before_it_loads_torch(tmp_path: Path) -> No
         "sys.stdout = FirstLine()\n"
         "main(sys.argv[1:])"
     )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "run") in done.stdout
     assert done.stdout.endswith(" False\n")

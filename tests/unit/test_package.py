@@ -42,7 +42,11 @@ PUBLIC = {
 def test_public_names(module: str, names: str) -> None:
     """Every promised name is there, and what a module lists in `__all__` exists."""
     loaded = import_module(module)
-    missing = [name for name in {*names.split(), *getattr(loaded, "__all__", ())} if not hasattr(loaded, name)]
+    missing = [
+        name
+        for name in {*names.split(), *getattr(loaded, "__all__", ())}
+        if not hasattr(loaded, name)
+    ]
     assert not missing, f"{module} lacks {sorted(missing)}"
 
 
@@ -76,22 +80,37 @@ def test_constraints_name_every_dependency() -> None:
     """Each dependency of the core has an exact tested version, not below the floor in pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(re.fullmatch(r"([\w.-]+)==(\S+)", line).groups() for line in lines if line and line[0] != "#")
+    pins = dict(
+        re.fullmatch(r"([\w.-]+)==(\S+)", line).groups()
+        for line in lines
+        if line and line[0] != "#"
+    )
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
     for dependency in project["dependencies"]:
         name, floor = dependency.split(">=")
         assert name in pins, f"constraints.txt has no version for {name}"
-        assert _numbers(pins[name]) >= _numbers(floor), f"{name} is tested with {pins[name]}, below its floor {floor}"
-    assert (5, 16) <= _numbers(pins["transformers"]) < (5, 20), "vLLM's CPU build asks for transformers below 5.20"
+        assert _numbers(pins[name]) >= _numbers(floor), (
+            f"{name} is tested with {pins[name]}, below its floor {floor}"
+        )
+    assert (5, 16) <= _numbers(pins["transformers"]) < (5, 20), (
+        "vLLM's CPU build asks for transformers below 5.20"
+    )
 
 
 def test_doctor_and_installer_agree() -> None:
     """The least version of an extra that `quadriga doctor` accepts is the one that pip is asked for."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    floors = dict(wanted.split(",")[0].split(">=") for wants in extras.values() for wanted in wants if ">=" in wanted)
+    floors = dict(
+        wanted.split(",")[0].split(">=")
+        for wants in extras.values()
+        for wanted in wants
+        if ">=" in wanted
+    )
     for extra in EXTRAS:
-        assert floors.get(extra.package) == extra.least, f"{extra.package}: {extra.least} in observe/probe.py"
+        assert floors.get(extra.package) == extra.least, (
+            f"{extra.package}: {extra.least} in observe/probe.py"
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -12,14 +12,20 @@ from quadriga.partition import Parts, buckets
 def test_each_item_goes_to_the_cheapest_part() -> None:
     """The costliest first: 5 | 4, then 3 to the second, 3 to the first; equal parts are taken in their order."""
     parts = Parts([9, 9])
-    assert [parts.give([name], cost) for name, cost in (("a", 5), ("b", 4), ("c", 3), ("d", 3))] == [0, 1, 1, 0]
+    assert [
+        parts.give([name], cost) for name, cost in (("a", 5), ("b", 4), ("c", 3), ("d", 3))
+    ] == [0, 1, 1, 0]
     assert (parts.items, parts.costs.tolist()) == ([["a", "d"], ["b", "c"]], [8, 7])
 
 
 def test_a_part_without_room_gets_nothing() -> None:
     """The next cheapest gets the item; where there is none, no part changes."""
     parts = Parts([1, 2])
-    assert [parts.give([number], 1, size=size) for number, size in enumerate((1, 2, 1))] == [0, 1, None]
+    assert [parts.give([number], 1, size=size) for number, size in enumerate((1, 2, 1))] == [
+        0,
+        1,
+        None,
+    ]
     assert (parts.items, parts.room.tolist()) == ([[0], [1]], [0, 0])
 
 
@@ -33,7 +39,9 @@ def test_what_an_item_costs_besides_decides() -> None:
 
 def fill(sizes: list[int], max_bytes: int, alignment: int = 1) -> list[list[tuple[int, int]]]:
     """Sizes and offsets by bucket."""
-    return list(buckets(sizes, int, max_bytes, lambda size, offset: (size, offset), alignment=alignment))
+    return list(
+        buckets(sizes, int, max_bytes, lambda size, offset: (size, offset), alignment=alignment)
+    )
 
 
 @pytest.mark.parametrize(

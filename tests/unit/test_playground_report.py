@@ -31,25 +31,42 @@ REPORT, RANKING = _module("playground_report"), _module("playground_ranking")
 def directory(tmp_path: Path) -> Path:
     """A run of four steps of two seconds each, with validations before it and after steps 2 and 4."""
     lines = [{"step": 0}] + [
-        {"step": step, "timing_s/step": 2.0, "actor/reward_kl_penalty": step / 10, "actor/reward_kl_penalty_coeff": 0.5}
+        {
+            "step": step,
+            "timing_s/step": 2.0,
+            "actor/reward_kl_penalty": step / 10,
+            "actor/reward_kl_penalty_coeff": 0.5,
+        }
         for step in range(1, 5)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "answers").mkdir()
     for step, num_right in ((0, 8), (2, 19), (4, 20)):
         # The score is another's, such as a reward model's: it is not what counts.
-        rows = [{"output": "7" if n < num_right else "1", "ground_truth": "7", "score": -3.0} for n in range(20)]
-        (tmp_path / "answers" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"output": "7" if n < num_right else "1", "ground_truth": "7", "score": -3.0}
+            for n in range(20)
+        ]
+        (tmp_path / "answers" / f"{step}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return tmp_path
 
 
 def test_a_course_is_read_from_the_files_of_a_run(directory: Path) -> None:
     course = REPORT.read_course("grpo", 1, directory, 0.5)
-    assert (course.steps, course.accuracy, course.seconds) == ([0, 2, 4], [0.4, 0.95, 1.0], [0.0, 4.0, 8.0])
+    assert (course.steps, course.accuracy, course.seconds) == (
+        [0, 2, 4],
+        [0.4, 0.95, 1.0],
+        [0.0, 4.0, 8.0],
+    )
     assert (course.num_steps, course.total_s) == (4, 8.0)
     assert course.series == {"kl": [0.1, 0.2, 0.3, 0.4], "coefficient": [0.5] * 4}
     assert course.reached == 1
-    assert course.in_words() == "0.40 -> 1.00, 0.95 after 4 s; 8 s of training in 4 steps, others 0.50 cores"
+    assert (
+        course.in_words()
+        == "0.40 -> 1.00, 0.95 after 4 s; 8 s of training in 4 steps, others 0.50 cores"
+    )
 
 
 def test_a_run_that_never_gets_there_says_so(directory: Path) -> None:
@@ -70,7 +87,15 @@ def test_tables_have_the_seeds_beside_each_other(directory: Path) -> None:
 
 def test_divergence_and_coefficient_are_means_of_twenty_steps(directory: Path) -> None:
     course = REPORT.Course(
-        "kl_target", 2, [], [], [], 40, 1.0, 0.0, {"kl": [0.1] * 20 + [0.3] * 20, "coefficient": [1.0] * 40}
+        "kl_target",
+        2,
+        [],
+        [],
+        [],
+        40,
+        1.0,
+        0.0,
+        {"kl": [0.1] * 20 + [0.3] * 20, "coefficient": [1.0] * 40},
     )
     head, _, kl, coefficient = REPORT.kl_table([course]).splitlines()
     assert head == "| run, seed | mean of steps | 1-20 | 21-40 |"
@@ -82,7 +107,10 @@ def test_divergence_and_coefficient_are_means_of_twenty_steps(directory: Path) -
 
 def test_staleness_is_compared_before_any_run_is_done(directory: Path) -> None:
     """At step 10, for at 15 one run has 0.97."""
-    values = {"stale_0": ([0.2, 0.6, 0.8, 0.9], [0.4, 0.7, 0.9, 0.97]), "stale_4": ([0.2, 0.5, 0.7, 0.8],) * 2}
+    values = {
+        "stale_0": ([0.2, 0.6, 0.8, 0.9], [0.4, 0.7, 0.9, 0.97]),
+        "stale_4": ([0.2, 0.5, 0.7, 0.8],) * 2,
+    }
     runs = {
         name: [REPORT.Course(name, 0, [0, 5, 10, 15], own, [0.0] * 4, 15, 1.0, 0.0, {"staleness": [behind] * 15})
                for own in courses]

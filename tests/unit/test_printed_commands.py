@@ -22,7 +22,9 @@ NAMES = ["plain", "a b", "*", "it's", "$HOME", "[a", '"b', "{c", "a #b;c"]
 def words_of(command: str) -> list[str]:
     """The arguments that `quadriga` gets when a shell runs the command."""
     script = f"quadriga() {{ printf '%s\\0' \"$@\"; }}\n{command}"
-    done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run(
+        ["sh", "-ec", script], capture_output=True, text=True, check=True, cwd="/"
+    )
     return done.stdout.split("\0")[:-1]
 
 
@@ -43,7 +45,10 @@ def test_what_comes_after_a_run(place: Path) -> None:
     evaluate, export = commands_in(what_next(config, 3))
     assert evaluate == ["eval", f"{place}/run", "--config", f"{place}/run/config.yaml"]
     assert export == ["export", f"{place}/run", "--output", "DIR"]
-    for task, key in (("sft", "actor_rollout_ref.model.path"), ("reward_model", "reward_model.model.path")):
+    for task, key in (
+        ("sft", "actor_rollout_ref.model.path"),
+        ("reward_model", "reward_model.model.path"),
+    ):
         [train] = commands_in(what_next(load_config(values=values, task=task).config, None))
         assert parse_override(train[-1]) == (key, f"{place}/run/model")
 
@@ -57,16 +62,23 @@ def test_the_checkpoint_to_resume_from(place: Path) -> None:
     config = load_config(["trainer.resume_fallback=none"]).config.trainer
     with pytest.raises(DamagedCheckpointError) as caught:
         checkpoints.resume(config, lambda path: None)
-    *_, override = words_of("quadriga train " + re.search(r"with (trainer\.resume_mode.*)", caught.value.fix)[1])
+    *_, override = words_of(
+        "quadriga train " + re.search(r"with (trainer\.resume_mode.*)", caught.value.fix)[1]
+    )
     assert parse_override(override) == ("trainer.resume_from_path", str(checkpoints.path(1)))
 
 
-def test_the_playground(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_playground(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = SimpleNamespace(prepare_playground=lambda output, seed: {"model": output / "model"})
     monkeypatch.setattr(prepare, "_recipe", lambda name: recipe)
     assert prepare.main(["playground", "--output", str(place)]) == 0
     commands = commands_in(capsys.readouterr().out)
-    assert commands == [["sft", "--config", f"{place}/sft.yaml"], ["train", "--config", f"{place}/sums.yaml"]]
+    assert commands == [
+        ["sft", "--config", f"{place}/sft.yaml"],
+        ["train", "--config", f"{place}/sums.yaml"],
+    ]
 
 
 def test_the_model_of_a_run_that_has_none(place: Path) -> None:

@@ -45,9 +45,18 @@ def test_values_that_look_like_keys(key: str) -> None:
     ("text", "hidden"),
     [
         ("Authorization: Bearer abc.def-123", "Authorization: Bearer <hidden>"),
-        ("GET http://me:pass@host:80/v1?api_key=12345678&n=1", "GET http://<hidden>@host:80/v1?api_key=<hidden>&n=1"),
-        ("{'x-api-key': 'opensesame', 'n': 'opensesame'}", "{'x-api-key': '<hidden>', 'n': 'opensesame'}"),
-        ("POST https://hooks.slack.com/services/T0/B0/abc123 200", "POST https://hooks.slack.com/<hidden> 200"),
+        (
+            "GET http://me:pass@host:80/v1?api_key=12345678&n=1",
+            "GET http://<hidden>@host:80/v1?api_key=<hidden>&n=1",
+        ),
+        (
+            "{'x-api-key': 'opensesame', 'n': 'opensesame'}",
+            "{'x-api-key': '<hidden>', 'n': 'opensesame'}",
+        ),
+        (
+            "POST https://hooks.slack.com/services/T0/B0/abc123 200",
+            "POST https://hooks.slack.com/<hidden> 200",
+        ),
         ("az://c/f?sv=1&sig=abc%2Fdef123%3D&se=2 gone", "az://c/f?sv=1&sig=<hidden>&se=2 gone"),
         ("a.env_vars.MY_KEY=opensesame b", "a.env_vars.MY_KEY=<hidden> b"),
         ('{\\"token\\": \\"opensesame\\"}', '{\\"token\\": \\"<hidden>\\"}'),
@@ -99,7 +108,21 @@ def test_errors_hide_keys() -> None:
     assert "opensesame" not in str(error) and "judge, https://<hidden>@host" in str(error)
 
 
-NASTY = ["a", "a-", "sk-", "://a:", "Bearer ", "password=", "a=", ": ", "-----BEGIN ", "eyJabcdefgh.", "x_", '\\"', "A"]
+NASTY = [
+    "a",
+    "a-",
+    "sk-",
+    "://a:",
+    "Bearer ",
+    "password=",
+    "a=",
+    ": ",
+    "-----BEGIN ",
+    "eyJabcdefgh.",
+    "x_",
+    '\\"',
+    "A",
+]
 
 
 @pytest.mark.parametrize("piece", NASTY)

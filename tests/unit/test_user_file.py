@@ -11,7 +11,9 @@ from quadriga.observe import watchdog
 from quadriga.user_file import import_external, import_file, is_reference, member_of, referred
 
 
-def test_a_file_is_run_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_run_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under one name, which pickle finds; relative paths count from the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -26,24 +28,33 @@ def test_a_file_is_run_once_and_again_when_it_changes(tmp_path: Path, monkeypatc
     assert (second.value, second.__name__) == (30, first.__name__)
 
 
-def test_modules_and_packages_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_and_packages_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the working directory on the path of imports, as under the installed command."""
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "scores.py").write_text("def score(x):\n    return 2 * x\n")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine.py").write_text("from own_package.scores import score\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    )
     assert import_file("elsewhere/mine.py", "key").score(2) == 4
     assert referred("pkg://own_package.scores:score", "key")(3) == 6
     assert referred("elsewhere/mine.py:score", "key")(3) == 6
-    assert [is_reference(name) for name in ("a.py:f", "pkg://a.b:f", "a.py", "pkg://a.b", "grpo", "a.b:f")] == [
+    assert [
+        is_reference(name)
+        for name in ("a.py:f", "pkg://a.b:f", "a.py", "pkg://a.b", "grpo", "a.b:f")
+    ] == [
         *(True, True),
         *(False,) * 4,
     ]
     import_external("own_package.scores")
     import_external(["own_package.scores", "elsewhere/mine.py"])
-    with pytest.raises(ConfigError, match=r"external_lib: got pkg://own_pakage, which raised ModuleNotFoundError"):
+    with pytest.raises(
+        ConfigError, match=r"external_lib: got pkg://own_pakage, which raised ModuleNotFoundError"
+    ):
         import_external("own_pakage")
 
 
@@ -51,7 +62,10 @@ def test_modules_and_packages_of_the_working_directory(tmp_path: Path, monkeypat
     ("text", "expected"),
     [
         ("def f(:\n", r"which raised SyntaxError while it was loaded:\n  File .*mine\.py., line 1"),
-        ("raise SystemExit(3)\n", r"which raised SystemExit while it was loaded:\nTraceback .*\n  File .*mine\.py"),
+        (
+            "raise SystemExit(3)\n",
+            r"which raised SystemExit while it was loaded:\nTraceback .*\n  File .*mine\.py",
+        ),
         (
             "def f():\n    return {}['x']\n\nf()\n",
             r"Traceback .*\n  File .*mine\.py., line 4, in <module>(?s:.*)line 2",
@@ -70,9 +84,14 @@ def test_an_error_is_shown_from_the_users_file_on(tmp_path: Path, text: str, exp
 
 def test_what_is_no_python_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x = 1\n")
-    with pytest.raises(ConfigError, match=r"key: got .*notes\.txt, expected a Python file, with a name that ends in"):
+    with pytest.raises(
+        ConfigError,
+        match=r"key: got .*notes\.txt, expected a Python file, with a name that ends in",
+    ):
         import_file(tmp_path / "notes.txt", "key")
-    with pytest.raises(ConfigError, match=r"key: got '.*none\.py', which is not a file.*Looked for"):
+    with pytest.raises(
+        ConfigError, match=r"key: got '.*none\.py', which is not a file.*Looked for"
+    ):
         import_file(tmp_path / "none.py", "key")
 
 
@@ -92,8 +111,16 @@ def test_functions_and_classes_of_a_file(tmp_path: Path) -> None:
             r"key: got no function 'centered', expected a function in .*mine\.py \(centred, Own\)\. Did",
         ),
         ("limit", None, r"got limit, which is a int, expected a function in"),
-        ("Owm", dict, r"got no class 'Owm', expected a subclass of builtins\.dict in .*\(Own\)\. Did you mean 'Own'\?"),
-        ("Own", list, r"got Own, a subclass of dict, expected .*\(it has none\)\. Write `class Own\(list\)` there"),
+        (
+            "Owm",
+            dict,
+            r"got no class 'Owm', expected a subclass of builtins\.dict in .*\(Own\)\. Did you mean 'Own'\?",
+        ),
+        (
+            "Own",
+            list,
+            r"got Own, a subclass of dict, expected .*\(it has none\)\. Write `class Own\(list\)` there",
+        ),
     ):
         with pytest.raises(ConfigError, match=expected):
             member_of(module, name, "key", base=base)
@@ -104,4 +131,7 @@ def test_an_import_that_hangs_is_named_with_its_line(tmp_path, monkeypatch, caps
     path = tmp_path / "slow.py"
     path.write_text("import time\n\ntime.sleep(0.3)\n")
     import_file(path, "data.custom_cls")
-    assert f"for {path} to be imported (data.custom_cls), at {path}:3 in <module>" in capsys.readouterr().out
+    assert (
+        f"for {path} to be imported (data.custom_cls), at {path}:3 in <module>"
+        in capsys.readouterr().out
+    )

@@ -20,7 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("vllm") is None:
         for item in items:
             if item.path.is_relative_to(__file__.rpartition("/")[0]):
-                item.add_marker(pytest.mark.skip(reason="no vLLM here: scripts/test --vllm runs them where it is"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="no vLLM here: scripts/test --vllm runs them where it is"
+                    )
+                )
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +46,30 @@ def start(folder: str) -> Callable[..., Any]:
         words: tuple[str, ...] = (),
         **rollout: Any,
     ) -> VLLMEngine:
-        sizes = {"max_model_len": 320, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "cache_gigabytes": 1 / 32}
-        words = [*words, *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in (sizes | rollout).items())]
-        words += [f"actor_rollout_ref.model.{key}={value}" for key, value in ({"path": path} | (model or {})).items()]
+        sizes = {
+            "max_model_len": 320,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 1024,
+            "cache_gigabytes": 1 / 32,
+        }
+        words = [
+            *words,
+            *(
+                f"actor_rollout_ref.rollout.{key}={value}"
+                for key, value in (sizes | rollout).items()
+            ),
+        ]
+        words += [
+            f"actor_rollout_ref.model.{key}={value}"
+            for key, value in ({"path": path} | (model or {})).items()
+        ]
         words += [f"data.{key}={value}" for key, value in (data or {}).items()]
         config = load_config(["actor_rollout_ref.rollout.name=vllm", *words]).config
         tokenizer = AutoTokenizer.from_pretrained(path)
         options = {"block_size": 32} | (extra or {})
-        engine = kind.from_config(EngineSetup(config, tokenizer, options, torch.device("cpu"), torch.float32))
+        engine = kind.from_config(
+            EngineSetup(config, tokenizer, options, torch.device("cpu"), torch.float32)
+        )
         assert isinstance(engine, VLLMEngine)
         engine.bucket_bytes = (1 << 20) // 8  # the model needs several
         return engine

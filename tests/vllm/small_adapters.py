@@ -14,7 +14,11 @@ from quadriga.models.adapter_files import base_name, is_factor, write_factors
 from quadriga.models.lora import add_adapter, write_adapter_config
 from small_models import model
 
-LORA = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+LORA = {
+    "lora_rank": 4,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+}
 
 
 def section(**changes: Any) -> ModelConfig:
@@ -22,7 +26,9 @@ def section(**changes: Any) -> ModelConfig:
     return ModelConfig(**LORA | changes)
 
 
-def adapted(seed: int, dtype: torch.dtype = torch.float32, size: float = 0.3, **changes: Any) -> PreTrainedModel:
+def adapted(
+    seed: int, dtype: torch.dtype = torch.float32, size: float = 0.3, **changes: Any
+) -> PreTrainedModel:
     """The model of seed 0, and an adapter of random values that changes what it says."""
     one = model(0).to(dtype)
     add_adapter(one, section(**changes), seed)
@@ -47,5 +53,8 @@ def by_peft(one: PreTrainedModel, folder: Path) -> PeftModel:
     """The same, out of files by PEFT: what it is needs no code of ours."""
     folder.mkdir()
     write_adapter_config(one, folder)
-    write_factors(folder, {name: tensor.detach() for name, tensor in one.named_parameters() if is_factor(name)})
+    write_factors(
+        folder,
+        {name: tensor.detach() for name, tensor in one.named_parameters() if is_factor(name)},
+    )
     return PeftModel.from_pretrained(model(0), folder).eval()

@@ -33,7 +33,13 @@ from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from small_models import greedy, wide_model
 
-PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], [2 + number * 7 % 250 for number in range(200)]]
+PROMPTS = [
+    [5, 6, 7],
+    [8],
+    [5, 6, 7],
+    [9, 10, 11, 12, 13],
+    [2 + number * 7 % 250 for number in range(200)],
+]
 RANKS, CPU = 4, torch.device("cpu")
 VERSIONS = (
     (Layout(dp_shard=4), 0),
@@ -62,12 +68,16 @@ async def joining(engine: VLLMEngine) -> list[list[int]]:
     for prompt, one in zip(PROMPTS, params, strict=True):
         tasks.append(asyncio.create_task(engine.generate(prompt, one)))
         await asyncio.sleep(0.01)
-    dropped = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=300, ignore_eos=True)))
+    dropped = asyncio.create_task(
+        engine.generate([5], SamplingParams(max_tokens=300, ignore_eos=True))
+    )
     await asyncio.sleep(0.05)
     dropped.cancel()
     found = [one.token_ids for one in await asyncio.gather(*tasks)]
     long = [
-        asyncio.create_task(engine.generate([5, row], SamplingParams(max_tokens=300, ignore_eos=True)))
+        asyncio.create_task(
+            engine.generate([5, row], SamplingParams(max_tokens=300, ignore_eos=True))
+        )
         for row in range(3)
     ]
     await asyncio.sleep(0.1)
@@ -91,7 +101,12 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
     """One rank: what it found stands in the file of its number."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     group = RolloutGroup(rank, RANKS, size, CPU)
-    sizes = {"name": "vllm", "max_model_len": 320, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
+    sizes = {
+        "name": "vllm",
+        "max_model_len": 320,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 1024,
+    }
     sizes |= {"cache_gigabytes": 1 / 32, "tensor_model_parallel_size": size}
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
     config = load_config([*words, f"actor_rollout_ref.model.path={folder}/0"]).config
@@ -104,7 +119,9 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
     likeliest = [SamplingParams(max_tokens=24, temperature=0.0)] * len(PROMPTS)
     for version, (layout, number) in enumerate(VERSIONS, start=1):
         engine.sleep()
-        CopiedWeights().publish(trainer(Path(folder, str(number)), layout, rank).weights(), engine, version)
+        CopiedWeights().publish(
+            trainer(Path(folder, str(number)), layout, rank).weights(), engine, version
+        )
         engine.wake()
         whole = lead(engine, lambda: engine.generate_batch(PROMPTS, likeliest))
         if whole is not None:
@@ -114,8 +131,12 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
                 for one, (_, log_probs) in zip(whole, expected, strict=True)
                 for mine, theirs in zip(one.log_probs, log_probs, strict=True)
             )
-            found["versions"].append([[one.token_ids for one in whole] == [tokens for tokens, _ in expected], worst])
-    sampled = lead(engine, lambda: [one.token_ids for one in engine.generate_batch(PROMPTS, params)])
+            found["versions"].append(
+                [[one.token_ids for one in whole] == [tokens for tokens, _ in expected], worst]
+            )
+    sampled = lead(
+        engine, lambda: [one.token_ids for one in engine.generate_batch(PROMPTS, params)]
+    )
     joined = lead(engine, lambda: asyncio.run(joining(engine)))
     again = lead(engine, lambda: [one.token_ids for one in engine.generate_batch(PROMPTS, params)])
     found |= {"sampled": sampled, "joined": joined, "again": again, "rebuilt": engine.rebuilt}

@@ -11,7 +11,9 @@ EOS = 1
 VOCAB = 256
 
 
-def model(seed: int, *, is_tied: bool = True, num_heads: int = 2, width: int = 96) -> PreTrainedModel:
+def model(
+    seed: int, *, is_tied: bool = True, num_heads: int = 2, width: int = 96
+) -> PreTrainedModel:
     """Random, and decided enough that rounding does not choose tokens. vLLM's CPU kernels want heads of 32 or more."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -40,15 +42,21 @@ def save(one: PreTrainedModel, folder: Path) -> str:
     """The model in a folder, with a tokenizer in which every token is one character."""
     one.save_pretrained(folder)
     characters = ["<pad>", "<eos>"] + [chr(0x100 + number) for number in range(VOCAB - 2)]
-    plain = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(characters)}, merges=[]))
+    plain = Tokenizer(
+        models.BPE(vocab={text: number for number, text in enumerate(characters)}, merges=[])
+    )
     plain.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-def greedy(one: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+def greedy(
+    one: PreTrainedModel, prompt: list[int], num_tokens: int
+) -> tuple[list[int], list[float]]:
     """The likeliest tokens by transformers, up to the end-of-text token, and their log-probabilities."""
     row = torch.tensor([prompt])
     with torch.no_grad():

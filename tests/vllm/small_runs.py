@@ -66,8 +66,12 @@ def require_run(
     command = [sys.executable, "-m", "quadriga.cli.main", "train", *words, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 3
     assert all(line["actor/grad_norm"] > 0 for line in lines)
-    assert all(line["rollout/log_prob_diff_max"] < 2e-3 for line in lines[: 1 if is_stale else 3]), lines
+    assert all(
+        line["rollout/log_prob_diff_max"] < 2e-3 for line in lines[: 1 if is_stale else 3]
+    ), lines
     return lines, done.stdout

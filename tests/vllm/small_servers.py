@@ -28,7 +28,11 @@ Server = tuple[str, "subprocess.Popen[bytes]"]
 
 @contextmanager
 def serving(
-    module: str, options: Sequence[str], variables: Mapping[str, str], log: Path, end: signal.Signals
+    module: str,
+    options: Sequence[str],
+    variables: Mapping[str, str],
+    log: Path,
+    end: signal.Signals,
 ) -> Iterator[Server]:
     """A server that answers.
 
@@ -45,7 +49,11 @@ def serving(
     command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | variables, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | variables,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:

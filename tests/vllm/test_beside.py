@@ -45,9 +45,14 @@ def _cores() -> set[psutil.Process]:
 
 
 def _require_greedy_of(engine: VLLMEngine, seed: int) -> None:
-    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True
+    ):
         tokens, _ = greedy(model(seed), prompt, 20)
-        assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        assert (found.token_ids, found.finish_reason) == (
+            tokens,
+            "stop" if tokens[-1] == EOS else "length",
+        )
 
 
 def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
@@ -70,7 +75,9 @@ def test_a_response_under_way_goes_on_with_new_weights(
     of that. So with tensor parallelism, whose processes all report the fingerprints of what came; the loss of one ends
     the engine."""
     kept = f"async_training.kv_on_update={'keep' if keeps_cache else 'recompute'}"
-    engine = start(max_num_seqs=3, words=("async_training.enable=True", kept), tensor_model_parallel_size=size)
+    engine = start(
+        max_num_seqs=3, words=("async_training.enable=True", kept), tensor_model_parallel_size=size
+    )
     copies = {version: model(version) for version in range(3)}
 
     def load(version: int) -> None:
@@ -89,11 +96,18 @@ def test_a_response_under_way_goes_on_with_new_weights(
     differences = []
     for prompt, length, future in zip(prompts, lengths, futures, strict=True):
         one = future.result(60)
-        assert len(one.token_ids) == len(one.versions) == length and one.versions == sorted(one.versions)
+        assert len(one.token_ids) == len(one.versions) == length and one.versions == sorted(
+            one.versions
+        )
         with torch.no_grad():
             row = torch.tensor([[*prompt, *one.token_ids]])
-            log_probs = [copy(row).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for copy in copies.values()]
-        wanted = torch.stack(log_probs)[torch.tensor(one.versions), torch.arange(length), torch.tensor(one.token_ids)]
+            log_probs = [
+                copy(row).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                for copy in copies.values()
+            ]
+        wanted = torch.stack(log_probs)[
+            torch.tensor(one.versions), torch.arange(length), torch.tensor(one.token_ids)
+        ]
         differences.append((torch.tensor(one.log_probs) - wanted).abs())
         first = torch.tensor(one.versions) == one.versions[0]
         assert differences[-1][first].max() < 1e-3
@@ -103,7 +117,11 @@ def test_a_response_under_way_goes_on_with_new_weights(
     if size > 1:
         _require_greedy_of(engine, 2)
         lost = engine.begin([PROMPTS[0]], [LONG])[0]
-        [rank] = {one for one in psutil.Process().children(recursive=True) if "TP1" in " ".join(one.cmdline())} - others
+        [rank] = {
+            one
+            for one in psutil.Process().children(recursive=True)
+            if "TP1" in " ".join(one.cmdline())
+        } - others
         rank.kill()
         with pytest.raises(EngineLostError, match="vLLM, which has ended"):
             lost.result(60)
@@ -116,7 +134,9 @@ def test_requests_come_and_go(engine: VLLMEngine) -> None:
     _require_greedy_of(engine, 0)
 
 
-def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: VLLMEngine, others: set[psutil.Process]) -> None:
+def test_an_engine_that_dies_ends_its_requests_with_the_reason(
+    engine: VLLMEngine, others: set[psutil.Process]
+) -> None:
     """In the middle of a batch: nobody waits for ever, and later requests are refused as well."""
 
     async def scene() -> list[Completion | BaseException]:
@@ -127,6 +147,8 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: VLLMEngin
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
     results = asyncio.run(scene())
-    assert all(isinstance(one, EngineLostError) and "vLLM, which has ended" in str(one) for one in results), results
+    assert all(
+        isinstance(one, EngineLostError) and "vLLM, which has ended" in str(one) for one in results
+    ), results
     with pytest.raises(EngineLostError, match="vLLM, which has ended"):
         engine.generate_batch(PROMPTS[:1], [GREEDY])

@@ -41,7 +41,10 @@ def filtering(start) -> Iterator[VLLMEngine]:
 
 
 def _params(**changes: Any) -> list[SamplingParams]:
-    return [SamplingParams(**{"max_tokens": 24, "seed": 11 * row, **changes}) for row in range(len(PROMPTS))]
+    return [
+        SamplingParams(**{"max_tokens": 24, "seed": 11 * row, **changes})
+        for row in range(len(PROMPTS))
+    ]
 
 
 def _publish(engine: VLLMEngine, seed: int, version: int = 1) -> None:
@@ -49,7 +52,9 @@ def _publish(engine: VLLMEngine, seed: int, version: int = 1) -> None:
 
 
 def _require_greedy_of(engine: VLLMEngine, reference: Any) -> None:
-    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, _params(temperature=0.0)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine.generate_batch(PROMPTS, _params(temperature=0.0)), strict=True
+    ):
         tokens, log_probs = greedy(reference, prompt, 24)
         assert found.token_ids == tokens
         assert (found.finish_reason == "stop") == (tokens[-1] == EOS)
@@ -85,7 +90,9 @@ def test_a_head_of_its_own(start, tmp_path) -> None:
 def test_a_sampled_token_has_the_log_probability_of_training(engine: VLLMEngine) -> None:
     """At temperature 0.7 it is that of the logits divided by 0.7."""
     _publish(engine, 0)
-    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, _params(temperature=0.7)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine.generate_batch(PROMPTS, _params(temperature=0.7)), strict=True
+    ):
         row = torch.tensor([prompt + found.token_ids])
         with torch.no_grad():
             scaled = (model(0)(row).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
@@ -104,7 +111,10 @@ def test_filters_and_their_log_probabilities(engine: VLLMEngine, filtering: VLLM
         assert one.token_ids == other.token_ids
         assert all(map(math.isnan, one.log_probs))
         assert other.sampling_log_probs == []
-        assert all(drawn >= full - 1e-4 for drawn, full in zip(one.sampling_log_probs, other.log_probs, strict=True))
+        assert all(
+            drawn >= full - 1e-4
+            for drawn, full in zip(one.sampling_log_probs, other.log_probs, strict=True)
+        )
         assert sum(one.sampling_log_probs) > sum(other.log_probs)
 
 
@@ -128,10 +138,14 @@ def test_equal_greedy_answers(engine: VLLMEngine) -> None:
 def test_a_stop_text_that_spans_tokens(engine: VLLMEngine, folder: str) -> None:
     """The answer keeps the token that completes it and ends there."""
     _publish(engine, 0)
-    plain = engine.generate_batch([LONG], [SamplingParams(max_tokens=24, seed=3, ignore_eos=True)])[0]
+    plain = engine.generate_batch([LONG], [SamplingParams(max_tokens=24, seed=3, ignore_eos=True)])[
+        0
+    ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     stop = tokenizer.decode(plain.token_ids[6:9])
-    ended = engine.generate_batch([LONG], [SamplingParams(max_tokens=24, seed=3, ignore_eos=True, stop=(stop,))])[0]
+    ended = engine.generate_batch(
+        [LONG], [SamplingParams(max_tokens=24, seed=3, ignore_eos=True, stop=(stop,))]
+    )[0]
     assert (ended.token_ids, ended.finish_reason) == (plain.token_ids[:9], "stop")
     assert len(ended.log_probs) == 9
 
@@ -139,7 +153,9 @@ def test_a_stop_text_that_spans_tokens(engine: VLLMEngine, folder: str) -> None:
 def test_stop_tokens(engine: VLLMEngine) -> None:
     """A stop token is the last one, and the model's own ends nothing where it is ignored."""
     _publish(engine, 0)
-    plain = engine.generate_batch([LONG], [SamplingParams(max_tokens=40, seed=5, ignore_eos=True)])[0]
+    plain = engine.generate_batch([LONG], [SamplingParams(max_tokens=40, seed=5, ignore_eos=True)])[
+        0
+    ]
     assert (len(plain.token_ids), plain.finish_reason) == (40, "length")
     token = plain.token_ids[7]
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True, stop_token_ids=(token,))
@@ -151,7 +167,9 @@ def test_stop_tokens(engine: VLLMEngine) -> None:
 def test_a_prompt_that_is_too_long(engine: VLLMEngine) -> None:
     """It is refused before vLLM sees it, with the limit."""
     _publish(engine, 0)
-    with pytest.raises(RolloutError, match=r"prompt 1: got 310 prompt tokens and up to 24.*at most 320"):
+    with pytest.raises(
+        RolloutError, match=r"prompt 1: got 310 prompt tokens and up to 24.*at most 320"
+    ):
         engine.generate_batch([[5], [5] * 310], _params()[:2])
 
 
@@ -175,7 +193,9 @@ class Meddling(VLLMEngine):
 def test_one_number_changed_on_the_way_is_seen(start) -> None:
     """The error names the tensor, and the engine generates nothing with it."""
     engine = start(Meddling)
-    with pytest.raises(WeightSyncError, match=r"1 of \d+ weights that differ: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(
+        WeightSyncError, match=r"1 of \d+ weights that differ: model.layers.1.mlp.down_proj.weight"
+    ):
         _publish(engine, 1)
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch(PROMPTS, _params())
@@ -191,7 +211,9 @@ def test_one_number_changed_on_the_way_is_seen(start) -> None:
     ],
     ids=["missing", "unknown", "misshapen"],
 )
-def test_an_incomplete_stream_is_refused_and_the_next_one_is_fine(engine: VLLMEngine, change, message: str) -> None:
+def test_an_incomplete_stream_is_refused_and_the_next_one_is_fine(
+    engine: VLLMEngine, change, message: str
+) -> None:
     """vLLM would go on with what it has; we do not."""
     pairs = [(name, tensor.detach()) for name, tensor in model(1).named_parameters()]
     with pytest.raises(WeightSyncError, match=message):
@@ -205,7 +227,10 @@ def test_an_incomplete_stream_is_refused_and_the_next_one_is_fine(engine: VLLMEn
 
 def test_nan_weights_are_an_error_and_leave_nothing_behind(engine: VLLMEngine) -> None:
     """What they left in the cache does not reach the answers of good weights."""
-    bad = [(name, torch.full_like(tensor, torch.nan).detach()) for name, tensor in model(0).named_parameters()]
+    bad = [
+        (name, torch.full_like(tensor, torch.nan).detach())
+        for name, tensor in model(0).named_parameters()
+    ]
     engine.load_weights(bad, 1)
     with pytest.raises(RolloutError, match="not a number"):
         engine.generate_batch(PROMPTS, _params())
@@ -218,10 +243,14 @@ def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
     _publish(engine, 0)
     found: list[Any] = []
     params = [SamplingParams(max_tokens=300, seed=row, ignore_eos=True) for row in range(16)]
-    thread = threading.Thread(target=lambda: found.extend(engine.generate_batch([[5, 6]] * 16, params)))
+    thread = threading.Thread(
+        target=lambda: found.extend(engine.generate_batch([[5, 6]] * 16, params))
+    )
     thread.start()
     states = engine.core.engine.output_processor.request_states  # pyrefly: ignore[missing-attribute]
-    while thread.is_alive() and not any(one.detokenizer.num_output_tokens() for one in list(states.values())):
+    while thread.is_alive() and not any(
+        one.detokenizer.num_output_tokens() for one in list(states.values())
+    ):
         time.sleep(0.01)
     engine.abort()
     thread.join(30)
@@ -241,7 +270,9 @@ def test_asleep(engine: VLLMEngine) -> None:
     _require_greedy_of(engine, model(1))
 
 
-def test_what_is_awake_is_not_woken_again(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_awake_is_not_woken_again(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's own executor says what sleeps; on a CPU it moves no memory, which only tests/gpu can show. An accelerator
     that maps memory twice stops there."""
     asked: list[tuple[str, Any]] = []
@@ -266,7 +297,11 @@ def test_what_is_awake_is_not_woken_again(engine: VLLMEngine, monkeypatch: pytes
     engine.wake()
     assert executor.sleeping_tags == set()
     _require_greedy_of(engine, model(1))
-    assert asked == [("sleep", {"level": 2}), ("wake_up", {"tags": ["weights"]}), ("wake_up", {"tags": ["kv_cache"]})]
+    assert asked == [
+        ("sleep", {"level": 2}),
+        ("wake_up", {"tags": ["weights"]}),
+        ("wake_up", {"tags": ["kv_cache"]}),
+    ]
     # Woken without new weights it has none.
     engine.sleep()
     engine.wake()
@@ -293,7 +328,10 @@ def test_it_starts_as_it_generates(engine: VLLMEngine, monkeypatch: pytest.Monke
         for is_eager in (True, False):
             changes = {"enforce_eager": is_eager, "compilation_config": {"mode": 0}}
             core = InProcessCore(engine.library, engine.arguments | changes, torch.device("cpu", 1))
-            assert core.engine.engine_core.engine_core.model_executor.driver_worker.worker.local_rank == 1
+            assert (
+                core.engine.engine_core.engine_core.model_executor.driver_worker.worker.local_rank
+                == 1
+            )
             core.close()
     assert stances == ["force_eager", "default"]
 
@@ -308,7 +346,9 @@ def test_without_seeds_of_their_own(start) -> None:
         assert [one.token_ids for one in first] == [one.token_ids for one in second]
         assert first[0].token_ids != first[2].token_ids
         assert torch.equal(torch.get_rng_state(), before)
-        others = engine.generate_batch(PROMPTS, [SamplingParams(max_tokens=24, seed=7)] * len(PROMPTS))
+        others = engine.generate_batch(
+            PROMPTS, [SamplingParams(max_tokens=24, seed=7)] * len(PROMPTS)
+        )
         assert [one.token_ids for one in others] != [one.token_ids for one in first]
     finally:
         engine.close()
@@ -347,7 +387,8 @@ def test_more_prompts_than_one_pass_holds(start) -> None:
     try:
         _publish(engine, 0)
         requests = [
-            (LONG[row:], SamplingParams(max_tokens=4, seed=row, ignore_eos=True, temperature=0.7)) for row in range(5)
+            (LONG[row:], SamplingParams(max_tokens=4, seed=row, ignore_eos=True, temperature=0.7))
+            for row in range(5)
         ]
         together = engine.generate_batch(*zip(*requests, strict=True))
         for (prompt, params), found in zip(requests, together, strict=True):

@@ -36,7 +36,10 @@ FAMILIES = {
     },
     "mixtral": {"num_local_experts": 4},
 }  # fmt: skip
-COMMON = ("+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32", "actor_rollout_ref.actor.optim.eps=1e-3")
+COMMON = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    "actor_rollout_ref.actor.optim.eps=1e-3",
+)
 MEGATRON = (
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.tensor_model_parallel_size=2",
@@ -56,15 +59,21 @@ def mixture(family: str, seed: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_weights_are_used_at_once(family: str, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_new_weights_are_used_at_once(
+    family: str, start: Callable[..., Any], tmp_path: Path
+) -> None:
     """There and back: experts and routers, greedy tokens of transformers, and their log-probabilities."""
     engine = start(path=save(mixture(family, 0), tmp_path))
     try:
         for version, seed in enumerate((1, 0), start=1):
             model = mixture(family, seed)
-            CopiedWeights().publish([*model.named_parameters(), *weight_buffers(model).items()], engine, version)
+            CopiedWeights().publish(
+                [*model.named_parameters(), *weight_buffers(model).items()], engine, version
+            )
             likeliest = [SamplingParams(max_tokens=16, temperature=0.0)] * len(PROMPTS)
-            for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, likeliest), strict=True):
+            for prompt, found in zip(
+                PROMPTS, engine.generate_batch(PROMPTS, likeliest), strict=True
+            ):
                 tokens, log_probs = greedy(model, prompt, 16)
                 assert found.token_ids == tokens
                 assert found.log_probs == pytest.approx(log_probs, abs=1e-4)
@@ -86,8 +95,12 @@ def test_a_run_computes_with_what_it_trains(alone: tuple[str, list[dict[str, flo
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core beside vLLM: pip install '.[megatron]'")
-def test_megatron_publishes_to_other_processes(alone: tuple[str, list[dict[str, float]]], tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    find_spec("megatron") is None, reason="no megatron-core beside vLLM: pip install '.[megatron]'"
+)
+def test_megatron_publishes_to_other_processes(
+    alone: tuple[str, list[dict[str, float]]], tmp_path: Path
+) -> None:
     """Tensor, pipeline and expert parallel on four ranks, to a pool of two that hold an engine together. A publication
     whose fingerprints differ ends a run; and metrics are those of one process, to 1e-4."""
     path, expected = alone

@@ -20,7 +20,10 @@ from small_models import save, wide_model
 from small_runs import require_run
 from tests.limits import PROGRAM_S
 
-COMMON = ("+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32", "actor_rollout_ref.actor.optim.eps=1e-3")
+COMMON = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    "actor_rollout_ref.actor.optim.eps=1e-3",
+)
 FSDP = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",)
 TP = ("actor_rollout_ref.actor.tensor_model_parallel_size=2",)
 PP = ("actor_rollout_ref.actor.pipeline_model_parallel_size=2",)
@@ -53,11 +56,19 @@ def sampled(start: Any, models: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_generate_as_one_process(size: int, sampled: list[list[int]], models: Path, tmp_path: Path) -> None:
+def test_groups_generate_as_one_process(
+    size: int, sampled: list[list[int]], models: Path, tmp_path: Path
+) -> None:
     """Publications from shards of FSDP, with tensor parallelism, and of that with pipeline stages, into an engine that
     sleeps; greedy and sampled, a batch at once and requests that join, are cancelled and aborted: tokens equal,
     log-probabilities to 1e-4. Four ranks repeat the two key-value heads."""
-    command = [sys.executable, str(Path(__file__).with_name("small_groups.py")), str(models), str(tmp_path), str(size)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("small_groups.py")),
+        str(models),
+        str(tmp_path),
+        str(size),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
@@ -67,17 +78,23 @@ def test_groups_generate_as_one_process(size: int, sampled: list[list[int]], mod
         assert max(worst for _, worst in leader["versions"]) < 1e-4
         assert leader["sampled"] == leader["joined"] == leader["again"] == sampled
     assert found[1]["sampled"] is None
-    assert [one["rebuilt"] for one in found] == [[2 * 192 * 128 * 4, "model.layers.1.mlp.up_proj"]] * 4
+    assert [one["rebuilt"] for one in found] == [
+        [2 * 192 * 128 * 4, "model.layers.1.mlp.up_proj"]
+    ] * 4
 
 
 @pytest.fixture(scope="module")
-def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, float]]]:
+def alone(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, float]]]:
     """`alone(*keys)`: the metrics of a run in one process, which each set of keys has once."""
     runs: dict[tuple[str, ...], list[dict[str, float]]] = {}
 
     def run(*keys: str) -> list[dict[str, float]]:
         if keys not in runs:
-            runs[keys], _ = require_run("vllm", str(models / "0"), tmp_path_factory.mktemp("one"), *COMMON, *keys)
+            runs[keys], _ = require_run(
+                "vllm", str(models / "0"), tmp_path_factory.mktemp("one"), *COMMON, *keys
+            )
         return runs[keys]
 
     return run
@@ -92,7 +109,13 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         pytest.param(4, 2, (*TP, *APART), "async", marks=pytest.mark.slow),
         pytest.param(2, 2, LORA, "sync", marks=pytest.mark.slow),
     ],
-    ids=["fsdp 4", "tp 2 x pp 2", "tp 2 x pp 2 to 4", "fsdp 2 x tp 2 to a pool of its own", "an adapter"],
+    ids=[
+        "fsdp 4",
+        "tp 2 x pp 2",
+        "tp 2 x pp 2 to 4",
+        "fsdp 2 x tp 2 to a pool of its own",
+        "an adapter",
+    ],
 )
 def test_a_run_on_ray_is_that_of_one_process(
     ranks: int,

@@ -10,7 +10,9 @@ from small_runs import require_run
 from tests.e2e.colors import of_studio, write_studio
 
 
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it")
+@pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it"
+)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_sees_with_the_weights_that_it_trains(tmp_path: Path, mode: str) -> None:
     """See `require_run`; those of the vision encoder among them. The other time an adapter, merged."""
@@ -21,4 +23,6 @@ def test_a_run_sees_with_the_weights_that_it_trains(tmp_path: Path, mode: str) -
     model = str(tmp_path / "studio" / "model")
     adapter = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_merge=true")
     few += adapter if mode == "async" else ()
-    require_run("vllm", model, tmp_path, *own, *few, block, f"actor_rollout_ref.rollout.mode={mode}")
+    require_run(
+        "vllm", model, tmp_path, *own, *few, block, f"actor_rollout_ref.rollout.mode={mode}"
+    )

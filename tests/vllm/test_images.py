@@ -24,7 +24,15 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from small_servers import serving
-from tests.vision_folder import FAMILIES, named, noise, picture, tiny_model, tiny_tokenizer, write_vision_folder
+from tests.vision_folder import (
+    FAMILIES,
+    named,
+    noise,
+    picture,
+    tiny_model,
+    tiny_tokenizer,
+    write_vision_folder,
+)
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it"
@@ -41,7 +49,10 @@ ASKED: list[tuple[str, list[Any]]] = [
     (f"w1 {FILM} and {FILM} ?", []),
 ]
 FILMS = [
-    {"frames": np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8), "fps": fps}
+    {
+        "frames": np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8),
+        "fps": fps,
+    }
     for seed, (shape, fps) in enumerate([((12, 24, 16), 4), ((5, 40, 20), 2), ((9, 16, 16), 3.3)])
 ]
 """For the places of videos, in their order; their sizes change, and all but the second have frames left out."""
@@ -65,7 +76,9 @@ def pictures_folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Pa
 
 
 @pytest.fixture(scope="module")
-def small(start: Callable[..., VLLMEngine], pictures_folder: Path, family: str) -> Callable[..., VLLMEngine]:
+def small(
+    start: Callable[..., VLLMEngine], pictures_folder: Path, family: str
+) -> Callable[..., VLLMEngine]:
     """Starts an engine that makes images smaller than the model's files say, where vLLM takes other sizes."""
 
     def make(**rollout: Any) -> VLLMEngine:
@@ -104,11 +117,21 @@ def requests(
 
     for text, pictures in ASKED:
         if family == "glm4v" and FILM in text:
-            text, pictures = f"w1 {FILM} ?", []  # transformers takes no image beside it, and vLLM no second video
-        opened = [open_video(next(films), folder=Path(), where="here") for _ in range(text.count(FILM))]
+            text, pictures = (
+                f"w1 {FILM} ?",
+                [],
+            )  # transformers takes no image beside it, and vLLM no second video
+        opened = [
+            open_video(next(films), folder=Path(), where="here") for _ in range(text.count(FILM))
+        ]
         clips = [rules.read(one, where="here") for one in opened]
         seen = processor.prompt(
-            encode([named(text, family)])[0], pictures, 160, where="here", clips=clips, encode=encode
+            encode([named(text, family)])[0],
+            pictures,
+            160,
+            where="here",
+            clips=clips,
+            encode=encode,
         )
         prompts.append(seen.ids)
         data = seen.columns()["multi_modal_data"]
@@ -127,7 +150,9 @@ def require_equal(found: list[Completion], wanted: list[Completion]) -> None:
         torch.testing.assert_close(one.log_probs, other.log_probs, atol=3e-4, rtol=0)
 
 
-def test_answers_are_transformers(engine: VLLMEngine, processor: VisionProcessor, family: str) -> None:
+def test_answers_are_transformers(
+    engine: VLLMEngine, processor: VisionProcessor, family: str
+) -> None:
     """Greedy, with the same images under one set of weights after another: nothing is kept of an image."""
     asked = requests(processor, family)
     for version, seed in enumerate((0, 1, 0), start=1):
@@ -137,23 +162,32 @@ def test_answers_are_transformers(engine: VLLMEngine, processor: VisionProcessor
         assert engine.weight_version == version
 
 
-def test_seeds_and_images_decide(engine: VLLMEngine, processor: VisionProcessor, family: str) -> None:
+def test_seeds_and_images_decide(
+    engine: VLLMEngine, processor: VisionProcessor, family: str
+) -> None:
     CopiedWeights().publish(tiny_model(family).named_parameters(), engine, 9)
     prompts, sampling, images = requests(processor, family, temperature=1.0)
     together = engine.generate_batch(prompts, sampling, images)
     assert prompts[0] == prompts[1] and together[0].log_probs != together[1].log_probs
     for row in range(len(prompts)):
-        alone = engine.generate_batch(prompts[row : row + 1], sampling[row : row + 1], images[row : row + 1])
+        alone = engine.generate_batch(
+            prompts[row : row + 1], sampling[row : row + 1], images[row : row + 1]
+        )
         assert alone[0].token_ids == together[row].token_ids
 
 
-def test_another_expansion_is_an_error(engine: VLLMEngine, pictures_folder: Path, family: str) -> None:
+def test_another_expansion_is_an_error(
+    engine: VLLMEngine, pictures_folder: Path, family: str
+) -> None:
     """The data take images of other sizes than the engine was told of."""
-    processor = load_processor(pictures_folder, options={"max_pixels": 256} if family == "glm4v" else {})
+    processor = load_processor(
+        pictures_folder, options={"max_pixels": 256} if family == "glm4v" else {}
+    )
     assert processor is not None
     prompts, sampling, images = requests(processor, family)
     with pytest.raises(
-        RolloutError, match=r"rollout\.name=vllm: got \d+ tokens of a prompt with images.*expected (104|94)"
+        RolloutError,
+        match=r"rollout\.name=vllm: got \d+ tokens of a prompt with images.*expected (104|94)",
     ):
         engine.generate_batch(prompts, sampling, images)
     assert len(engine.generate_batch(prompts[2:3], sampling[2:3])) == 1, "it goes on"
@@ -180,7 +214,9 @@ def test_beside(small: Callable[..., VLLMEngine], processor: VisionProcessor, fa
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"], indirect=True)
-def test_a_server_of_it(pictures_folder: Path, processor: VisionProcessor, family: str, tmp_path: Path) -> None:
+def test_a_server_of_it(
+    pictures_folder: Path, processor: VisionProcessor, family: str, tmp_path: Path
+) -> None:
     """The engine `http` against vLLM's own server, which makes the tokens of the data out of texts and images."""
     options = [
         "--model", str(pictures_folder), "--served-model-name", "small", "--dtype", "float32", "--max-model-len", "160",
@@ -189,12 +225,20 @@ def test_a_server_of_it(pictures_folder: Path, processor: VisionProcessor, famil
     ]  # fmt: skip
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     rollout, path = "actor_rollout_ref.rollout", f"actor_rollout_ref.model.path={pictures_folder}"
-    rows = [rows for rows in zip(*requests(processor, family), strict=True) if rows[2] is None or not rows[2].videos]
+    rows = [
+        rows
+        for rows in zip(*requests(processor, family), strict=True)
+        if rows[2] is None or not rows[2].videos
+    ]
     prompts, sampling, images = map(list, zip(*rows, strict=True))
     assert sum(one is not None for one in images) == 4
     module, log = "vllm.entrypoints.openai.api_server", tmp_path / "log.txt"
     with serving(module, options, variables, log, signal.SIGTERM) as (url, _):
-        words = [f"{rollout}.name=http", f"+{rollout}.engine_kwargs.http={{urls: ['{url}'], model: small}}", path]
+        words = [
+            f"{rollout}.name=http",
+            f"+{rollout}.engine_kwargs.http={{urls: ['{url}'], model: small}}",
+            path,
+        ]
         config = load_config(words).config
         own = config.actor_rollout_ref.rollout.engine_kwargs["http"]
         setup = EngineSetup(config, tiny_tokenizer(family), own, torch.device("cpu"), torch.float32)
@@ -205,7 +249,8 @@ def test_a_server_of_it(pictures_folder: Path, processor: VisionProcessor, famil
         assert other is not None
         prompts, sampling, images = requests(other, family)
         with pytest.raises(
-            RolloutError, match=r"got \d+ other tokens of a prompt with images, expected the \d+ of the"
+            RolloutError,
+            match=r"got \d+ other tokens of a prompt with images, expected the \d+ of the",
         ):
             engine.generate_batch(prompts[4:5], sampling[4:5], images[4:5])
         engine.close()

@@ -40,7 +40,10 @@ def require_greedy_of(engine: VLLMEngine, reference: Any) -> list[list[int]]:
     found = engine.generate_batch(PROMPTS, GREEDY)
     for prompt, one in zip(PROMPTS, found, strict=True):
         tokens, log_probs = greedy(reference, prompt, 24)
-        assert (one.token_ids, one.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        assert (one.token_ids, one.finish_reason) == (
+            tokens,
+            "stop" if tokens[-1] == EOS else "length",
+        )
         torch.testing.assert_close(one.log_probs, log_probs, atol=3e-4, rtol=0)
     return [one.token_ids for one in found]
 
@@ -93,7 +96,10 @@ def require_known(engine: VLLMEngine, seed: int, version: int) -> list[list[int]
 
 def test_versions_cost_no_memory(engine: VLLMEngine) -> None:
     """What this process holds does not grow by an adapter's size with each."""
-    process, size = psutil.Process(), sum(tensor.nbytes for _, tensor in published(adapted(1), with_frozen=False))
+    process, size = (
+        psutil.Process(),
+        sum(tensor.nbytes for _, tensor in published(adapted(1), with_frozen=False)),
+    )
     for version in range(50, 60):
         publish(engine, 1, version)
     before = process.memory_info().rss
@@ -143,7 +149,9 @@ def test_another_adapter_than_was_sent_is_seen(start: Make, tmp_path: Path) -> N
     for version, (when, message) in enumerate(told.items(), start=1):
         engine.when = when
         with pytest.raises(WeightSyncError, match=message):
-            sync.publish(published(adapted(2), with_frozen=not engine.has_frozen_weights), engine, version)
+            sync.publish(
+                published(adapted(2), with_frozen=not engine.has_frozen_weights), engine, version
+            )
         with pytest.raises(RolloutError, match="not loaded completely"):
             engine.generate_batch(PROMPTS, GREEDY)
     engine.when = ""
@@ -159,13 +167,27 @@ def test_another_adapter_than_was_sent_is_seen(start: Make, tmp_path: Path) -> N
     ("change", "message"),
     [
         (lambda pairs: [one for one in pairs if one[0] != UP], f"a stream without 1 of .*: {UP}"),
-        (lambda pairs: [*pairs, ("model.layers.9.mlp.up_proj.lora_A.default.weight", torch.zeros(4, 64))], "layers.9"),
-        (lambda pairs: [(pairs[0][0], torch.zeros(8, 64)), *pairs[1:]], r"expected shape \(4, 64\)"),
-        (lambda pairs: [*pairs, ("model.norm.weight", torch.ones(64))], "a stream without .* model.embed_tokens"),
+        (
+            lambda pairs: [
+                *pairs,
+                ("model.layers.9.mlp.up_proj.lora_A.default.weight", torch.zeros(4, 64)),
+            ],
+            "layers.9",
+        ),
+        (
+            lambda pairs: [(pairs[0][0], torch.zeros(8, 64)), *pairs[1:]],
+            r"expected shape \(4, 64\)",
+        ),
+        (
+            lambda pairs: [*pairs, ("model.norm.weight", torch.ones(64))],
+            "a stream without .* model.embed_tokens",
+        ),
     ],
     ids=["missing", "unknown", "another rank", "some frozen weights"],
 )
-def test_an_incomplete_adapter_is_refused(engine: VLLMEngine, tmp_path: Path, change: Any, message: str) -> None:
+def test_an_incomplete_adapter_is_refused(
+    engine: VLLMEngine, tmp_path: Path, change: Any, message: str
+) -> None:
     """Nothing is generated until one has come, with the frozen weights if some of those were touched."""
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights(change(list(published(adapted(1), with_frozen=False))), 4)

@@ -29,21 +29,33 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     ]  # fmt: skip
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serving("vllm.entrypoints.openai.api_server", options, variables, log, signal.SIGTERM) as one:
+    with serving(
+        "vllm.entrypoints.openai.api_server", options, variables, log, signal.SIGTERM
+    ) as one:
         yield one
 
 
 def test_it_answers_as_the_engine_in_this_process_does(server) -> None:
     """Greedy tokens are transformers', log-probabilities those of training, stop tokens ours."""
-    engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,), logprobs_mode="processed_logprobs")
+    engine = HTTPEngine(
+        [server[0]], "small", eos_token_ids=(EOS,), logprobs_mode="processed_logprobs"
+    )
     params = [SamplingParams(max_tokens=20, temperature=0.0)] * len(PROMPTS)
     for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, params), strict=True):
         tokens, log_probs = greedy(model(0), prompt, 20)
-        assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        assert (found.token_ids, found.finish_reason) == (
+            tokens,
+            "stop" if tokens[-1] == EOS else "length",
+        )
         torch.testing.assert_close(found.log_probs, log_probs, atol=2e-4, rtol=0)
-    sampled = [SamplingParams(max_tokens=20, seed=row, temperature=0.7, ignore_eos=True) for row in range(3)]
+    sampled = [
+        SamplingParams(max_tokens=20, seed=row, temperature=0.7, ignore_eos=True)
+        for row in range(3)
+    ]
     first = engine.generate_batch(PROMPTS, sampled)
-    assert [one.token_ids for one in engine.generate_batch(PROMPTS, sampled)] == [one.token_ids for one in first]
+    assert [one.token_ids for one in engine.generate_batch(PROMPTS, sampled)] == [
+        one.token_ids for one in first
+    ]
     row = torch.tensor([PROMPTS[0] + first[0].token_ids])
     with torch.no_grad():
         scaled = (model(0)(row).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7).log_softmax(-1)
@@ -67,7 +79,11 @@ def test_a_server_that_dies_in_the_middle_of_a_batch(server) -> None:
     os.killpg(process.pid, signal.SIGSTOP)  # on a busy machine it could be done before it is killed
     threads = ThreadPoolExecutor(4)
     running = [
-        threads.submit(engine.generate_batch, [[5, 6]], [SamplingParams(max_tokens=300, seed=1, ignore_eos=True)])
+        threads.submit(
+            engine.generate_batch,
+            [[5, 6]],
+            [SamplingParams(max_tokens=300, seed=1, ignore_eos=True)],
+        )
         for _ in range(4)
     ]
     time.sleep(0.2)

@@ -22,7 +22,10 @@ from quadriga.workers.rollout_engines import make_rollout_engine
 from small_models import greedy, model
 
 ROLLOUT = "actor_rollout_ref.rollout"
-REQUESTS = [([5 + number, 6, 7], SamplingParams(max_tokens=200, seed=number, ignore_eos=True)) for number in range(8)]
+REQUESTS = [
+    ([5 + number, 6, 7], SamplingParams(max_tokens=200, seed=number, ignore_eos=True))
+    for number in range(8)
+]
 
 
 def cores() -> set[psutil.Process]:
@@ -77,7 +80,9 @@ def test_requests_are_balanced_and_those_of_an_engine_that_dies_move(
     likeliest = SamplingParams(max_tokens=20, temperature=0.0)
     prompts = [prompt for prompt, _ in REQUESTS]
     found = engine.generate_batch(prompts, [likeliest] * len(prompts))
-    assert [one.token_ids for one in found] == [greedy(model(1), prompt, 20)[0] for prompt in prompts]
+    assert [one.token_ids for one in found] == [
+        greedy(model(1), prompt, 20)[0] for prompt in prompts
+    ]
     # One that is stopped answers no health check: it is killed, and what it was given moves.
     third = asyncio.run(answers(kills=False))
     with caplog.at_level(logging.WARNING):

@@ -47,9 +47,15 @@ def gdpo(
         epsilon: added to the deviation of a group.
     """
     weights = [1.0] * len(gdpo_reward_keys) if gdpo_reward_weights is None else gdpo_reward_weights
-    if isinstance(gdpo_reward_keys, str) or len(weights) != len(gdpo_reward_keys) or not gdpo_reward_keys:
+    if (
+        isinstance(gdpo_reward_keys, str)
+        or len(weights) != len(gdpo_reward_keys)
+        or not gdpo_reward_keys
+    ):
         got = f"{gdpo_reward_keys!r} with gdpo_reward_weights={gdpo_reward_weights!r}"
-        raise ConfigError(_KEYS, got=got, expected="a list of at least one name, and as many weights or none")
+        raise ConfigError(
+            _KEYS, got=got, expected="a list of at least one name, and as many weights or none"
+        )
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)
     total = torch.zeros_like(scores)
@@ -67,10 +73,18 @@ def _component(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor
         values = [float(row[key]) for row in reward_extra]
     except KeyError as error:
         expected = f"one of {', '.join(known)}, given for every response"
-        raise ConfigError(_KEYS, got=f"{key!r}", expected=expected, fix=did_you_mean(key, known)) from error
+        raise ConfigError(
+            _KEYS, got=f"{key!r}", expected=expected, fix=did_you_mean(key, known)
+        ) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(_KEYS, got=f"{key!r}, which is not a number everywhere ({error})") from error
+        raise ConfigError(
+            _KEYS, got=f"{key!r}, which is not a number everywhere ({error})"
+        ) from error
     column = torch.tensor(values, dtype=like.dtype, device=like.device)
     if num_bad := int((~torch.isfinite(column)).sum()):
-        raise ConfigError(_KEYS, got=f"{key!r}, which is not finite for {num_bad} responses", expected="finite numbers")
+        raise ConfigError(
+            _KEYS,
+            got=f"{key!r}, which is not finite for {num_bad} responses",
+            expected="finite numbers",
+        )
     return column

@@ -19,7 +19,11 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("gpg")
 def gpg(
-    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable], *, f_norm: float = 1.0
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Iterable[Hashable],
+    *,
+    f_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
     `f_norm`: the constant to divide by."""

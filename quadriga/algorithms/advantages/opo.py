@@ -17,7 +17,9 @@ from quadriga.algorithms.registry import register_adv_est
 
 
 @register_adv_est("opo")
-def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+def opo(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
+) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)

@@ -53,7 +53,9 @@ def optimal_token_baseline(
     return advantages, to_go.masked_fill(~is_ours, 0)
 
 
-def token_energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor) -> Tensor:
+def token_energy(
+    old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor
+) -> Tensor:
     """The squared length of each token's gradient by the logits, [B, T]."""
     return (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0) * rollout_is_weights.square()
 
@@ -72,7 +74,9 @@ def against_optimum(
     # Distances from the smallest are exactly 0 when all are alike; see `Groups.centered`.
     smallest = groups.smallest(to_go.masked_fill(~is_ours, float("inf")))
     distance = (to_go - smallest).masked_fill(~is_ours, 0)
-    baseline = groups.sum(distance * weights) / groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
+    baseline = groups.sum(distance * weights) / groups.sum(weights).clamp(
+        min=torch.finfo(weights.dtype).tiny
+    )
     is_alone = (groups.size == 1)[:, None]
     if keeps_tail:
         is_alone = groups.sum(present) == 1

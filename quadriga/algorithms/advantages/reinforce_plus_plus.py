@@ -15,7 +15,9 @@ from quadriga.algorithms.registry import register_adv_est
 
 
 @register_adv_est("reinforce_plus_plus")
-def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float
+) -> tuple[Tensor, Tensor]:
     """Whitened advantages and the returns they come from, [B, T] each; `gamma`, 0 to 1, discounts per token."""
     is_ours = response_mask.bool()
     returns = torch.zeros_like(token_level_rewards)

@@ -20,7 +20,9 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("rloo_vectorized")
 @register_adv_est("rloo")
-def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+def rloo(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
+) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)

@@ -52,11 +52,19 @@ def bypass_mode(
         "rollout_rs_masked_fraction": (response_mask.bool() & ~kept.bool()).to(log_ratio.dtype),
     }
     if correction is None or correction.loss_type == "ppo_clip":
-        clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
+        clips = {
+            "clip_ratio_low": clip_ratio_low,
+            "clip_ratio_high": clip_ratio_high,
+            "clip_ratio_c": clip_ratio_c,
+        }
         losses, others = vanilla(rollout_log_probs, log_prob, advantages, kept, **clips)
         return losses, reported | others
     weights = torch.ones_like(log_ratio)
     if correction.rollout_is is not None:
-        weights = importance_weights(log_ratio, response_mask, correction.rollout_is, correction.weight_bounds)
+        weights = importance_weights(
+            log_ratio, response_mask, correction.rollout_is, correction.weight_bounds
+        )
     losses, _ = gpg(log_prob, advantages, kept)
-    return losses * weights, reported | {"rollout_is_mean": weights.masked_fill(~response_mask.bool(), 0)}
+    return losses * weights, reported | {
+        "rollout_is_mean": weights.masked_fill(~response_mask.bool(), 0)
+    }

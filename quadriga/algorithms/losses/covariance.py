@@ -43,10 +43,17 @@ def clip_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics of `vanilla`, and `covariance_clipfrac`.
     `covariance_clipped`: [B, T], 1 on the tokens left out."""
-    clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
+    clips = {
+        "clip_ratio_low": clip_ratio_low,
+        "clip_ratio_high": clip_ratio_high,
+        "clip_ratio_c": clip_ratio_c,
+    }
     losses, of_vanilla = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
     is_left_out = covariance_clipped.bool() & response_mask.bool()
-    return losses.masked_fill(is_left_out, 0), {**of_vanilla, "covariance_clipfrac": is_left_out.to(losses.dtype)}
+    return losses.masked_fill(is_left_out, 0), {
+        **of_vanilla,
+        "covariance_clipfrac": is_left_out.to(losses.dtype),
+    }
 
 
 @register_policy_loss("kl_cov")
@@ -66,7 +73,9 @@ def kl_cov(
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     is_held_back = covariance_top.bool() & response_mask.bool()
     losses = -gain * log_ratio.exp() + ppo_kl_coef * log_ratio.abs() * is_held_back
-    return losses, diagnostics(log_ratio, ppo_kl_abs=log_ratio.abs(), covariance_topfrac=is_held_back)
+    return losses, diagnostics(
+        log_ratio, ppo_kl_abs=log_ratio.abs(), covariance_topfrac=is_held_back
+    )
 
 
 def token_covariance(old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
@@ -101,8 +110,12 @@ def covariance_clipped(
     in_range = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & response_mask.bool()
     places = in_range.flatten().nonzero()[:, 0]
     seed = zlib.crc32(covariance.double().cpu().numpy().tobytes())
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).to(places.device)
-    return _marked(places[order[: _count(clip_cov_ratio, "clip_cov_ratio", response_mask)]], covariance)
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).to(
+        places.device
+    )
+    return _marked(
+        places[order[: _count(clip_cov_ratio, "clip_cov_ratio", response_mask)]], covariance
+    )
 
 
 @register_batch_column("covariance_top")
@@ -115,13 +128,17 @@ def covariance_top(
     `kl_cov_ratio`: how many, as a share of all tokens of the batch; at least one."""
     covariance = token_covariance(old_log_prob, advantages, response_mask)
     candidates = covariance.masked_fill(~response_mask.bool(), -float("inf")).flatten()
-    count = min(_count(kl_cov_ratio, "kl_cov_ratio", response_mask), int(response_mask.bool().sum()))
+    count = min(
+        _count(kl_cov_ratio, "kl_cov_ratio", response_mask), int(response_mask.bool().sum())
+    )
     return _marked(candidates.topk(count).indices, covariance)
 
 
 def _count(share: float, name: str, response_mask: Tensor) -> int:
     if not 0 <= share <= 1:
-        raise ConfigError(f"{_WHERE}.{name}", got=str(share), expected="a share of the tokens, 0 to 1")
+        raise ConfigError(
+            f"{_WHERE}.{name}", got=str(share), expected="a share of the tokens, 0 to 1"
+        )
     return max(1, int(share * int(response_mask.bool().sum())))
 
 

@@ -68,7 +68,12 @@ def dppo_kl(
 
 
 def _within_region(
-    log_p: Tensor, log_q: Tensor, advantages: Tensor, response_mask: Tensor, divergence: Tensor, *clips: float
+    log_p: Tensor,
+    log_q: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    divergence: Tensor,
+    *clips: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     low, high, largest_ratio = clips
     gain = advantages.masked_fill(~response_mask.bool(), 0)

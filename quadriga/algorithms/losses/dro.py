@@ -18,7 +18,12 @@ from quadriga.errors import ConfigError
 
 @register_policy_loss("dro")
 def dro(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, dro_beta: float = 0.1
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    dro_beta: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `ppo_kl`. `dro_beta`: weight of the penalty, above 0."""
     if not dro_beta > 0:

@@ -33,7 +33,9 @@ def geo_mean(
     `clip_ratio_low`, `clip_ratio_high`: how far below and above 0 the logarithm of a token's ratio counts."""
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
-    is_clipped = ((gain > 0) & (log_ratio > clip_ratio_high)) | ((gain < 0) & (log_ratio < -clip_ratio_low))
+    is_clipped = ((gain > 0) & (log_ratio > clip_ratio_high)) | (
+        (gain < 0) & (log_ratio < -clip_ratio_low)
+    )
     held = log_ratio.where(~is_clipped, log_ratio.detach().clamp(-clip_ratio_low, clip_ratio_high))
     of_response = sequence_mean(held, response_mask).detach()
     losses = -gain * (of_response + (held - held.detach())).exp()

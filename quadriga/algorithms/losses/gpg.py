@@ -15,7 +15,9 @@ from quadriga.algorithms.registry import register_policy_loss
 
 
 @register_policy_loss("gpg", needs_advantage=True)
-def gpg(log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def gpg(
+    log_prob: Tensor, advantages: Tensor, response_mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics none."""
     outside = ~response_mask.bool()
     return -advantages.masked_fill(outside, 0) * log_prob.masked_fill(outside, 0), {}

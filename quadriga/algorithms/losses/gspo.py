@@ -39,4 +39,6 @@ def gspo(
     ratio = (of_response + (log_ratio - log_ratio.detach())).exp()
     unclipped = -gain * ratio
     clipped = -gain * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return torch.maximum(unclipped, clipped), diagnostics(log_ratio, pg_clipfrac=clipped > unclipped)
+    return torch.maximum(unclipped, clipped), diagnostics(
+        log_ratio, pg_clipfrac=clipped > unclipped
+    )

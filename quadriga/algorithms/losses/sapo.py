@@ -34,7 +34,11 @@ def sapo(
     `tau_pos`, `tau_neg`: temperatures for tokens with an advantage above 0, and for the others; above 0."""
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if not tau > 0:
-            raise ConfigError(f"actor_rollout_ref.actor.policy_loss.{name}", got=str(tau), expected="a number above 0")
+            raise ConfigError(
+                f"actor_rollout_ref.actor.policy_loss.{name}",
+                got=str(tau),
+                expected="a number above 0",
+            )
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     tau = torch.full_like(gain, tau_neg).masked_fill(gain > 0, tau_pos)

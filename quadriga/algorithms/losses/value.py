@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 def clipped_value_loss(
-    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, *, cliprange_value: float
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_value: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token.
     Returns losses per token, 0 outside the mask; diagnostics per token: `vf_clipfrac` (1 where the clip is active).

@@ -39,7 +39,11 @@ def vanilla(
     `clip_ratio_low`, `clip_ratio_high`: how far below and above 1 the ratio may pull.
     `clip_ratio_c`: the bound of the dual clip, above 1."""
     if not clip_ratio_c > 1:
-        raise ConfigError("actor_rollout_ref.actor.clip_ratio_c", got=str(clip_ratio_c), expected="a number above 1")
+        raise ConfigError(
+            "actor_rollout_ref.actor.clip_ratio_c",
+            got=str(clip_ratio_c),
+            expected="a number above 1",
+        )
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     ratio = log_ratio.exp()
@@ -49,4 +53,6 @@ def vanilla(
     bound = -gain * clip_ratio_c
     losses = torch.where(gain < 0, torch.minimum(pessimistic, bound), pessimistic)
     is_bounded = (gain < 0) & (pessimistic > bound)
-    return losses, diagnostics(log_ratio, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=is_bounded)
+    return losses, diagnostics(
+        log_ratio, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=is_bounded
+    )

@@ -60,7 +60,9 @@ def missing_name(name: str) -> ModuleNotFoundError:
     above = (MISSING.get(".".join(parts[:end]), "") for end in range(len(parts) - 1, 1, -1))
     advice = MISSING.get(name) or did_you_mean(own, beside) or next(filter(None, above), "")
     advice = advice or "docs/from_verl.md says where all names are listed."
-    return ModuleNotFoundError(f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}")
+    return ModuleNotFoundError(
+        f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
+    )
 
 
 class _Module(ModuleType):
@@ -82,7 +84,9 @@ class _Module(ModuleType):
 class Finder(MetaPathFinder, Loader):
     """Finds verl's modules in the table."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         """A module of the table; None for what is not verl's, and a ModuleNotFoundError for what is missing."""
         if fullname.partition(".")[0] != "verl":
             return None

@@ -36,12 +36,18 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
     """An estimator of verl's contract as one of ours: `index` is the column `uid`, `config` the section `algorithm`."""
     parameters = signature(function).parameters.values()
-    names = [one.name for one in parameters if one.kind not in _VARIADIC and one.default is Parameter.empty]
+    names = [
+        one.name
+        for one in parameters
+        if one.kind not in _VARIADIC and one.default is Parameter.empty
+    ]
     names += taken(function, dict.fromkeys(_ALWAYS))
     names = [name for name in dict.fromkeys(names) if name != "config"]
 
     def estimate(*fields: Any, config: Any) -> Any:
-        return function(**dict(zip(names, fields, strict=True)), **taken(function, {"config": config}))
+        return function(
+            **dict(zip(names, fields, strict=True)), **taken(function, {"config": config})
+        )
 
     fields = ["uid" if name == "index" else name for name in names]
     return _like(function, estimate, fields, {"config": Parameter.empty})
@@ -64,19 +70,31 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         given = taken(function, offered)
         if rollout_is_weights is not None and "rollout_is_weights" not in given:
             fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."
-            raise ConfigError(name, got="importance weights of the rollout, which it does not take", fix=fix)
+            raise ConfigError(
+                name, got="importance weights of the rollout, which it does not take", fix=fix
+            )
         scalar, *rest = function(**fields, **given)
         mask = fields["response_mask"]
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
-            got = f"a loss of shape {list(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
+            got = (
+                f"a loss of shape {list(scalar.shape)}"
+                if isinstance(scalar, Tensor)
+                else type(scalar).__name__
+            )
             fix = "Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms."
             raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
         ones, scale = torch.ones_like(fields["log_prob"]), config.loss_scale_factor
         whole = _agg_loss(ones, mask, config.loss_agg_mode, loss_scale_factor=scale)
-        per_token = (scalar.reshape(()) / whole.clamp(min=torch.finfo(whole.dtype).tiny)).expand(mask.shape)
-        return per_token, {key: torch.full_like(fields["log_prob"], value) for key, value in _metrics(rest, name)}
+        per_token = (scalar.reshape(()) / whole.clamp(min=torch.finfo(whole.dtype).tiny)).expand(
+            mask.shape
+        )
+        return per_token, {
+            key: torch.full_like(fields["log_prob"], value) for key, value in _metrics(rest, name)
+        }
 
-    return _like(function, loss, list(_LOSS_FIELDS), {"config": Parameter.empty, "rollout_is_weights": None})
+    return _like(
+        function, loss, list(_LOSS_FIELDS), {"config": Parameter.empty, "rollout_is_weights": None}
+    )
 
 
 def _metrics(rest: list[Any], name: str) -> Iterator[tuple[str, float]]:
@@ -86,17 +104,27 @@ def _metrics(rest: list[Any], name: str) -> Iterator[tuple[str, float]]:
         named = dict(zip(("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"), rest, strict=False))
     for key, value in named.items():
         try:
-            yield str(key).removeprefix("actor/"), float(value.detach() if isinstance(value, Tensor) else value)
+            yield (
+                str(key).removeprefix("actor/"),
+                float(value.detach() if isinstance(value, Tensor) else value),
+            )
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}, metric {key!r}", got=repr(value)[:80], expected="a number") from error
+            raise ConfigError(
+                f"{name}, metric {key!r}", got=repr(value)[:80], expected="a number"
+            ) from error
 
 
 def _like(
-    function: Callable[..., Any], adapted: Callable[..., Any], fields: list[str], options: dict[str, Any]
+    function: Callable[..., Any],
+    adapted: Callable[..., Any],
+    fields: list[str],
+    options: dict[str, Any],
 ) -> Callable[..., Any]:
     """The adapted function under the name of the original one, which knows it, with a signature of our contract."""
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in fields]
-    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()]
+    parameters += [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()
+    ]
     adapted.__signature__ = signature(adapted).replace(parameters=parameters)
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(adapted, attribute, getattr(function, attribute, None))
@@ -110,9 +138,19 @@ def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
     names = signature(compute).parameters
 
     def compute_advantage(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given = signature(compute).bind_partial(*args, **{key: kwargs[key] for key in kwargs if key in names}).arguments
-        of_config = {name: config.get(name) for name in names if name not in given} if config is not None else {}
-        return compute(**given, **{name: value for name, value in of_config.items() if value is not None})
+        given = (
+            signature(compute)
+            .bind_partial(*args, **{key: kwargs[key] for key in kwargs if key in names})
+            .arguments
+        )
+        of_config = (
+            {name: config.get(name) for name in names if name not in given}
+            if config is not None
+            else {}
+        )
+        return compute(
+            **given, **{name: value for name, value in of_config.items() if value is not None}
+        )
 
     return compute_advantage
 
@@ -155,7 +193,9 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
     """verl's dictionaries of functions: what is read has verl's arguments, what is written becomes one of ours."""
 
-    def __init__(self, registry: Registry, ours: Callable[..., Any], verls: Callable[..., Any]) -> None:
+    def __init__(
+        self, registry: Registry, ours: Callable[..., Any], verls: Callable[..., Any]
+    ) -> None:
         self._registry, self._ours, self._verls = registry, ours, verls
         self._originals: dict[str, Callable[..., Any]] = {}
 
@@ -170,7 +210,9 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         name = _plain(name)
-        return self._originals[name] if name in self._originals else self._verls(self._registry[name])
+        return (
+            self._originals[name] if name in self._originals else self._verls(self._registry[name])
+        )
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
         self._registry.register(_plain(name))(self._ours(function))
@@ -189,7 +231,9 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
     def find(self, name: str) -> Callable[..., Any]:
         """The function with verl's arguments; verl's ValueError where there is none."""
         if _plain(name) not in self:
-            raise ValueError(f"{self._registry.key}: got {_plain(name)!r}, expected one of {', '.join(self)}")
+            raise ValueError(
+                f"{self._registry.key}: got {_plain(name)!r}, expected one of {', '.join(self)}"
+            )
         return self[name]
 
 
@@ -199,7 +243,10 @@ def _plain(name: Any) -> str:
 
 ADV_ESTIMATOR_REGISTRY = RegistryOfVerl(ADVANTAGES, our_estimator, verl_estimator)
 POLICY_LOSS_REGISTRY = RegistryOfVerl(POLICY_LOSSES, our_loss, verl_loss)
-register_adv_est, get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.register, ADV_ESTIMATOR_REGISTRY.find
+register_adv_est, get_adv_estimator_fn = (
+    ADV_ESTIMATOR_REGISTRY.register,
+    ADV_ESTIMATOR_REGISTRY.find,
+)
 register_policy_loss, get_policy_loss_fn = POLICY_LOSS_REGISTRY.register, POLICY_LOSS_REGISTRY.find
 
 _ESTIMATOR = re.compile(r"compute_(\w+?)(?:_outcome)?_advantage(?:_return)?")
@@ -217,22 +264,30 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, **counts: Any) -> Tensor:
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, **counts: Any
+) -> Tensor:
     """`aggregate.agg_loss` [], times the number of ranks over which a backend averages gradients."""
     return dp_size * _agg_loss(loss_mat, loss_mask, loss_agg_mode, **counts)
 
 
-def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+def compute_entropy_loss(
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean"
+) -> Tensor:
     """The entropy [] of logits [B, T, V], aggregated as a loss is."""
     return _agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
-def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+def compute_rewards(
+    token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
+) -> Tensor:
     """Scores less the estimated divergence (k1) of each token, [B, T]."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
-def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0) -> DataProto:
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
+) -> DataProto:
     """As many rows as there are, drawn by their scores; torch's generator decides which."""
     scores, seed = data.batch["token_level_scores"].sum(-1), int(torch.randint(2**31, ()))
     return data.select_idxs(pf_ppo_rows(scores, reweight_method, weight_pow, seed=seed))

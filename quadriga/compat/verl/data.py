@@ -39,11 +39,25 @@ class RLHFDataset(Dataset):
     Arguments are those of `quadriga.data.RLHFDataset`."""
 
     def __init__(
-        self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1, **others: Any
+        self,
+        data_files: Any,
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+        **others: Any,
     ) -> None:
         files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        self.data_files, self.original_data_files = [str(file) for file in files], copy.deepcopy(files)
-        self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
+        self.data_files, self.original_data_files = (
+            [str(file) for file in files],
+            copy.deepcopy(files),
+        )
+        self.tokenizer, self.processor, self.config, self.max_samples = (
+            tokenizer,
+            processor,
+            config,
+            max_samples,
+        )
         self.prompt_key = config.prompt_key
         self.image_key, self.video_key = config.image_key or "images", config.video_key or "videos"
         self.max_prompt_length, self.truncation = config.max_prompt_length, config.truncation
@@ -65,13 +79,17 @@ class RLHFDataset(Dataset):
         for file in self.data_files:
             kind = _READERS.get(Path(file).suffix)
             if kind is None:
-                raise DataError(file, got=f"the ending {Path(file).suffix!r}", expected=", ".join(_READERS))
+                raise DataError(
+                    file, got=f"the ending {Path(file).suffix!r}", expected=", ".join(_READERS)
+                )
             tables.append(datasets.load_dataset(kind, data_files=file, split="train"))
         rows = datasets.concatenate_datasets(tables)
         if 0 < self.max_samples < len(rows):
             order = np.arange(len(rows))
             if self.shuffle:
-                order = np.random.default_rng(self.seed).choice(len(rows), size=self.max_samples, replace=False)
+                order = np.random.default_rng(self.seed).choice(
+                    len(rows), size=self.max_samples, replace=False
+                )
             rows = rows.select(order[: self.max_samples].tolist())
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
@@ -82,14 +100,20 @@ class RLHFDataset(Dataset):
             return rows
         texts = [self._encoder.render(self._messages(dict(row)), where="a prompt") for row in rows]
         lengths = map(len, self._encoder.encode(texts))
-        return rows.select([number for number, length in enumerate(lengths) if length <= self.max_prompt_length])
+        return rows.select(
+            [number for number, length in enumerate(lengths) if length <= self.max_prompt_length]
+        )
 
     def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
-        return as_messages(example[key or self.prompt_key], where=f"column {key or self.prompt_key!r}")
+        return as_messages(
+            example[key or self.prompt_key], where=f"column {key or self.prompt_key!r}"
+        )
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         drop_null_fields(row, [self.prompt_key])
-        return list(self._build_messages(row, **taken(self._build_messages, {"key": self.prompt_key})))
+        return list(
+            self._build_messages(row, **taken(self._build_messages, {"key": self.prompt_key}))
+        )
 
     def __len__(self) -> int:
         return len(self.dataframe)
@@ -106,7 +130,9 @@ class RLHFDataset(Dataset):
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of a batch with what the rollout reads, made of each one's `raw_prompt` where it is not there."""
-        return [self._with_tokens(self[item], f"row {item} of {type(self).__name__}") for item in items]
+        return [
+            self._with_tokens(self[item], f"row {item} of {type(self).__name__}") for item in items
+        ]
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         images, videos = (as_list(row.pop(key, None)) for key in (self.image_key, self.video_key))
@@ -117,12 +143,23 @@ class RLHFDataset(Dataset):
             refuse_media(messages, {"image": images, "video": videos}, self.config, where=where)
         else:
             messages, *given = with_parts(messages, images, videos, where=where)
-            pictures, clips = read_media(given, self._vision, self.config, folder=Path.cwd(), where=where)
-        text, options = self._encoder.render(messages, where=where), (self._encoder, self._vision, self.config)
-        return {**row, "raw_prompt": messages, **prompt_columns(text, pictures, clips, *options, where=where)}
+            pictures, clips = read_media(
+                given, self._vision, self.config, folder=Path.cwd(), where=where
+            )
+        text, options = (
+            self._encoder.render(messages, where=where),
+            (self._encoder, self._vision, self.config),
+        )
+        return {
+            **row,
+            "raw_prompt": messages,
+            **prompt_columns(text, pictures, clips, *options, where=where),
+        }
 
 
-def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Token ids and mask of a rendered prompt, [1, max_length]; `options` are those of `postprocess_data`."""
     found = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     return postprocess_data(found["input_ids"], found["attention_mask"], **options)
@@ -134,7 +171,11 @@ def process_image(image: Any) -> Any:
 
 
 def process_video(
-    video: Any, nframes: int | None = None, fps: float | None = None, fps_min_frames: int = 4, fps_max_frames: int = 768
+    video: Any,
+    nframes: int | None = None,
+    fps: float | None = None,
+    fps_min_frames: int = 4,
+    fps_max_frames: int = 768,
 ) -> Tensor:
     """The frames that are taken of a video, [T, 3, H, W] uint8, resized for patches of 14 pixels.
     `video`: a path, {"video": ...} or a list of images, with `nframes`, `fps`, `min_frames` and `max_frames` beside it.
@@ -148,7 +189,9 @@ def process_video(
         "max_frames": told.pop("max_frames", most),
     } | {name: told.pop(name) for name in ("min_pixels", "max_pixels") if name in told}
     rules, where = FrameRules.of({}, "qwen2_5_vl", options), "process_video"
-    frames = rules.read(open_video(told.get("video"), folder=Path.cwd(), where=where), where=where).frames
+    frames = rules.read(
+        open_video(told.get("video"), folder=Path.cwd(), where=where), where=where
+    ).frames
     assert frames is not None
     return frames
 
@@ -164,15 +207,21 @@ def get_rope_index(
     """Positions [3, P] of the tokens [P] of a prompt along time, height and width; 1 on padding."""
     vision = as_vision(processor)
     if vision is None:
-        raise DataError("get_rope_index", got="no processor", expected="that of a vision-language model")
+        raise DataError(
+            "get_rope_index", got="no processor", expected="that of a vision-language model"
+        )
     valid = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
     positions = torch.ones(3, len(input_ids), dtype=input_ids.dtype)
     grids = (image_grid_thw, video_grid_thw, second_per_grid_ts)
-    positions[:, valid] = vision.get_rope_index(input_ids[valid].tolist(), *grids)[0].to(positions.dtype)
+    positions[:, valid] = vision.get_rope_index(input_ids[valid].tolist(), *grids)[0].to(
+        positions.dtype
+    )
     return positions
 
 
-def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> Any:
     """A tokenizer with a pad token."""
     return load_tokenizer(name_or_path, **taken(load_tokenizer, kwargs))
 
@@ -185,7 +234,9 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
     """A folder, a file or a model's name as it is; DataError for storage that cannot be read."""
     if str(src).startswith("hdfs://"):
-        raise DataError(str(src), got="a path of HDFS", expected="a local path", fix="Copy it: hdfs dfs -get.")
+        raise DataError(
+            str(src), got="a path of HDFS", expected="a local path", fix="Copy it: hdfs dfs -get."
+        )
     return str(src)
 
 

@@ -67,21 +67,33 @@ class RayPPOTrainer:
         if not isinstance(self.config, Config):
             fix = "Load it with quadriga.config.load_config; `quadriga config translate` makes its file of verl's line."
             expected = "a configuration of this package"
-            raise ConfigError("RayPPOTrainer", got=type(self.config).__name__, expected=expected, fix=fix)
-        settings = dict(self.config.trainer) | ({"device": self.device_name} if self.device_name else {})
+            raise ConfigError(
+                "RayPPOTrainer", got=type(self.config).__name__, expected=expected, fix=fix
+            )
+        settings = dict(self.config.trainer) | (
+            {"device": self.device_name} if self.device_name else {}
+        )
         if (manager := self.resource_pool_manager) is not None:
             placement = {str(role): pool for role, pool in manager.mapping.items()}
             if not Needs.of(self.config).reference:
                 placement.pop(Role.RefPolicy, None)
-            settings |= {"backend": "ray", "placement": placement, "resource_pools": manager.resource_pool_spec}
-        self.config = self.config.model_copy(update={"trainer": type(self.config.trainer)(**settings)})
+            settings |= {
+                "backend": "ray",
+                "placement": placement,
+                "resource_pools": manager.resource_pool_spec,
+            }
+        self.config = self.config.model_copy(
+            update={"trainer": type(self.config.trainer)(**settings)}
+        )
         problems, notes = training_findings(self.config)
         if problems[1:]:
             raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
         if problems:
             raise problems[0]
         print(*notes, sep="\n", end="\n" * bool(notes))
-        classes = {Role(role): _plain(cls) for role, cls in (self.role_worker_mapping or {}).items()}
+        classes = {
+            Role(role): _plain(cls) for role, cls in (self.role_worker_mapping or {}).items()
+        }
         self._parts = Parts(
             classes, self.tokenizer, self._reward(self.reward_fn), self._reward(self.val_reward_fn),
             self.train_dataset, self.val_dataset, self.train_sampler, self.collate_fn,
@@ -111,12 +123,21 @@ class RayPPOTrainer:
         assert isinstance(loop, ray_trainer.RayPPOTrainer)
         self.loop, self.total_training_steps = loop, loop.total_training_steps
         groups = (loop.actor, loop.reference, loop.critic, getattr(loop.reward, "model", None))
-        self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg = map(_waiting, groups)
-        self.actor_rollout_wg.update_actor = partial(self._update_actor, self.actor_rollout_wg.update_actor)
-        self.train_dataloader, self.val_dataloader = loop.train_dataloader, loop.validator.dataloader
+        self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg = map(
+            _waiting, groups
+        )
+        self.actor_rollout_wg.update_actor = partial(
+            self._update_actor, self.actor_rollout_wg.update_actor
+        )
+        self.train_dataloader, self.val_dataloader = (
+            loop.train_dataloader,
+            loop.validator.dataloader,
+        )
         self.tokenizer, self.global_steps = loop.tokenizer, loop.global_steps
 
-    def _update_actor(self, update: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
+    def _update_actor(
+        self, update: Callable[[DataProto], DataProto], batch: DataProto
+    ) -> DataProto:
         """An update after which the rollout has the new weights, as in verl."""
         updated = update(batch)
         self.loop.weights.publish(self.global_steps)
@@ -125,7 +146,9 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step, and end the workers. Raises ConfigError: they were not started."""
         if self._steps is None:
-            raise ConfigError("RayPPOTrainer.fit", got="no workers", expected="init_workers() before it")
+            raise ConfigError(
+                "RayPPOTrainer.fit", got="no workers", expected="init_workers() before it"
+            )
         for step in self._steps:
             self._follow(step.loop)
 
@@ -145,7 +168,10 @@ class RayPPOTrainer:
         others = [name for name in batch.non_tensor_batch if name not in _STAY]
         found = batch.pop(batch_keys=list(_PROMPTS), non_tensor_batch_keys=others)
         found.non_tensor_batch |= batch.non_tensor_batch
-        facts = {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        facts = {
+            "global_steps": self.global_steps,
+            "total_training_steps": self.total_training_steps,
+        }
         for one in (batch, found):
             one.meta_info |= facts
         return found
@@ -170,10 +196,20 @@ class Tracking(tracking.Tracking):
     """verl's tracker: metrics of steps to a console, files or services. File-based ones write to the folder that this
     package has for runs of that name."""
 
-    def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None):
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: Any = "console",
+        config: Any = None,
+    ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        trainer = Config(trainer={"project_name": project_name, "experiment_name": experiment_name}).trainer
-        facts = tracking.RunFacts(project_name, experiment_name, dict(config or {}), Path(trainer.directory))
+        trainer = Config(
+            trainer={"project_name": project_name, "experiment_name": experiment_name}
+        ).trainer
+        facts = tracking.RunFacts(
+            project_name, experiment_name, dict(config or {}), Path(trainer.directory)
+        )
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:

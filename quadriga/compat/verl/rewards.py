@@ -47,7 +47,11 @@ class _Adapted(RewardManager):
         custom, kwargs, score = config.custom_reward_function, tree.reward_model.reward_kwargs, None
         if custom.path is not None:
             score = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs)).load()
-        self._thread = EventLoopThread("quadriga-rewards") if hasattr(self.manager_class, "run_single") else None
+        self._thread = (
+            EventLoopThread("quadriga-rewards")
+            if hasattr(self.manager_class, "run_single")
+            else None
+        )
         offered = {"tokenizer": tokenizer, "compute_score": score, **kwargs}
         if self._thread is not None:
             # Its loop is the one that runs when it is made.
@@ -64,20 +68,36 @@ class _Adapted(RewardManager):
         name, shape, rewards = self.manager_class.__name__, data.batch["responses"].shape, None
         if self._thread is not None:
             found = self._thread.submit(self._run_all(data)).result()
-            rows = [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
+            rows = [
+                {**(one.get("reward_extra_info") or {}), "score": one["reward_score"]}
+                for one in found
+            ]
         else:
             found = self.manager(data, **taken(self.manager, {"return_dict": True}))
             rewards = found["reward_tensor"] if isinstance(found, Mapping) else found
-            if not isinstance(rewards, Tensor) or rewards.shape != shape or not rewards.isfinite().all():
+            if (
+                not isinstance(rewards, Tensor)
+                or rewards.shape != shape
+                or not rewards.isfinite().all()
+            ):
                 is_tensor = isinstance(rewards, Tensor)
-                got = f"rewards of shape {list(rewards.shape)}" if is_tensor else type(rewards).__name__
-                raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
+                got = (
+                    f"rewards of shape {list(rewards.shape)}"
+                    if is_tensor
+                    else type(rewards).__name__
+                )
+                raise RewardError(
+                    name, got=got, expected=f"a tensor of finite numbers, {list(shape)}"
+                )
             extra = dict(found.get("reward_extra_info") or {}) if isinstance(found, Mapping) else {}
             for key, values in extra.items():
                 if len(values) != len(data):
                     where = f"{name}, reward_extra_info {key!r}"
                     raise RewardError(where, got=f"{len(values)} values", expected=str(len(data)))
-            rows = [{**{key: values[row] for key, values in extra.items()}, "score": 0.0} for row in range(len(data))]
+            rows = [
+                {**{key: values[row] for key, values in extra.items()}, "score": 0.0}
+                for row in range(len(data))
+            ]
         outcomes = list(map(read_outcome, rows))
         if error := next((one.error for one in outcomes if one.error), ""):
             raise RewardError(name, got=error, expected="a number for each response")
@@ -86,7 +106,9 @@ class _Adapted(RewardManager):
         return output if rewards is None else replace(output, scores=rewards.float())
 
     async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
-        return await asyncio.gather(*(self.manager.run_single(data[row : row + 1]) for row in range(len(data))))
+        return await asyncio.gather(
+            *(self.manager.run_single(data[row : row + 1]) for row in range(len(data)))
+        )
 
     def close(self) -> None:
         if self._thread is not None:
@@ -103,7 +125,11 @@ class GivenManager(_Adapted):
 def adapt(cls: Any) -> type[RewardManager]:
     """A manager of verl's as one of ours, which `file.py:Class` finds by the attribute."""
     if "quadriga_form" not in vars(cls):
-        home = {"manager_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        home = {
+            "manager_class": cls,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
         cls.quadriga_form = type(cls.__name__, (_Adapted,), home)
     return vars(cls)["quadriga_form"]
 
@@ -152,7 +178,9 @@ class NaiveRewardManager(AbstractRewardManager):
         samples = read_samples(data, self.tokenizer, self.reward_fn_key)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         extra: dict[str, list[Any]] = defaultdict(list)
-        for row, (sample, length) in enumerate(zip(samples.rows, samples.lengths.tolist(), strict=True)):
+        for row, (sample, length) in enumerate(
+            zip(samples.rows, samples.lengths.tolist(), strict=True)
+        ):
             arguments = {name: sample[name] for name in ITEM_ARGUMENTS}
             graded = self.compute_score(**arguments)
             score, told = self.shaped(graded, length)
@@ -170,7 +198,13 @@ class NaiveRewardManager(AbstractRewardManager):
 class DAPORewardManager(NaiveRewardManager):
     """The same, less the punishment of over-long responses (`quadriga.rewards.managers.naive`)."""
 
-    def __init__(self, *args: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Any = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
 
@@ -185,7 +219,9 @@ class RewardManagerBase(_Verls, ABC):
 
     _class_initialized = False
 
-    def __init__(self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None = None, **kwargs: Any
+    ) -> None:
         self.config, self.tokenizer, self.loop = config, tokenizer, asyncio.get_running_loop()
         self.compute_score: Callable[..., Any] = compute_score or default_compute_score
         self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)

@@ -53,7 +53,9 @@ def gsm8k_compute_score(
     return float(gsm8k.compute_score(solution_str, ground_truth, **options)["score"])
 
 
-def gsm8k_extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+def gsm8k_extract_solution(
+    solution_str: str, method: Literal["strict", "flexible"] = "strict"
+) -> str | None:
     """The number of the answer as text, without separators; None where there is none."""
     return plain_text(gsm8k.extract_solution(solution_str, method))
 
@@ -61,10 +63,16 @@ def gsm8k_extract_solution(solution_str: str, method: Literal["strict", "flexibl
 def math_compute_score(solution_str: str, ground_truth: str) -> float:
     """1 for a box that means the same as the ground truth, else 0; see `graders.math`."""
     # Without a box our grader takes the end of the text; verl's gives 0.
-    return float(load_grader("math")(solution_str, ground_truth)["score"]) if last_box(solution_str) else 0.0
+    return (
+        float(load_grader("math")(solution_str, ground_truth)["score"])
+        if last_box(solution_str)
+        else 0.0
+    )
 
 
-def math_verify_compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, **limits: Any) -> float:
+def math_verify_compute_score(
+    model_output: str, ground_truth: str, timeout_score: float = 0, **limits: Any
+) -> float:
     """The same, box or not; `timeout_score` where a comparison takes too long."""
     try:
         return float(load_grader("math")(model_output, ground_truth)["score"])
@@ -99,7 +107,10 @@ def remove_boxed(s: str) -> str:
 
 
 def math_dapo_compute_score(
-    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """ "score" 1 or -1, "acc" and "pred"; with `strict_box_verify` the last box alone counts, as text."""
     if not strict_box_verify:
@@ -109,7 +120,9 @@ def math_dapo_compute_score(
     return {"score": 1.0 if box == ground_truth else -1.0, "acc": box == ground_truth, "pred": box}
 
 
-def math_dapo_verify(solution_str: str, answer: str, *options: Any, **named: Any) -> tuple[bool, str | None]:
+def math_dapo_verify(
+    solution_str: str, answer: str, *options: Any, **named: Any
+) -> tuple[bool, str | None]:
     """Whether the answer is right, and the answer that was read."""
     graded = math_dapo_compute_score(solution_str, answer, *options, **named)
     return graded["acc"], graded["pred"]
@@ -120,17 +133,25 @@ def geo3k_compute_score(
 ) -> float:
     """The weighted sum of `geo3k_acc_reward` and the form; see `graders.geometry3k`."""
     form = float(load_grader("geometry3k")(predict_str, ground_truth)["format"])
-    return (1.0 - format_score) * geo3k_acc_reward(predict_str, ground_truth, use_boxed) + format_score * form
+    return (1.0 - format_score) * geo3k_acc_reward(
+        predict_str, ground_truth, use_boxed
+    ) + format_score * form
 
 
 def geo3k_acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
     """1 for the right answer, else 0; without `use_boxed` the whole text is the answer."""
-    return math_compute_score(predict_str if use_boxed else f"\\boxed{{{predict_str}}}", ground_truth)
+    return math_compute_score(
+        predict_str if use_boxed else f"\\boxed{{{predict_str}}}", ground_truth
+    )
 
 
 def _question_score(metric: str) -> Callable[..., float]:
     def compute_score(
-        solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+        solution_str: str,
+        ground_truth: Any,
+        method: str = "strict",
+        format_score: float = 0.0,
+        score: float = 1.0,
     ) -> float:
         options: dict[str, Any] = {"metric": metric}
         if question_answering.compute_score(solution_str, ground_truth, **options)["score"] == 1.0:
@@ -156,10 +177,16 @@ def subem_check(prediction: str, golden_answers: Any) -> bool:
 def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
     """Whether the answer is right, whether it has the form of steps and a box, and the answer."""
     is_right = math_verify_compute_score(model_output, str(ground_truth)) == 1.0
-    return is_right, "Step 2:" in model_output and "\\box" in model_output, last_box(model_output) or model_output
+    return (
+        is_right,
+        "Step 2:" in model_output and "\\box" in model_output,
+        last_box(model_output) or model_output,
+    )
 
 
-def prime_code_compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float, list[Any]]:
+def prime_code_compute_score(
+    completion: str, test_cases: Any, continuous: bool = False
+) -> tuple[float, list[Any]]:
     """The share of passed tests (all or none unless `continuous`), and what each test gave; see `graders.code`."""
     graded = load_grader("code")(completion, test_cases, use_partial_credit=continuous)
     return float(graded["score"]), [graded]

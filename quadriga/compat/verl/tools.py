@@ -55,7 +55,9 @@ class OpenAIFunctionSchema(Open):
 
     name: str
     description: str
-    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+    parameters: OpenAIFunctionParametersSchema = Field(
+        default_factory=OpenAIFunctionParametersSchema
+    )
     strict: bool = False
 
 
@@ -83,12 +85,16 @@ class ToolResponse(BaseModel):
 class BaseTool(Tool):
     """verl's tool: one object for all conversations."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         self.config = config
         schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
         if schema is None:
             fix = "Give it a tool_schema in the YAML file, or write get_openai_tool_schema."
-            raise ConfigError(type(self).__name__, got="no schema", expected="what the model reads", fix=fix)
+            raise ConfigError(
+                type(self).__name__, got="no schema", expected="what the model reads", fix=fix
+            )
         self.tool_schema = schema
         self.name = schema.function.name
 
@@ -112,15 +118,21 @@ class BaseTool(Tool):
         """Frees the instance."""
 
     @classmethod
-    def tool_spec(cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str) -> ToolSpec:
+    def tool_spec(
+        cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
+    ) -> ToolSpec:
         own = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
             fix = "List MCP servers under `mcp_servers` of the file of tools."
             raise ConfigError(where, got="config.type='mcp'", expected="native", fix=fix)
         tool = cls(own, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema))
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
-        described["function"].setdefault("parameters", {"type": "object", "properties": {}, "required": []})
-        return ToolSpec(partial(Instance, tool), described, validator_of(described["function"]["parameters"]))
+        described["function"].setdefault(
+            "parameters", {"type": "object", "properties": {}, "required": []}
+        )
+        return ToolSpec(
+            partial(Instance, tool), described, validator_of(described["function"]["parameters"])
+        )
 
 
 class Instance(Tool):
@@ -130,21 +142,33 @@ class Instance(Tool):
         self.tool, self.instance_id, self.earned = tool, "", list[float]()
 
     async def create(self, **kwargs: Any) -> None:
-        made = await _awaited(self.tool.create(**taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})))
+        made = await _awaited(
+            self.tool.create(**taken(self.tool.create, {**kwargs, "create_kwargs": kwargs}))
+        )
         self.instance_id = made[0] if isinstance(made, tuple) else made
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
         known = self.tool.tool_schema.function.parameters.properties
         # Beside the model's arguments: those of the row, and the loop's `agent_data`.
-        own = {name: value for name, value in kwargs.items() if name not in known and (known or name == "agent_data")}
+        own = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in known and (known or name == "agent_data")
+        }
         parameters = {name: value for name, value in kwargs.items() if name not in own}
         found = await _awaited(self.tool.execute(self.instance_id, parameters, **own))
         response, *rest = found if isinstance(found, tuple) else (found,)
         if rest and rest[0] is not None:
             self.earned.append(float(rest[0]))
-        said = ToolResponse(text=response) if isinstance(response, str) else ToolResponse.model_validate(response)
+        said = (
+            ToolResponse(text=response)
+            if isinstance(response, str)
+            else ToolResponse.model_validate(response)
+        )
         if said.video:
-            raise RolloutError(f"tool {self.tool.name}", got="a response with a video", expected="text and images")
+            raise RolloutError(
+                f"tool {self.tool.name}", got="a response with a video", expected="text and images"
+            )
         return WithImages(said.image, said.text or "") if said.image else said.text or ""
 
     async def calc_reward(self, **kwargs: Any) -> Any:
@@ -170,11 +194,15 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
 class Gsm8kTool(BaseTool):
     """Grades an answer by the rule of GSM8K while the conversation goes on; an answer that is no better costs 0.05."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         super().__init__(config, tool_schema)
         self._states: dict[str, dict[str, Any]] = {}
 
-    async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any) -> Any:
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> Any:
         instance_id = instance_id or str(uuid4())
         truth = ground_truth or (kwargs.get("create_kwargs") or {}).get("ground_truth")
         self._states[instance_id] = {"answer": "", "ground_truth": truth, "best": 0.0}
@@ -211,7 +239,9 @@ class SandboxFusionTool(BaseTool):
     """Runs the program `code` and says what it prints: on the server `sandbox_fusion_url`, or without one on this
     machine, contained. `num_workers` and `rate_limit` are those of a process."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         super().__init__(config, tool_schema)
         self.default_timeout = config.get("default_timeout", 30)
         self.default_language = config.get("default_language", "python")
@@ -220,44 +250,93 @@ class SandboxFusionTool(BaseTool):
         self.execution_pool = _Workers(config, 10)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        limit_s, language = parameters.get("timeout", self.default_timeout), parameters.get("language")
-        arguments = (instance_id, str(parameters.get("code", "")), limit_s, language or self.default_language)
-        return ToolResponse(text=await self.execution_pool.execute.remote(self.execute_code, *arguments)), None, None
+        limit_s, language = (
+            parameters.get("timeout", self.default_timeout),
+            parameters.get("language"),
+        )
+        arguments = (
+            instance_id,
+            str(parameters.get("code", "")),
+            limit_s,
+            language or self.default_language,
+        )
+        return (
+            ToolResponse(
+                text=await self.execution_pool.execute.remote(self.execute_code, *arguments)
+            ),
+            None,
+            None,
+        )
 
-    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
+    def execute_code(
+        self, instance_id: str, code: str, timeout: float = 30, language: str = "python"
+    ) -> str:
         """What the program prints, errors behind; or what ended it."""
         limits, case = Limits(timeout, timeout, self.memory_limit_mb), [Case({"input": ""}, "")]
         if self.sandbox_fusion_url:
-            runs = list(run_remotely(code, case, limits, url=self.sandbox_fusion_url, language=language, parallel=1))
+            runs = list(
+                run_remotely(
+                    code, case, limits, url=self.sandbox_fusion_url, language=language, parallel=1
+                )
+            )
         elif language == "python":
             runs = list(run_cases(code, case, limits, total_s=timeout + 1))
         else:
-            raise RolloutError(f"tool {self.name}", got=f"language {language!r}", expected="python, or a server")
+            raise RolloutError(
+                f"tool {self.name}", got=f"language {language!r}", expected="python, or a server"
+            )
         said = "".join(run.stdout + run.stderr for run in runs)
         status = runs[0].status if runs else "time"
-        return said if status in ("ok", "error") else f"{said}\nended by its limit: {status}".lstrip()
+        return (
+            said if status in ("ok", "error") else f"{said}\nended by its limit: {status}".lstrip()
+        )
 
 
 class SearchTool(BaseTool):
     """Sends `query_list` to the server `retrieval_service_url`, and says the `topk` documents of each query."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         super().__init__(config, tool_schema)
-        self.retrieval_service_url, self.topk = config.get("retrieval_service_url") or "", config.get("topk", 3)
-        self.default_timeout, self.execution_pool = config.get("default_timeout", 30), _Workers(config, 120)
+        self.retrieval_service_url, self.topk = (
+            config.get("retrieval_service_url") or "",
+            config.get("topk", 3),
+        )
+        self.default_timeout, self.execution_pool = (
+            config.get("default_timeout", 30),
+            _Workers(config, 120),
+        )
         setting = f"tool {self.name}, config.retrieval_service_url"
         self._server = HTTPClient(self.retrieval_service_url, RolloutError, setting=setting)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         queries = parameters.get("query_list")
         if not isinstance(queries, list) or not queries:
-            return ToolResponse(text=json.dumps({"result": "Error: query_list must be a list of queries."})), 0.0, {}
-        arguments = (instance_id, queries, self.retrieval_service_url, self.topk, self.default_timeout)
+            return (
+                ToolResponse(
+                    text=json.dumps({"result": "Error: query_list must be a list of queries."})
+                ),
+                0.0,
+                {},
+            )
+        arguments = (
+            instance_id,
+            queries,
+            self.retrieval_service_url,
+            self.topk,
+            self.default_timeout,
+        )
         text, metrics = await self.execution_pool.execute.remote(self.execute_search, *arguments)
         return ToolResponse(text=text), 0.0, metrics
 
     def execute_search(
-        self, instance_id: str, query_list: list[str], retrieval_service_url: str, topk: int, timeout: float
+        self,
+        instance_id: str,
+        query_list: list[str],
+        retrieval_service_url: str,
+        topk: int,
+        timeout: float,
     ) -> tuple[str, dict[str, Any]]:
         """The documents as JSON text, {"result": ...}, and metrics."""
         body = {"queries": query_list, "topk": topk, "return_scores": True}
@@ -265,7 +344,10 @@ class SearchTool(BaseTool):
         parts = []
         for documents in found:
             pairs = [str(one["document"]["contents"]).partition("\n") for one in documents]
-            texts = [f"Doc {number} (Title: {title})\n{text}" for number, (title, _, text) in enumerate(pairs, start=1)]
+            texts = [
+                f"Doc {number} (Title: {title})\n{text}"
+                for number, (title, _, text) in enumerate(pairs, start=1)
+            ]
             parts.append("\n\n".join(texts).strip())
         result = "\n---\n".join(parts) or "No search results found."
         metrics = {"query_count": len(query_list), "total_results": sum(map(len, found))}
@@ -282,7 +364,9 @@ class BaseInteraction(Interaction):
         """The instance's id."""
         return instance_id or str(uuid4())
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:  # pyrefly: ignore
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> Any:  # pyrefly: ignore
         """Whether the conversation is over, what the user says, the score of the model's turn, and more."""
         return False, "Your current result seems acceptable.", 0.8, {}
 
@@ -305,8 +389,12 @@ class _Talk(Interaction):
 
     async def start_interaction(self, **kwargs: Any) -> None:
         self.kwargs = {"name": self.shared.name, **kwargs}
-        given = taken(self.shared.start_interaction, {"instance_id": self.instance_id, **self.kwargs})
-        self.instance_id = await _awaited(self.shared.start_interaction(**given)) or self.instance_id
+        given = taken(
+            self.shared.start_interaction, {"instance_id": self.instance_id, **self.kwargs}
+        )
+        self.instance_id = (
+            await _awaited(self.shared.start_interaction(**given)) or self.instance_id
+        )
 
     async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
         offered = {"instance_id": self.instance_id, "messages": messages, **self.kwargs}
@@ -333,10 +421,18 @@ class Gsm8kInteraction(BaseInteraction):
         self._truths[instance_id] = ground_truth
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:  # pyrefly: ignore
-        said = next((one["content"] for one in reversed(messages) if one["role"] == "assistant"), "")
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> Any:  # pyrefly: ignore
+        said = next(
+            (one["content"] for one in reversed(messages) if one["role"] == "assistant"), ""
+        )
         score = scores.gsm8k_compute_score(said, self._truths[instance_id])
-        reply = "That is right." if score == 1.0 else "That is not right. Think about it and answer again."
+        reply = (
+            "That is right."
+            if score == 1.0
+            else "That is not right. Think about it and answer again."
+        )
         return score == 1.0, reply, score, {}
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:

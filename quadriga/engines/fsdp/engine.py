@@ -87,7 +87,9 @@ class FSDPEngine:
         resting: what leaves the device between phases, by kind; those that have left it are `asleep`.
     """
 
-    virtual: int | None = None  # chunks of layers in each stage of a pipeline, where there are several
+    virtual: int | None = (
+        None  # chunks of layers in each stage of a pipeline, where there are several
+    )
 
     def __init__(
         self,
@@ -122,7 +124,11 @@ class FSDPEngine:
         self.packs_up_to = (length_limit(model.config) or math.inf) if is_packed(model) else 0
         for module in model.modules():
             # With dropout the log-probs of a policy's own tokens would not be its own.
-            names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+            names = [
+                name
+                for name, value in vars(module).items()
+                if "dropout" in name and isinstance(value, float)
+            ]
             for name in ["p"] if isinstance(module, nn.Dropout) else names:
                 setattr(module, name, 0.0)
         if training is None:
@@ -152,7 +158,9 @@ class FSDPEngine:
             self.stage = weights.root if isinstance(weights.root, Stage) else None
             return weights
         offloads = self.memory.offload_weights and self.device.type == "cuda"
-        return ReplicatedWeights(self.scorer, self.model, self.dtype, self.replicas, steps_on_host=offloads)
+        return ReplicatedWeights(
+            self.scorer, self.model, self.dtype, self.replicas, steps_on_host=offloads
+        )
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
@@ -171,7 +179,11 @@ class FSDPEngine:
         return outputs[: len(batches)]
 
     def backward(
-        self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
+        self,
+        batches: Sequence[PackedBatch],
+        losses: Sequence[LossFunction],
+        *,
+        temperature: float = 1.0,
     ) -> None:
         """Outputs [M] with gradients, the loss of each micro-batch, and its gradients added to those already there."""
         self._require_awake("weights")
@@ -181,7 +193,9 @@ class FSDPEngine:
         work = list(zip(batches, losses, strict=True))
         if not self.has_replicated_weights:
             work = self._in_step(work)
-        model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
+        model.train(
+            self.memory.gradient_checkpointing
+        )  # Hugging Face checkpoints layers in training mode only
         with self.activations or nullcontext():
             if self.stage is not None and work:
                 self.stage.run(work, question, is_training=True)
@@ -192,22 +206,34 @@ class FSDPEngine:
                         release_free_memory()
         model.eval()
 
-    def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:
+    def _in_step(
+        self, work: list[tuple[PackedBatch, LossFunction]]
+    ) -> list[tuple[PackedBatch, LossFunction]]:
         """Micro-batches as all ranks need them: as many everywhere, tokens in multiples, fillers at the end."""
         number, layout = max(self.replicas.gather(len(work))), self.processes.layout
         if number and self.stage is not None:
             # Interleaved schedules take multiples of the stages.
-            number = max(number, layout.pp) if self.virtual is None else -(-number // layout.pp) * layout.pp
+            number = (
+                max(number, layout.pp)
+                if self.virtual is None
+                else -(-number // layout.pp) * layout.pp
+            )
         multiple = layout.sp * layout.tp
         fillers = [(PackedBatch.filler(self.device), _nothing)] * (number - len(work))
         all_work = [
-            (batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers
+            (batch.extended(-(-batch.num_tokens // multiple) * multiple), loss)
+            for batch, loss in work + fillers
         ]
         if self.image_tokens is None:
             return all_work
         # The ranks gather the weights of the vision encoder together, whichever of them has images.
         return [
-            (batch if batch.images else replace(batch, images=unseen_image(self.model, self.device)), loss)
+            (
+                batch
+                if batch.images
+                else replace(batch, images=unseen_image(self.model, self.device)),
+                loss,
+            )
             for batch, loss in all_work
         ]
 
@@ -216,7 +242,9 @@ class FSDPEngine:
         """Memory of the optimizer's moments on the engine's device, which they take from the first step on and keep."""
         if self.training is None or "optimizer" in self.resting:
             return 0
-        return sum(2 * master.nbytes for master in self._masters if master.device.type == self.device.type)
+        return sum(
+            2 * master.nbytes for master in self._masters if master.device.type == self.device.type
+        )
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """The gradients of all replicas added up, clipped and applied; one that is not finite is dropped and counted.
@@ -226,7 +254,9 @@ class FSDPEngine:
         self._is_changed = True
         weights.attach_gradients()
         if (scale := float(self.loss_scale[0])) != 1.0:
-            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], 1.0 / scale)
+            torch._foreach_mul_(
+                [master.grad for master in self._masters if master.grad is not None], 1.0 / scale
+            )
         norm = weights.grad_norm()
         if self.copying is not None:
             self.copying.result()
@@ -245,12 +275,18 @@ class FSDPEngine:
         if self.dtype == torch.float16:
             self._set_loss_scale(is_finite=is_finite)
         if not is_finite and self.num_nonfinite_steps >= training.max_nonfinite_steps:
-            broken = [name for name in weights.trained if not torch.isfinite(weights.masters[name].grad).all()]
+            broken = [
+                name
+                for name in weights.trained
+                if not torch.isfinite(weights.masters[name].grad).all()
+            ]
             got = f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
             got += f"{len(weights.trained)} parameters, first in {next(iter(broken), 'those of another process')}"
             fix = "Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
             fix += "max_nonfinite_steps is the patience."
-            raise EngineError(f"optimizer of the {self.name}", got=got, expected="finite gradients", fix=fix)
+            raise EngineError(
+                f"optimizer of the {self.name}", got=got, expected="finite gradients", fix=fix
+            )
         weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
 
@@ -334,12 +370,16 @@ class FSDPEngine:
     def _moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """AdamW's own state of a master [...], made here where there was no step yet."""
         if not (found := self.optimizer.state[master]):
-            found["step"] = torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None)
+            found["step"] = torch.zeros(
+                (), dtype=torch.float32, device=master.device if master.is_cuda else None
+            )
             for kind in _MOMENTS:
                 found[kind] = torch.zeros_like(master)
         return found
 
-    def rest_between_phases(self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False) -> str:
+    def rest_between_phases(
+        self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False
+    ) -> str:
         """From here on these kinds of tensors rest, but inside of `awake`. To be called once, before a step.
 
         Args:
@@ -351,8 +391,14 @@ class FSDPEngine:
         """
         tensors = self.parameters.resting()
         if self.training is not None and "optimizer" in kinds:
-            tensors["optimizer"] = [self._moments(one)[kind] for one in self._masters for kind in _MOMENTS]
-        is_cuda, self.frees_gradients, self._is_changed = self.device.type == "cuda", frees_gradients, True
+            tensors["optimizer"] = [
+                self._moments(one)[kind] for one in self._masters for kind in _MOMENTS
+            ]
+        is_cuda, self.frees_gradients, self._is_changed = (
+            self.device.type == "cuda",
+            frees_gradients,
+            True,
+        )
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         for kind, all_of_kind in tensors.items():
             what = f"{kind} of the {self.name}"
@@ -372,8 +418,12 @@ class FSDPEngine:
         self.sleep()
         where = "pinned memory of the host" if is_cuda else f"memory-mapped files in {folder}"
         if not is_cuda and is_in_memory(folder):
-            where += ", which is in memory itself: nothing is gained; set trainer.offload_dir to a disk"
-        sizes = [f"{kind} ({memory.num_bytes / 1e6:.0f} MB)" for kind, memory in self.resting.items()]
+            where += (
+                ", which is in memory itself: nothing is gained; set trainer.offload_dir to a disk"
+            )
+        sizes = [
+            f"{kind} ({memory.num_bytes / 1e6:.0f} MB)" for kind, memory in self.resting.items()
+        ]
         return f"; {', '.join(sizes)} rest between phases, in {where}" if sizes else ""
 
     def sleep(self) -> None:
@@ -403,13 +453,19 @@ class FSDPEngine:
     def _require_awake(self, *kinds: str) -> None:
         if asleep := self.asleep.intersection(kinds):
             got = f"a call while {' and '.join(sorted(asleep))} rest on the host"
-            raise EngineError(f"the {self.name}", got=got, expected="a call inside of `awake`, which brings them back")
+            raise EngineError(
+                f"the {self.name}",
+                got=got,
+                expected="a call inside of `awake`, which brings them back",
+            )
         for kind in self.resting.keys() & kinds:
             self.resting[kind].wait()
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:
-            self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
+            self.replicas.require_alike(
+                f"weights of the {self.name}", list(self.scorer.model.parameters())
+            )
 
     def describe(self) -> dict[str, Any]:
         """The engine's automatic choices, each with its reason, for people to read."""

@@ -75,18 +75,29 @@ class MappedFile:
 class PinnedCopy:
     """Pinned host memory for tensors on a CUDA device, which stay the same. ConfigError: there is not so much."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str
+    ) -> None:
         # Several tensors may be parts of one storage.
-        storages = {one.data_ptr(): one for one in map(torch.Tensor.untyped_storage, tensors) if one.nbytes()}
+        storages = {
+            one.data_ptr(): one
+            for one in map(torch.Tensor.untyped_storage, tensors)
+            if one.nbytes()
+        }
         self._storages, self._stream = list(storages.values()), stream
         self._sizes = [one.nbytes() for one in self._storages]
         self.num_bytes = sum(self._sizes)
         if self.num_bytes > (free := available_bytes()):
-            where, expected = "fsdp_config.param_offload and optimizer_offload", "as much free memory on the host"
+            where, expected = (
+                "fsdp_config.param_offload and optimizer_offload",
+                "as much free memory on the host",
+            )
             got = f"{self.num_bytes / GIB:.2f} GiB to keep on the host (the {what}), with {free / GIB:.2f} GiB free"
             fix = "Leave them out, or use more ranks with fsdp_config.fsdp_size=-1."
             raise ConfigError(where, got=got, expected=expected, fix=fix)
-        self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes]
+        self._copies = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes
+        ]
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
@@ -130,7 +141,9 @@ class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
             module.register_forward_pre_hook(partial(self._note, recurse=module is root))
 
     def _note(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
-        self._weights.update(one.untyped_storage()._cdata for one in module.parameters(recurse=recurse))
+        self._weights.update(
+            one.untyped_storage()._cdata for one in module.parameters(recurse=recurse)
+        )
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
         if tensor.untyped_storage()._cdata in self._weights:

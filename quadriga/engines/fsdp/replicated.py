@@ -40,9 +40,13 @@ class ReplicatedWeights:
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.buffers = weight_buffers(module)
         self.names = {name: name for name in self.parameters}
-        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self.trained = [
+            name for name, parameter in self.parameters.items() if parameter.requires_grad
+        ]
         self.masters: dict[str, torch.Tensor] = {}
-        self.sums: dict[str, torch.Tensor] = {}  # gradients in float32, of those that are no masters themselves
+        self.sums: dict[
+            str, torch.Tensor
+        ] = {}  # gradients in float32, of those that are no masters themselves
         self._apart: dict[str, nn.Parameter] = {}  # those whose masters are other tensors
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
@@ -52,8 +56,12 @@ class ReplicatedWeights:
                 self.masters[name] = parameter
             else:
                 self._apart[name] = parameter
-                master = parameter.detach().to("cpu" if steps_on_host else parameter.device, torch.float32, copy=True)
-                self.masters[name] = master.pin_memory() if steps_on_host and parameter.is_cuda else master
+                master = parameter.detach().to(
+                    "cpu" if steps_on_host else parameter.device, torch.float32, copy=True
+                )
+                self.masters[name] = (
+                    master.pin_memory() if steps_on_host and parameter.is_cuda else master
+                )
                 parameter.data = parameter.data.to(dtype)
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, name))
 
@@ -67,7 +75,9 @@ class ReplicatedWeights:
         for name in self.trained:
             parameter = self.parameters[name]
             total = self.sums.get(name) if name in self._apart else parameter.grad
-            totals.append(torch.zeros_like(parameter, dtype=torch.float32) if total is None else total)
+            totals.append(
+                torch.zeros_like(parameter, dtype=torch.float32) if total is None else total
+            )
             if name in self._apart:
                 self.sums[name] = totals[-1]
         # Summed before anything is decided by them, so that every replica decides alike, also about broken ones.
@@ -90,14 +100,19 @@ class ReplicatedWeights:
     def refresh_compute(self) -> None:
         """Round the masters [...] into the compute weights [...], in place."""
         if self._apart:
-            torch._foreach_copy_(list(self._apart.values()), [self.masters[name] for name in self._apart])
+            torch._foreach_copy_(
+                list(self._apart.values()), [self.masters[name] for name in self._apart]
+            )
         else:
             # The fused optimizer does not count its writes, by which a rollout on these weights knows of changes.
             torch.autograd.graph.increment_version([self.parameters[name] for name in self.trained])
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
         """The tensors [...] that may rest, by kind: `weights` that compute, and `masters` that are other tensors."""
-        return {"weights": list(self.parameters.values()), "masters": [self.masters[name] for name in self._apart]}
+        return {
+            "weights": list(self.parameters.values()),
+            "masters": [self.masters[name] for name in self._apart],
+        }
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""
@@ -107,7 +122,9 @@ class ReplicatedWeights:
         """The parameters [...] in the compute dtype, each from its start."""
         return ((name, (0,) * tensor.dim(), tensor) for name, tensor in self.whole())
 
-    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole(
+        self, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters [...] in the compute dtype, and the buffers; those whose names are `wanted`."""
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             if wanted(name):

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
@@ -53,8 +59,12 @@ ReadWeight = Callable[[str], torch.Tensor]
 class Memory:
     """What an engine gives up to need less memory."""
 
-    gradient_checkpointing: bool = False  # keep a layer's inputs only, and compute the layer again for its gradient
-    activation_offload: bool = False  # keep what the backward pass needs in the memory of the CPU; with CUDA only
+    gradient_checkpointing: bool = (
+        False  # keep a layer's inputs only, and compute the layer again for its gradient
+    )
+    activation_offload: bool = (
+        False  # keep what the backward pass needs in the memory of the CPU; with CUDA only
+    )
     # Drop a layer's gathered weights between its forward and backward pass; sharded ones only.
     reshard_after_forward: bool = True
     # Masters and optimizer rest, and step, in the memory of the CPU; with CUDA, sharded ones only.
@@ -77,7 +87,9 @@ class Part:
     """What a master is a part of."""
 
     name: str  # in the whole model
-    tensor_dimension: int | None  # cut by tensor parallelism; None: whole on every rank of a tp group
+    tensor_dimension: (
+        int | None
+    )  # cut by tensor parallelism; None: whole on every rank of a tp group
     is_copy: bool  # the first stage has the same parameter
     is_divided: bool = False  # experts, cut in the first dimension by expert parallelism
 
@@ -95,7 +107,11 @@ class PartialWeights:
     trained: list[str]
 
     def __init__(
-        self, processes: Processes, dtype: torch.dtype, parts: Mapping[str, Part], whole: Mapping[str, WholeParameter]
+        self,
+        processes: Processes,
+        dtype: torch.dtype,
+        parts: Mapping[str, Part],
+        whole: Mapping[str, WholeParameter],
     ) -> None:
         assert processes.storage is not None, "one rank has replicated weights"
         self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
@@ -154,7 +170,11 @@ class PartialWeights:
     def _join_copies(self, alike: Sequence[str]) -> None:
         """Add up the masters' gradients of what the ranks of a tp group hold `alike` and have each seen a part of, and
         of what the first and the last stage both have."""
-        layout, processes, device = self.processes.layout, self.processes, self.processes.world.device
+        layout, processes, device = (
+            self.processes.layout,
+            self.processes,
+            self.processes.world.device,
+        )
         if layout.tp > 1:
             gradients = [self.masters[name].grad for name in alike]
             # Those of masters on the host travel by the device.
@@ -162,7 +182,11 @@ class PartialWeights:
             ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
             for gradient, total in zip(gradients, sums, strict=True):
                 gradient.copy_(total)
-        shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
+        shared = (
+            [name for name in self.trained if self.all[self.names[name]].is_shared]
+            if layout.pp > 1
+            else []
+        )
         for gradient in (self.masters[name].grad for name in shared):
             # The first and the last stage each send their own to the other.
             group = processes.group("pp")
@@ -179,11 +203,15 @@ class PartialWeights:
         dimension, _, _ = self._axes(part)
         places = [Replicate(), Replicate() if dimension is None else Shard(dimension), Shard(0)]
         mesh, stride = self.cuts[part.is_divided][2], torch.empty(shape, device="meta").stride()
-        described = DTensor.from_local(local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride)
+        described = DTensor.from_local(
+            local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride
+        )
         # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
         return DTensor(local, described._spec, requires_grad=False)
 
-    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole(
+        self, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank; then buffers.
 
         No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
@@ -221,7 +249,9 @@ class PartialWeights:
         (dimension, outer, inner), shape = self._axes(part), list(self.all[part.name].shape)
         start = [0] * len(shape)
         if dimension is not None:
-            start[dimension], shape[dimension] = part_of(shape[dimension], outer.size(), outer.get_local_rank())
+            start[dimension], shape[dimension] = part_of(
+                shape[dimension], outer.size(), outer.get_local_rank()
+            )
         inside, shape[0] = part_of(shape[0], inner.size(), inner.get_local_rank())
         start[0] += inside
         return tuple(start), tuple(shape)
@@ -229,7 +259,9 @@ class PartialWeights:
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         expected, where = self.all[self.parts[name].name].shape, f"weight {self.parts[name].name}"
         if whole.shape != expected:
-            raise EngineError(where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
+            raise EngineError(
+                where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}"
+            )
         for dim, (start, size) in enumerate(zip(*self._box(name), strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
@@ -271,16 +303,24 @@ class ShardedWeights(PartialWeights):
             setattr(model.get_submodule(parent), last, model.get_buffer(name).to(device))
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers = weight_buffers(model)
-        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        self.masters = {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+        self.trained = [
+            name for name, parameter in self.parameters.items() if parameter.requires_grad
+        ]
+        self.masters = {
+            name: parameter.to_local().detach() for name, parameter in self.parameters.items()
+        }
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(self._piece(name, read(self.names[name])))
 
-    def _shard(self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool) -> None:
+    def _shard(
+        self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool
+    ) -> None:
         storage, is_replicated = self.processes.storage, self.processes.layout.dp_replicate > 1
         # A hidden state that a layer returns is in the compute dtype already; the outputs of the root stay float32.
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         options: dict[str, Any] = {
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
             "mp_policy": policy,
@@ -312,17 +352,27 @@ class ShardedWeights(PartialWeights):
             parameter, master = self.parameters[name], self.masters[name]
             local = parameter.to_local()
             if local.data_ptr() != master.data_ptr():
-                raise EngineError(f"parameter {name}", got="other memory than when it was sharded", expected="the same")
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
+                raise EngineError(
+                    f"parameter {name}",
+                    got="other memory than when it was sharded",
+                    expected="the same",
+                )
+            master.grad = (
+                torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
+            )
         # Those of what several ranks hold alike have each seen a part of the tokens or heads.
-        self._join_copies([name for name in self.trained if self.parts[name].tensor_dimension is None])
+        self._join_copies(
+            [name for name in self.trained if self.parts[name].tensor_dimension is None]
+        )
 
     def refresh_compute(self) -> None:
         """Nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D] itself."""
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
         """The tensors [V/tp/fsdp, D] that may rest: `weights`, which are the masters."""
-        return {"weights": [parameter.to_local().detach() for parameter in self.parameters.values()]}
+        return {
+            "weights": [parameter.to_local().detach() for parameter in self.parameters.values()]
+        }
 
     def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
         """Let these tensors [V/tp/fsdp, D], in the order of `parameters`, be the memory of the parts. A part that
@@ -339,7 +389,9 @@ class ShardedWeights(PartialWeights):
             self.masters[name].data = parameter.to_local().detach()
 
 
-def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
+def _joined(
+    part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]
+) -> torch.Tensor:
     """A tensor from the parts that the ranks of a mesh have, sent to where they belong in it."""
     group, number = mesh.get_group(), mesh.get_local_rank()
     if mesh.size() == 1:
@@ -365,7 +417,11 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
 
 
 def shard(
-    scorer: Scorer, read: ReadWeight | None, dtype: torch.dtype, processes: Processes, memory: Memory
+    scorer: Scorer,
+    read: ReadWeight | None,
+    dtype: torch.dtype,
+    processes: Processes,
+    memory: Memory,
 ) -> ShardedWeights:
     """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D].
 
@@ -388,7 +444,11 @@ def shard(
     whole = _describe(model, processes)
     vocabulary = model.get_input_embeddings().num_embeddings
     cut = share_layers(model, processes.group("tp")) if layout.tp > 1 else {}
-    divided = share_experts(model, processes.experts.get_group("ep")) if processes.experts is not None else set()
+    divided = (
+        share_experts(model, processes.experts.get_group("ep"))
+        if processes.experts is not None
+        else set()
+    )
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
     parts = {
         name: Part(copies.get(name, name), cut.get(name), name in copies, name in divided)
@@ -396,7 +456,9 @@ def shard(
     }
     scorer.sharing = SharedTokens(processes, vocabulary)
     root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
-    return ShardedWeights(root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory)
+    return ShardedWeights(
+        root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory
+    )
 
 
 def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, WholeParameter]:
@@ -404,18 +466,30 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Whol
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     of_table = {id(parameter) for parameter in table.parameters()}
-    of_first = of_table | {id(one) for one in (vision_encoder(model).parameters() if is_vision(model.config) else ())}
+    of_first = of_table | {
+        id(one) for one in (vision_encoder(model).parameters() if is_vision(model.config) else ())
+    }
     stages = {}
     if num_stages > 1:
         num_layers = len(backbone(model).layers)
         stages = {
-            number: stage for stage in range(num_stages) for number in layers_of_stage(num_layers, stage, num_stages)
+            number: stage
+            for stage in range(num_stages)
+            for number in layers_of_stage(num_layers, stage, num_stages)
         }
     described = {}
     for name, parameter in model.named_parameters():
         is_table, layer = id(parameter) in of_table, _LAYER.fullmatch(name)
-        stage = 0 if id(parameter) in of_first else stages.get(int(layer[1]), 0) if layer else num_stages - 1
-        described[name] = WholeParameter(parameter.shape, stage, num_stages > 1 and is_tied and is_table)
+        stage = (
+            0
+            if id(parameter) in of_first
+            else stages.get(int(layer[1]), 0)
+            if layer
+            else num_stages - 1
+        )
+        described[name] = WholeParameter(
+            parameter.shape, stage, num_stages > 1 and is_tied and is_table
+        )
     for name, buffer in weight_buffers(model).items():
         layer = _LAYER.fullmatch(name)
         stage = stages.get(int(layer[1]), 0) if layer else num_stages - 1

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from quadriga.engines.megatron.engine import MegatronEngine
 
 # Five of its modules say on import that Apex or Transformer Engine is missing; a run says itself what computes.
-warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex|full scope is deprecated", module=r"megatron\.core")
+warnings.filterwarnings(
+    "ignore", r"(Transformer Engine and )?Apex|full scope is deprecated", module=r"megatron\.core"
+)
 
 __all__, __getattr__ = lazy_names(__name__)

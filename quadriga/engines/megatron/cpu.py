@@ -21,13 +21,17 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
-REPLACED = "torch.cuda.current_device, device='cuda', CUDA's random states"  # what is, for people to read
+REPLACED = (
+    "torch.cuda.current_device, device='cuda', CUDA's random states"  # what is, for people to read
+)
 
 
 class _OnCPU(TorchFunctionMode):
     """Calls of torch with `device="cuda"`, or a number, go to the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":

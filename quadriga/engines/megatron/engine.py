@@ -20,13 +20,22 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.safe_globals import SAFE_GLOBALS
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
 from torch import nn
 
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.cpu import REPLACED, around_megatron
-from quadriga.engines.megatron.model import Packed, chunks_of, linear_modules, transformer_config, why_in_a_loop
+from quadriga.engines.megatron.model import (
+    Packed,
+    chunks_of,
+    linear_modules,
+    transformer_config,
+    why_in_a_loop,
+)
 from quadriga.engines.megatron.weights import MegatronWeights
 from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.processes import Processes
@@ -64,7 +73,9 @@ class Schedule:
     def __init__(self, scorer: Scorer, chunks: Sequence[GPTModel], processes: Processes) -> None:
         self.scorer, self.chunks, self.processes = scorer, list(chunks), processes
 
-    def run(self, work: Sequence[Work], question: Question, *, is_training: bool = False) -> list[Outputs]:
+    def run(
+        self, work: Sequence[Work], question: Question, *, is_training: bool = False
+    ) -> list[Outputs]:
         """One forward pass, and in training one backward pass, over all micro-batches, in multiples of the stages, each
         with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
         if self.processes.layout.pp > 1:
@@ -72,10 +83,14 @@ class Schedule:
             work = [(batch.extended(longest), loss) for batch, loss in work]
         found: list[Outputs] = []
 
-        def step(pieces: Iterator[Work], chunk: nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        def step(
+            pieces: Iterator[Work], chunk: nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             batch, loss = next(pieces)
             ids, positions, plan = self.scorer.sharing.inputs(batch)
-            routed = None if batch.routing is None else self.scorer.sharing.routed(batch, ids.shape[1])
+            routed = (
+                None if batch.routing is None else self.scorer.sharing.routed(batch, ids.shape[1])
+            )
             packed = Packed(positions=positions[0], plan=plan, routed=routed)
             hidden = chunk(ids, positions, None, packed_seq_params=packed)
             if routed is not None:
@@ -150,7 +165,11 @@ class MegatronEngine(FSDPEngine):
             "overlap_p2p_comm": self.virtual is not None,
         }
         if self.memory.gradient_checkpointing:
-            sizes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            sizes |= {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
         config = transformer_config(model.config, self.dtype, self.device, sizes | self.settings)
         with around_megatron(self.device):
             meet(processes, self.virtual)
@@ -169,7 +188,11 @@ class MegatronEngine(FSDPEngine):
         how = f"the modules of Megatron-core {megatron.core.__version__}, {linear_modules(self.device)[2]}"
         if config.num_moe_experts:
             reason = why_in_a_loop(config, self.device)
-            how += f"; experts one after the other ({reason})" if reason else "; experts in grouped products"
+            how += (
+                f"; experts one after the other ({reason})"
+                if reason
+                else "; experts in grouped products"
+            )
         if layout.sp > 1:
             how += "; sequences split by heads (Ulysses), for Megatron's context parallelism is in Transformer Engine's"
             how += " attention, which knows no shared prompts"
@@ -178,18 +201,31 @@ class MegatronEngine(FSDPEngine):
         return chosen | {"weights": f"{chosen['weights']}, in {how}"}
 
 
-_met: dict[str, Any] = {}  # the sizes with which Megatron's groups were made in this process, and in which meeting
+_met: dict[
+    str, Any
+] = {}  # the sizes with which Megatron's groups were made in this process, and in which meeting
 
 
 def meet(processes: Processes, virtual: int | None) -> None:
     """Form Megatron's groups, which are global in a process; roles that share it share them.
     Raises EngineError: they were formed with other sizes."""
     layout = processes.layout
-    sizes = {"tp": layout.tp, "pp": layout.pp, "virtual": virtual, "ep": layout.ep, "world": layout.world_size}
-    if parallel_state.model_parallel_is_initialized() and _met["meeting"] == Membership.num_meetings:
+    sizes = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "virtual": virtual,
+        "ep": layout.ep,
+        "world": layout.world_size,
+    }
+    if (
+        parallel_state.model_parallel_is_initialized()
+        and _met["meeting"] == Membership.num_meetings
+    ):
         if _met["sizes"] != sizes:
             fix = "Give all roles of a pool the same sizes under megatron."
-            raise EngineError("Megatron's groups", got=str(sizes), expected=str(_met["sizes"]), fix=fix)
+            raise EngineError(
+                "Megatron's groups", got=str(sizes), expected=str(_met["sizes"]), fix=fix
+            )
         return
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -24,7 +24,12 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import (
+    ModuleSpec,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -32,7 +37,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.utils import get_te_version
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, silu
@@ -71,12 +79,16 @@ class Rotary(nn.Module):
         super().__init__()
         self.frequencies = frequencies.float()
 
-    def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Packed) -> Tensor:
+    def get_rotary_seq_len(
+        self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Packed
+    ) -> Tensor:
         """What Megatron hands to `forward`: the positions [n]."""
         assert packed.positions is not None
         return packed.positions
 
-    def forward(self, positions: Tensor, *, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(
+        self, positions: Tensor, *, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
         """[n] -> [n, 1, 1, d]."""
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.cat([angles, angles], -1)[:, None, None]
@@ -87,9 +99,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
         super().__init__()
-        self.layer, self.scale = layer_number - 1, options.get("softmax_scale") or config.kv_channels**-0.5
+        self.layer, self.scale = (
+            layer_number - 1,
+            options.get("softmax_scale") or config.kv_channels**-0.5,
+        )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Tensor:
         """[n, 1, H/tp, d], [n, 1, K/tp, d] twice -> [n, 1, H/tp * d]."""
         packed: Packed = options["packed_seq_params"]
         assert packed.plan is not None
@@ -126,7 +143,9 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """[n, 1, D] -> [n, 1, E]."""
-        kind = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        kind = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            self.config.moe_router_dtype, input.dtype
+        )
         return linear(input.to(kind), self.weight.to(kind))
 
 
@@ -136,7 +155,10 @@ class Experts(nn.Module):
     def __init__(self, number: int, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__()
         width, size = config.moe_ffn_hidden_size, config.hidden_size
-        options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        options: dict[str, Any] = {
+            "device": torch.cuda.current_device(),
+            "dtype": config.params_dtype,
+        }
         self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * width, size, **options))
         self.down_proj = nn.Parameter(torch.empty(number, size, width, **options))
         self.are_grouped = not why_in_a_loop(config, self.down_proj.device)
@@ -149,9 +171,13 @@ class Experts(nn.Module):
             mixed = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
             return mixed * weights[:, None].to(mixed.dtype), None
         sizes, found = counts.tolist(), []
-        for expert, (own, weight) in enumerate(zip(tokens.split(sizes), weights.split(sizes), strict=True)):
+        for expert, (own, weight) in enumerate(
+            zip(tokens.split(sizes), weights.split(sizes), strict=True)
+        ):
             gate, up = linear(own, self.gate_up_proj[expert]).chunk(2, -1)
-            found.append(linear(silu(gate) * up, self.down_proj[expert]) * weight[:, None].to(own.dtype))
+            found.append(
+                linear(silu(gate) * up, self.down_proj[expert]) * weight[:, None].to(own.dtype)
+            )
         return torch.cat(found), None
 
 
@@ -176,7 +202,9 @@ def linear_modules(device: torch.device) -> tuple[type, type, str]:
     return transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear, found
 
 
-def _layers(config: TransformerConfig, number: int, device: torch.device) -> TransformerBlockSubmodules:
+def _layers(
+    config: TransformerConfig, number: int, device: torch.device
+) -> TransformerBlockSubmodules:
     norm, (column, row, _) = Norm if config.qk_layernorm else IdentityOp, linear_modules(device)
     attention = SelfAttentionSubmodules(column, Attention, row, norm, norm)
     dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
@@ -185,7 +213,9 @@ def _layers(config: TransformerConfig, number: int, device: torch.device) -> Tra
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attention=ModuleSpec(
+                SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+            ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=mixture if config.num_moe_experts else dense,
@@ -260,23 +290,38 @@ def transformer_config(
     except (TypeError, ValueError, AssertionError) as error:
         fix = "Change megatron.override_transformer_config, or the sizes under megatron."
         got = f"{type(error).__name__}: {error}"
-        raise EngineError("Megatron's TransformerConfig", got=got, expected="values that it takes", fix=fix) from error
+        raise EngineError(
+            "Megatron's TransformerConfig", got=got, expected="values that it takes", fix=fix
+        ) from error
 
 
 def is_tied_policy(model: PreTrainedModel) -> bool:
     """Whether it has a head whose weight [V, D] is the embedding's."""
-    return isinstance(model.get_output_embeddings(), nn.Linear) and bool(model.config.tie_word_embeddings)
+    return isinstance(model.get_output_embeddings(), nn.Linear) and bool(
+        model.config.tie_word_embeddings
+    )
 
 
-def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+def chunks_of(
+    model: PreTrainedModel, config: TransformerConfig, device: torch.device
+) -> list[GPTModel]:
     """The chunks of a model that this rank has, one for each virtual stage, without values.
     `model`: on "meta"; its configuration, and the frequencies of its positions, are read."""
     base: Any = backbone(model)
     rotary = base.rotary_emb
-    if rotary.attention_scaling != 1.0 or "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
+    if (
+        rotary.attention_scaling != 1.0
+        or "dynamic" in rotary.rope_type
+        or rotary.rope_type == "longrope"
+    ):
         got = f"positions of type {rotary.rope_type!r}"
-        raise EngineError("strategy=megatron", got, "frequencies that do not change", "Set strategy=fsdp.")
-    vocabulary, has_head = base.embed_tokens.num_embeddings, isinstance(model.get_output_embeddings(), nn.Linear)
+        raise EngineError(
+            "strategy=megatron", got, "frequencies that do not change", "Set strategy=fsdp."
+        )
+    vocabulary, has_head = (
+        base.embed_tokens.num_embeddings,
+        isinstance(model.get_output_embeddings(), nn.Linear),
+    )
     tp, num_chunks = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
     pp, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
     for chunk in range(num_chunks or 1):
@@ -291,7 +336,9 @@ def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.d
             pre_process=is_first,
             post_process=is_last,
             # With several stages a tied head has a weight of its own, which is kept equal to the table's.
-            share_embeddings_and_output_weights=is_first and is_last and (is_tied_policy(model) or not has_head),
+            share_embeddings_and_output_weights=is_first
+            and is_last
+            and (is_tied_policy(model) or not has_head),
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )

@@ -64,7 +64,9 @@ _QKV_BIAS = {
     for name, view in (("q", "query"), ("k", "key"), ("v", "value"))
 }
 _QK_NORM = {
-    f"self_attn.{name}_norm.weight": Place(f"self_attention.{name}_layernorm.weight", None, is_partial=True)
+    f"self_attn.{name}_norm.weight": Place(
+        f"self_attention.{name}_layernorm.weight", None, is_partial=True
+    )
     for name in ("q", "k")
 }
 _EXPERTS = {
@@ -99,9 +101,14 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
     table: Mapping[str, Place] = FAMILIES.get(config.model_type, {}) if found else _MODEL
     key = found[2] if found else name
     if key not in table:
-        got, expected = f"the parameter {name} of a {config.model_type} model", f"one of {', '.join(table)}"
+        got, expected = (
+            f"the parameter {name} of a {config.model_type} model",
+            f"one of {', '.join(table)}",
+        )
         fix = f"Set strategy=fsdp, or add {key!r} to the table of {config.model_type!r} in engines/megatron/names.py."
-        raise ConfigError("actor_rollout_ref.actor.strategy=megatron", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            "actor_rollout_ref.actor.strategy=megatron", got=got, expected=expected, fix=fix
+        )
     return int(found[1]) if found else None, table[key]
 
 
@@ -124,37 +131,62 @@ def view_of(place: Place, local: torch.Tensor, sizes: Sizes, rows: int) -> torch
     return local
 
 
-def require_known(config: Any, layout: Layout, own: MegatronConfig, where: str = "actor_rollout_ref.actor") -> None:
+def require_known(
+    config: Any, layout: Layout, own: MegatronConfig, where: str = "actor_rollout_ref.actor"
+) -> None:
     """Refuse a model that the tables do not know, or whose layers or experts the ranks of a layout do not divide.
     Raises ConfigError: at `where`, the section of the role; names what is missing."""
     kind, problem = config.model_type, ""
     if kind not in FAMILIES:
-        fix = f"Set strategy=fsdp, or add {kind!r} to FAMILIES in quadriga/engines/megatron/names.py."
-        raise ConfigError(f"{where}: strategy=megatron", f"model_type {kind!r}", f"one of {', '.join(FAMILIES)}", fix)
+        fix = (
+            f"Set strategy=fsdp, or add {kind!r} to FAMILIES in quadriga/engines/megatron/names.py."
+        )
+        raise ConfigError(
+            f"{where}: strategy=megatron",
+            f"model_type {kind!r}",
+            f"one of {', '.join(FAMILIES)}",
+            fix,
+        )
     if kind == "llama" and (config.attention_bias or config.mlp_bias):
         problem = "biases (attention_bias, mlp_bias)"
     elif getattr(config, "use_sliding_window", False):
         problem = "a sliding window"
     elif config.hidden_act != "silu":
         problem = f"the activation {config.hidden_act!r}"
-    elif (experts := getattr(config, "num_experts", 0)) % layout.ep or (layout.ep > 1 and not experts):
+    elif (experts := getattr(config, "num_experts", 0)) % layout.ep or (
+        layout.ep > 1 and not experts
+    ):
         problem = f"{experts or 'no'} experts, for expert_parallel_size={layout.ep}"
     elif experts and layout.tp > 1 and not own.sequence_parallel:
         problem = "experts and tensor parallelism, but sequence_parallel=false"
     elif experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
-        problem = "layers without experts among those with them (mlp_only_layers, decoder_sparse_step)"
+        problem = (
+            "layers without experts among those with them (mlp_only_layers, decoder_sparse_step)"
+        )
     elif not _is_even(config.num_hidden_layers, layout.pp, own):
         stages = layout.pp * (own.virtual_pipeline_model_parallel_size or 1)
-        problem = f"{config.num_hidden_layers} layers, for {stages} pipeline stages, virtual ones counted"
+        problem = (
+            f"{config.num_hidden_layers} layers, for {stages} pipeline stages, virtual ones counted"
+        )
     if problem:
-        expected, fix = "what Megatron's layers compute here, in even stages", "Change the sizes, or set strategy=fsdp."
-        raise ConfigError(f"{where}: strategy=megatron", f"a {kind} model with {problem}", expected, fix)
+        expected, fix = (
+            "what Megatron's layers compute here, in even stages",
+            "Change the sizes, or set strategy=fsdp.",
+        )
+        raise ConfigError(
+            f"{where}: strategy=megatron", f"a {kind} model with {problem}", expected, fix
+        )
 
 
 def _is_even(num_layers: int, pp: int, own: MegatronConfig) -> bool:
     """Whether layers, and embedding and loss where they count as one, are as many in all stages that have no number."""
-    settings, virtual = own.override_transformer_config, own.virtual_pipeline_model_parallel_size or 1
-    counted = [settings.get(f"account_for_{one}_in_pipeline_split") for one in ("embedding", "loss")]
+    settings, virtual = (
+        own.override_transformer_config,
+        own.virtual_pipeline_model_parallel_size or 1,
+    )
+    counted = [
+        settings.get(f"account_for_{one}_in_pipeline_split") for one in ("embedding", "loss")
+    ]
     given = [settings.get(f"num_layers_in_{one}_pipeline_stage") for one in ("first", "last")]
     numbers = [number for number in given if number]
     rest, stages = num_layers + sum(map(bool, counted)) - sum(numbers), pp - len(numbers)

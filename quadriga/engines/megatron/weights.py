@@ -58,7 +58,9 @@ class MegatronWeights(PartialWeights):
         parts = self._parts(model, self._parameters_here(scorer, chunks, device, dtype), processes)
         shared = "model.embed_tokens.weight" if is_tied_policy(model) and layout.pp > 1 else None
         pipeline = ProcessGroup(processes.place.pp, layout.pp, device, processes.group("pp"))
-        of_stages = enumerate(pipeline.gather([part.name for part in parts.values() if not part.is_copy]))
+        of_stages = enumerate(
+            pipeline.gather([part.name for part in parts.values() if not part.is_copy])
+        )
         stages = {name: stage for stage, names in of_stages for name in names}
         whole = {
             name: WholeParameter(parameter.shape, stages[name], name == shared)
@@ -77,13 +79,18 @@ class MegatronWeights(PartialWeights):
             for parameter in self.parameters.values():
                 parameter.zero_()  # also the rows that were added to the vocabulary
             for name in parts:
-                piece = self._piece(name, read(self.names[name])).to(device, torch.float32, copy=True)
+                piece = self._piece(name, read(self.names[name])).to(
+                    device, torch.float32, copy=True
+                )
                 self._compute(name, piece)
                 if self.trained:
                     self.masters[name] = piece.to("cpu").pin_memory() if steps_on_host else piece
 
     def _parts(
-        self, model: PreTrainedModel, here: Mapping[tuple[int | None, str], nn.Parameter], processes: Processes
+        self,
+        model: PreTrainedModel,
+        here: Mapping[tuple[int | None, str], nn.Parameter],
+        processes: Processes,
     ) -> dict[str, Part]:
         parts, is_cut = {}, processes.layout.tp > 1
         names = {name: name for name, _ in model.named_parameters()}
@@ -96,7 +103,9 @@ class MegatronWeights(PartialWeights):
                 if place.is_expert and processes.layout.ep > 1:
                     parts[name] = Part(in_whole, None, is_copy=False, is_divided=True)
                 else:
-                    parts[name] = Part(in_whole, place.cut if is_cut else None, is_copy=name != in_whole)
+                    parts[name] = Part(
+                        in_whole, place.cut if is_cut else None, is_copy=name != in_whole
+                    )
         return parts
 
     def _parameters_here(
@@ -106,7 +115,9 @@ class MegatronWeights(PartialWeights):
         found: dict[tuple[int | None, str], nn.Parameter] = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
-                found.update({(layer.layer_number - 1, name): one for name, one in layer.named_parameters()})
+                found.update(
+                    {(layer.layer_number - 1, name): one for name, one in layer.named_parameters()}
+                )
             for name, one in chunk.named_parameters():
                 if not name.startswith("decoder.layers."):
                     found[None, name] = one
@@ -119,12 +130,16 @@ class MegatronWeights(PartialWeights):
     def _view(self, name: str, of: torch.Tensor) -> torch.Tensor:
         """The part of a Megatron parameter, or of its gradient, that is this one's."""
         place, _ = self.places[name]
-        rows = part_of(self.all[self.names[name]].shape[0], self.processes.layout.tp, self.processes.place.tp)[1]
+        rows = part_of(
+            self.all[self.names[name]].shape[0], self.processes.layout.tp, self.processes.place.tp
+        )[1]
         return view_of(place, of, self.sizes, rows)
 
     def head(self) -> tuple[nn.Parameter, int]:
         """Megatron's weight [V/tp, D] of the head, and how many of its rows are of the vocabulary."""
-        name = next(one for one in ("lm_head.weight", "model.embed_tokens.weight") if one in self.places)
+        name = next(
+            one for one in ("lm_head.weight", "model.embed_tokens.weight") if one in self.places
+        )
         return self.places[name][1], self._part_shape(name)[0]
 
     def attach_gradients(self) -> None:
@@ -149,8 +164,14 @@ class MegatronWeights(PartialWeights):
             self.masters[name].grad = self._own_rows(name, gradient).to(self.masters[name].device)
         whole_tokens = not self.config.sequence_parallel
         parts = self.parts
-        alike = [name for name in self.trained if parts[name].tensor_dimension is None and not parts[name].is_divided]
-        self._join_copies([name for name in alike if self.places[name][0].is_partial or not whole_tokens])
+        alike = [
+            name
+            for name in self.trained
+            if parts[name].tensor_dimension is None and not parts[name].is_divided
+        ]
+        self._join_copies(
+            [name for name in alike if self.places[name][0].is_partial or not whole_tokens]
+        )
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -186,5 +207,8 @@ class MegatronWeights(PartialWeights):
 def _along(mesh: DeviceMesh | None, axis: str) -> ProcessGroup:
     assert mesh is not None, "one rank has no meshes"
     return ProcessGroup(
-        mesh.get_local_rank(axis), mesh[axis].size(), torch.device(mesh.device_type), mesh.get_group(axis)
+        mesh.get_local_rank(axis),
+        mesh[axis].size(),
+        torch.device(mesh.device_type),
+        mesh.get_group(axis),
     )

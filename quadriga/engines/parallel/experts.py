@@ -70,7 +70,9 @@ class _Travel(torch.autograd.Function):
     """Rows [sum(there), D], the first `there[0]` for rank 0 and so on -> [sum(here), D], which came from each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.ways = there, here, group
         return _sent(rows, there, here, group)
 

@@ -55,9 +55,17 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
     base = backbone(model)
     for part in ("layers", "norm"):
         if not hasattr(base, part):
-            got, expected = f"a backbone without `{part}`", "embedding, layers and norm, as in the Llama family"
+            got, expected = (
+                f"a backbone without `{part}`",
+                "embedding, layers and norm, as in the Llama family",
+            )
             fix = "Set pipeline_model_parallel_size=1."
-            raise EngineError(f"pipeline parallelism of {type(model).__name__}", got=got, expected=expected, fix=fix)
+            raise EngineError(
+                f"pipeline parallelism of {type(model).__name__}",
+                got=got,
+                expected=expected,
+                fix=fix,
+            )
     layers = cast(nn.ModuleList, base.layers)
     own = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
     for number, layer in enumerate(layers):
@@ -97,14 +105,24 @@ class Stage(nn.Module):
         """[1, n, D] for the next stage; from the last one the loss [1]."""
         batch, loss = self.work[int(number)]
         sharing = self.scorer.sharing
-        outputs = self.scorer(batch, self.question, received=None if sharing.has_embedding else received)
+        outputs = self.scorer(
+            batch, self.question, received=None if sharing.has_embedding else received
+        )
         if not sharing.has_head:
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
-        return next(iter(outputs.values())).new_zeros(1) if loss is None else torch.stack([loss(outputs)])  # no view
+        return (
+            next(iter(outputs.values())).new_zeros(1)
+            if loss is None
+            else torch.stack([loss(outputs)])
+        )  # no view
 
     def run(
-        self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question, *, is_training: bool = False
+        self,
+        work: Sequence[tuple[PackedBatch, LossFunction | None]],
+        question: Question,
+        *,
+        is_training: bool = False,
     ) -> list[Outputs]:
         """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages, each
         with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
@@ -114,7 +132,11 @@ class Stage(nn.Module):
         longest = max(batch.num_tokens for batch, _ in work)
         self.work = [(batch.extended(longest), loss) for batch, loss in work]
         self.question, self.outputs = question, []
-        layout, place, is_last = self.processes.layout, self.processes.place, self.processes.is_last_stage
+        layout, place, is_last = (
+            self.processes.layout,
+            self.processes.place,
+            self.processes.is_last_stage,
+        )
         device = self.processes.world.device
         numbers = torch.arange(len(work))  # on the host, where they are read
         size = self.scorer.model.config.get_text_config().hidden_size
@@ -132,7 +154,9 @@ class Stage(nn.Module):
         )
         if is_training:
             # The last stage returns losses already.
-            schedule: Any = Schedule1F1B(stage, len(work), lambda loss, number: loss.sum(), scale_grads=False)
+            schedule: Any = Schedule1F1B(
+                stage, len(work), lambda loss, number: loss.sum(), scale_grads=False
+            )
         else:
             schedule = ScheduleGPipe(stage, len(work), None)
         targets = {"target": numbers} if is_training and is_last else {}

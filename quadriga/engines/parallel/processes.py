@@ -70,8 +70,12 @@ ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
 
 
 @functools.lru_cache(maxsize=16)
-def _meshes_of(layout: Layout, device_type: str, meeting: int) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
-    ranks = torch.arange(layout.world_size).view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
+def _meshes_of(
+    layout: Layout, device_type: str, meeting: int
+) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
+    ranks = torch.arange(layout.world_size).view(
+        layout.pp, layout.dp_replicate, layout.fsdp, layout.tp
+    )
     work, experts = (layout.pp, layout.dp_size, layout.sp, layout.tp), None
     if layout.ep > 1:
         divided = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)

@@ -57,39 +57,59 @@ class SharedTokens(Sharing):
         if layout.sp == 1:
             return batch.input_ids, batch.position_ids, plan
         start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
-        tokens, positions = (whole.narrow(-1, start, size) for whole in (batch.input_ids, batch.position_ids))
+        tokens, positions = (
+            whole.narrow(-1, start, size) for whole in (batch.input_ids, batch.position_ids)
+        )
         return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
 
     def _own_tokens(self, batch: PackedBatch) -> tuple[int, int]:
         """The packed index of the first token that this rank has between the layers, and their number."""
         start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
-        inside, size = part_of(size, self.num_parts, self.processes.place.tp if self.num_parts > 1 else 0)
+        inside, size = part_of(
+            size, self.num_parts, self.processes.place.tp if self.num_parts > 1 else 0
+        )
         return start + inside, size
 
     def first_token(self, batch: PackedBatch) -> int | None:
-        return None if self.processes.layout.sp == self.num_parts == 1 else self._own_tokens(batch)[0]
+        return (
+            None if self.processes.layout.sp == self.num_parts == 1 else self._own_tokens(batch)[0]
+        )
 
     def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         start, size = self._own_tokens(batch)
         if self.num_parts > 1 and in_parts:
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
-            start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+            start, size = part_of(
+                batch.num_tokens, self.processes.layout.sp, self.processes.place.sp
+            )
         # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
         groups = self._groups(with_tp=not in_parts)
         if not groups:
             return super().scored(hidden, batch, in_parts=in_parts)
         here = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
-        places = torch.from_numpy(np.flatnonzero(here)).to(hidden.device)  # sought on the host, which does not wait
+        places = torch.from_numpy(np.flatnonzero(here)).to(
+            hidden.device
+        )  # sought on the host, which does not wait
         states = hidden.index_select(0, batch.predictors[places] - start)
-        return states, batch.targets[places], partial(_Fill.apply, places, len(batch.targets), groups)
+        return (
+            states,
+            batch.targets[places],
+            partial(_Fill.apply, places, len(batch.targets), groups),
+        )
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
         routed, groups = super().routed(batch, num_tokens), self._groups()
         if groups:
             start, size = self._own_tokens(batch)
             here = (batch.predictors >= start) & (batch.predictors < start + size)
-            routed.start, routed.places, routed.rows = start, batch.predictors[here] - start, batch.rows[here]
-            routed.add_up = lambda values: [dist.all_reduce(values, group=group) for group in groups]
+            routed.start, routed.places, routed.rows = (
+                start,
+                batch.predictors[here] - start,
+                batch.rows[here],
+            )
+            routed.add_up = lambda values: [
+                dist.all_reduce(values, group=group) for group in groups
+            ]
         return routed
 
     def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
@@ -116,23 +136,40 @@ class UlyssesAttention:
         self.size = dist.get_world_size(group)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """[1, H, N/S, D], [1, K, N/S, D] twice -> [1, N/S, H, D]."""
         # Each key-value head is repeated so that every rank gets as many, next to the queries they serve.
-        copies, per_kv_head = self.size // math.gcd(key.shape[1], self.size), query.shape[1] // key.shape[1]
+        copies, per_kv_head = (
+            self.size // math.gcd(key.shape[1], self.size),
+            query.shape[1] // key.shape[1],
+        )
         copies = copies if per_kv_head % copies == 0 else per_kv_head
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         heads = [part.shape[1] // self.size for part in (query, key, value)]
         # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; the inputs of attention in one exchange.
-        parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
-        all_tokens = Collective.apply(parts, self.group, all_to_all).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
+        parts = torch.cat(
+            [part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1
+        )
+        all_tokens = (
+            Collective.apply(parts, self.group, all_to_all).transpose(0, 1).flatten(1, 2)
+        )  # [heads, N, D]
         queries, keys, values = (part[None] for part in all_tokens.split(heads))
         if options.sinks is not None:
-            options = replace(options, sinks=options.sinks.chunk(self.size)[dist.get_rank(self.group)])
+            options = replace(
+                options, sinks=options.sinks.chunk(self.size)[dist.get_rank(self.group)]
+            )
         mixed = self.plan.attend(layer, queries, keys, values, scale, options)  # [1, N, H/S, D]
-        back = Collective.apply(mixed[0].unflatten(0, (self.size, -1)), self.group, all_to_all)  # [S, n, H/S, D]
+        back = Collective.apply(
+            mixed[0].unflatten(0, (self.size, -1)), self.group, all_to_all
+        )  # [S, n, H/S, D]
         return back.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -173,7 +210,11 @@ def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return piece
 
 
-_REVERSE: dict[_Move, _Move] = {all_to_all: all_to_all, all_gather: reduce_scatter, reduce_scatter: all_gather}
+_REVERSE: dict[_Move, _Move] = {
+    all_to_all: all_to_all,
+    all_gather: reduce_scatter,
+    reduce_scatter: all_gather,
+}
 
 
 class _Fill(torch.autograd.Function):
@@ -181,7 +222,9 @@ class _Fill(torch.autograd.Function):
     same of it, so the gradient of this one's entries is what it has of them."""
 
     @staticmethod
-    def forward(ctx: Any, places: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, places: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(places)
         result = values.new_zeros(size, *values.shape[1:])
         result[places] = values

@@ -34,9 +34,16 @@ from quadriga.models.adapter_files import ADAPTER_NAME
 from quadriga.models.architecture import backbone, tensor_plan
 from quadriga.partition import part_of
 
-_SPLIT_DIMENSION = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
+_SPLIT_DIMENSION = {
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "rowwise_split_input": 1,
+}
 # A projection by its name, or a part of one with an adapter.
-_PROJECTION = re.compile(rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?")
+_PROJECTION = re.compile(
+    rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
+)
 _WHOLE_FACTOR = "AB"  # of an adapter, by the dimension in which its projection is cut
 
 
@@ -46,15 +53,21 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     "meta". Returns by name the dimension in which a parameter is cut; every rank has the others whole."""
     found: dict[str, int] = {}
     base = backbone(model)
-    prefix = "".join(f"{name}." for name, module in model.named_modules() if module is base and name)
+    prefix = "".join(
+        f"{name}." for name, module in model.named_modules() if module is base and name
+    )
     plan = tensor_plan(model.config.get_text_config()) or {}
-    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
+    patterns = [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()
+    ]
     parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
         if not isinstance(module, nn.Linear) or (match := _PROJECTION.fullmatch(name)) is None:
             continue
         styles = (
-            style for pattern, style in patterns if style in _SPLIT_DIMENSION and pattern.fullmatch(match["name"])
+            style
+            for pattern, style in patterns
+            if style in _SPLIT_DIMENSION and pattern.fullmatch(match["name"])
         )
         style = next(styles, None)
         if style is None or match["factor"] == _WHOLE_FACTOR[dimension := _SPLIT_DIMENSION[style]]:
@@ -68,7 +81,9 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
                 module.forward = partial(_gathered, module, group)
         else:
             # Before a part of the outputs of others, or all of them, of which it takes its own.
-            start, size = part_of(module.in_features, dist.get_world_size(group), dist.get_rank(group))
+            start, size = part_of(
+                module.in_features, dist.get_world_size(group), dist.get_rank(group)
+            )
             own = slice(None) if style == "rowwise" else slice(start, start + size)
             module.forward = partial(_rowwise, module, group, own)
         for kind, parameter in list(module.named_parameters(recurse=False)):
@@ -81,11 +96,18 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     return found
 
 
-def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, found: dict[str, int]) -> None:
+def _share_vocabulary(
+    model: PreTrainedModel, group: dist.ProcessGroup, found: dict[str, int]
+) -> None:
     table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
     if type(table).forward is not nn.Embedding.forward and not hasattr(table, "embed_scale"):
-        where, got = f"tensor parallelism of {type(model).__name__}", f"an embedding of its own, {type(table).__name__}"
-        raise EngineError(where, got, "rows of a table, which may be scaled", "Set tensor_model_parallel_size=1.")
+        where, got = (
+            f"tensor parallelism of {type(model).__name__}",
+            f"an embedding of its own, {type(table).__name__}",
+        )
+        raise EngineError(
+            where, got, "rows of a table, which may be scaled", "Set tensor_model_parallel_size=1."
+        )
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
     names = {id(module): name for name, module in model.named_modules()}
@@ -111,7 +133,9 @@ def cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) 
     setattr(module, kind, nn.Parameter(part.clone(), whole.requires_grad))
 
 
-def _gather_tokens(group: dist.ProcessGroup, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _gather_tokens(
+    group: dist.ProcessGroup, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """Hook of a module whose projections are cut by rows: it reads all tokens, [1, n, D] -> [1, N, D]."""
     own = args[0] if args else kwargs["hidden_states"]
     whole = Collective.apply(own[0], group, all_gather)[None]
@@ -126,20 +150,28 @@ def _gathered(module: Any, group: dist.ProcessGroup, inputs: torch.Tensor) -> to
     return Collective.apply(own.t(), group, all_gather).t()[None].contiguous()
 
 
-def _rowwise(module: Any, group: dist.ProcessGroup, own: slice, inputs: torch.Tensor) -> torch.Tensor:
+def _rowwise(
+    module: Any, group: dist.ProcessGroup, own: slice, inputs: torch.Tensor
+) -> torch.Tensor:
     """Forward of a linear layer cut by columns: [1, N, its inputs at `own`] -> [1, n, D]."""
-    outputs = Collective.apply(linear(inputs[0, :, own], module.weight), group, reduce_scatter)[None]
+    outputs = Collective.apply(linear(inputs[0, :, own], module.weight), group, reduce_scatter)[
+        None
+    ]
     if module.bias is None:
         return outputs
     return outputs + module.bias
 
 
-def _embed(module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor) -> torch.Tensor:
+def _embed(
+    module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor
+) -> torch.Tensor:
     """Forward of an embedding that has some of the vocabulary: [1, N] -> [1, n, D]."""
     table, local = module.weight, input_ids[0] - start
     here = (local >= 0) & (local < table.shape[0])
     if table.shape[0] == 0:
-        rows = table.sum() + torch.zeros(len(local), table.shape[1], dtype=table.dtype, device=table.device)
+        rows = table.sum() + torch.zeros(
+            len(local), table.shape[1], dtype=table.dtype, device=table.device
+        )
     else:
         # The entry that architectures give no gradient, if it is here.
         padding = None if module.padding_idx is None else module.padding_idx - start

@@ -10,7 +10,12 @@ from quadriga.errors import ConfigError
 from quadriga.observe.progress import Progress, aligned, step_fields, validation_results
 from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
 from quadriga.observe.tracking.jsonl import JsonlBackend, jsonable
-from quadriga.observe.tracking.services import MlflowBackend, SwanlabBackend, TensorboardBackend, WandbBackend
+from quadriga.observe.tracking.services import (
+    MlflowBackend,
+    SwanlabBackend,
+    TensorboardBackend,
+    WandbBackend,
+)
 from quadriga.observe.watchdog import waiting
 
 # A response longer than this is cut in the middle of the screen; the files of the other backends hold it whole.
@@ -40,10 +45,17 @@ class ConsoleBackend(TrackingBackend):
         for result in sorted(results, key=lambda result: columns.index(result.column)):
             before = self._last.get((result.source, result.column))
             self._last[result.source, result.column] = (result.value, step)
-            change = "" if before is None else f" ({result.value - before[0]:+.3f} since step {before[1]})"
+            change = (
+                ""
+                if before is None
+                else f" ({result.value - before[0]:+.3f} since step {before[1]})"
+            )
             cells[result.source].append(f"{result.column} {result.value:.3f}{change}")
         width = max(map(len, cells))
-        lines = [f"{INDENT}{source:<{width}}{INDENT}{'   '.join(shown)}" for source, shown in cells.items()]
+        lines = [
+            f"{INDENT}{source:<{width}}{INDENT}{'   '.join(shown)}"
+            for source, shown in cells.items()
+        ]
         self._emit("\n".join([f"validation at step {step}", *lines]))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -57,7 +69,9 @@ class ConsoleBackend(TrackingBackend):
                 text = f"{value:.3f}" if isinstance(value, float) else str(value)
                 if len(text) > SHOWN_CHARACTERS:
                     half = SHOWN_CHARACTERS // 2
-                    text = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+                    text = (
+                        f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+                    )
                 # The further lines of a text stand below its first.
                 label = f"{INDENT * 2}{name.replace('_', ' '):<{width}}{INDENT}"
                 for line in text.splitlines() or [""]:
@@ -84,19 +98,28 @@ class Tracking(AbstractContextManager["Tracking"]):
     When one backend fails, the others still record the step; then the first error is raised. Raises ConfigError: the
     directory cannot be made, or the package of a backend is missing."""
 
-    def __init__(self, backends: Sequence[str], facts: RunFacts, progress: Progress | None = None) -> None:
+    def __init__(
+        self, backends: Sequence[str], facts: RunFacts, progress: Progress | None = None
+    ) -> None:
         try:
             facts.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             got = f"{facts.directory}, which cannot be created ({error.strerror})"
-            expected, fix = "a directory that can be written", "Set trainer.default_local_dir to another place."
-            raise ConfigError("trainer.default_local_dir", got=got, expected=expected, fix=fix) from error
+            expected, fix = (
+                "a directory that can be written",
+                "Set trainer.default_local_dir to another place.",
+            )
+            raise ConfigError(
+                "trainer.default_local_dir", got=got, expected=expected, fix=fix
+            ) from error
         self._backends: list[TrackingBackend] = []
         facts = replace(facts, config=jsonable(facts.config))
         try:
             for name in dict.fromkeys(backends):
                 with waiting(f"the tracker {name} to start"):
-                    self._backends.append(ConsoleBackend(progress) if name == "console" else BACKENDS[name](facts))
+                    self._backends.append(
+                        ConsoleBackend(progress) if name == "console" else BACKENDS[name](facts)
+                    )
         except BaseException:
             self.close(has_failed=True)
             raise

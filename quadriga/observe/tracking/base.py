@@ -105,4 +105,6 @@ def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], N
 def sample_columns(samples: Sequence[Sample]) -> list[str]:
     """All columns of these samples: the conventional ones first, then others as they come."""
     found = dict.fromkeys(name for sample in samples for name in sample)
-    return [name for name in SAMPLE_COLUMNS if name in found] + [name for name in found if name not in SAMPLE_COLUMNS]
+    return [name for name in SAMPLE_COLUMNS if name in found] + [
+        name for name in found if name not in SAMPLE_COLUMNS
+    ]

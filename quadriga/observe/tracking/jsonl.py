@@ -33,7 +33,9 @@ class JsonlBackend(TrackingBackend):
         self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
+        self._metrics.append(
+            {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        )
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         for sample in samples:
@@ -64,7 +66,11 @@ class _LineFile:
             return
         if facts.is_continued:
             # Byte for byte; written aside and renamed, so that a kill here loses nothing.
-            kept = [line for line, record in _complete_lines(path) if int(record["step"]) < facts.first_step]
+            kept = [
+                line
+                for line, record in _complete_lines(path)
+                if int(record["step"]) < facts.first_step
+            ]
             aside = path.with_name(f"{path.name}.tmp")
             with aside.open("wb") as file:
                 file.writelines(kept)
@@ -82,7 +88,9 @@ class _LineFile:
         size = None
         try:
             if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                self._descriptor = os.open(
+                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+                )
             size = os.fstat(self._descriptor).st_size
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -91,7 +99,9 @@ class _LineFile:
                 # Part of the line may be in the file; the next one must not be glued to it.
                 os.ftruncate(self._descriptor, size)
             fix = "The lines before it are whole; free the disk or the permission and continue the run."
-            raise QuadrigaError(str(self._path), str(error.strerror or error), "to append a line", fix) from error
+            raise QuadrigaError(
+                str(self._path), str(error.strerror or error), "to append a line", fix
+            ) from error
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -109,9 +119,13 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{where}: got no JSON ({error}), expected one JSON object per line") from error
+                raise DataError(
+                    f"{where}: got no JSON ({error}), expected one JSON object per line"
+                ) from error
             if not isinstance(record, dict) or "step" not in record:
-                raise DataError(where, got=line.decode()[:80].strip(), expected='an object with "step"')
+                raise DataError(
+                    where, got=line.decode()[:80].strip(), expected='an object with "step"'
+                )
             yield line, record
 
 

@@ -22,7 +22,14 @@ from types import ModuleType
 from typing import Any
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking.base import RecordedSteps, RunFacts, Sample, TrackingBackend, once, sample_columns
+from quadriga.observe.tracking.base import (
+    RecordedSteps,
+    RunFacts,
+    Sample,
+    TrackingBackend,
+    once,
+    sample_columns,
+)
 from quadriga.observe.tracking.jsonl import jsonable
 
 STEP_AXIS = "step"
@@ -30,7 +37,12 @@ STEP_AXIS = "step"
 PARAMS_PER_REQUEST = 100
 METRICS_PER_REQUEST = 1000
 PARAM_CHARACTERS = 6000
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
+_MODULES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+}
 
 
 def require(logger: str) -> ModuleType:
@@ -41,7 +53,9 @@ def require(logger: str) -> ModuleType:
     except ImportError as error:
         got = f"no usable package {module} ({error})"
         fix = f"Install it with: pip install {package}; or take {logger} out of trainer.logger."
-        raise ConfigError(f"trainer.logger={logger}", got=got, expected="it to be installed", fix=fix) from error
+        raise ConfigError(
+            f"trainer.logger={logger}", got=got, expected="it to be installed", fix=fix
+        ) from error
 
 
 def check_services(names: Sequence[str]) -> None:
@@ -53,7 +67,9 @@ def check_services(names: Sequence[str]) -> None:
                 module.login(verify=False)  # on a terminal it asks for a key
             except module.errors.UsageError as error:
                 fix = "Set WANDB_API_KEY, or WANDB_MODE=offline, which keeps everything in the run's directory."
-                raise ConfigError("trainer.logger=wandb", got="no key", expected="an API key", fix=fix) from error
+                raise ConfigError(
+                    "trainer.logger=wandb", got="no key", expected="an API key", fix=fix
+                ) from error
 
 
 class TensorboardBackend(TrackingBackend):
@@ -77,8 +93,14 @@ class TensorboardBackend(TrackingBackend):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
-        table = [columns, ["---"] * len(columns), *([sample.get(name, "") for name in columns] for sample in samples)]
-        cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in table]
+        table = [
+            columns,
+            ["---"] * len(columns),
+            *([sample.get(name, "") for name in columns] for sample in samples),
+        ]
+        cells = [
+            [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in table
+        ]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
         self._writer.flush()
 
@@ -95,7 +117,9 @@ class WandbBackend(TrackingBackend):
         identity = facts.load_id("wandb")
         named = {"project": facts.project_name, "name": facts.experiment_name, "id": identity}
         resume = "allow" if identity else None
-        self._run = self._wandb.init(**named, config=dict(facts.config), dir=str(facts.directory), resume=resume)
+        self._run = self._wandb.init(
+            **named, config=dict(facts.config), dir=str(facts.directory), resume=resume
+        )
         facts.save_id("wandb", self._run.id)
         self.steps = RecordedSteps(facts, "wandb", identity)
         self._run.define_metric(STEP_AXIS)
@@ -135,16 +159,25 @@ class MlflowBackend(TrackingBackend):
             self._client.update_run(identity, status="RUNNING")
         self._run_id = identity or self._begin(facts)
         self.steps = RecordedSteps(facts, "mlflow", identity)
-        self._client.log_dict(self._run_id, jsonable(facts.config), f"config/step_{facts.resume_step}.json")
+        self._client.log_dict(
+            self._run_id, jsonable(facts.config), f"config/step_{facts.resume_step}.json"
+        )
 
     def _begin(self, facts: RunFacts) -> str:
         experiment = self._client.get_experiment_by_name(facts.project_name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(facts.project_name)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(facts.project_name)
+        )
         run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
         facts.save_id("mlflow", run_id)
         # Parameters cannot change within a run; a continued one has those it began with, and a configuration file more.
         make = self._mlflow.entities.Param
-        params = [make(metric_name(name), str(value)[:PARAM_CHARACTERS]) for name, value in flatten(facts.config)]
+        params = [
+            make(metric_name(name), str(value)[:PARAM_CHARACTERS])
+            for name, value in flatten(facts.config)
+        ]
         for start in range(0, len(params), PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
         return run_id
@@ -152,9 +185,13 @@ class MlflowBackend(TrackingBackend):
     @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now_ms, make = round(time.time() * 1000), self._mlflow.entities.Metric
-        entries = [make(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()]
+        entries = [
+            make(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()
+        ]
         for start in range(0, len(entries), METRICS_PER_REQUEST):
-            self._client.log_batch(self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST])
+            self._client.log_batch(
+                self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST]
+            )
 
     @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -175,7 +212,9 @@ class SwanlabBackend(TrackingBackend):
         identity = facts.load_id("swanlab") if is_online else None
         named = {"project": facts.project_name, "experiment_name": facts.experiment_name}
         named |= {"id": identity, "resume": "allow"} if identity else {}
-        self._run = self._swanlab.init(**named, config=dict(facts.config), logdir=str(facts.directory / "swanlog"))
+        self._run = self._swanlab.init(
+            **named, config=dict(facts.config), logdir=str(facts.directory / "swanlog")
+        )
         if self._run.id:
             facts.save_id("swanlab", self._run.id)
         self.steps = RecordedSteps(facts, "swanlab", identity)
@@ -187,7 +226,9 @@ class SwanlabBackend(TrackingBackend):
     @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
-        texts = ["\n".join(f"{name}: {one[name]}" for name in columns if name in one) for one in samples]
+        texts = [
+            "\n".join(f"{name}: {one[name]}" for name in columns if name in one) for one in samples
+        ]
         self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def close(self, *, has_failed: bool = False) -> None:

@@ -47,7 +47,9 @@ _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 
 # Landlock's rights.
 _VERSION_FLAG = _PATH_BENEATH = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (1 << bit for bit in range(6))
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (
+    1 << bit for bit in range(6)
+)
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _READ_FILE | _READ_DIR
@@ -70,7 +72,11 @@ class Limits(NamedTuple):
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+    _fields_ = (
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
 
 
 class _PathRule(ctypes.Structure):
@@ -106,17 +112,25 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
     make_call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
     if user:
         # Only a user that the namespace knows can own files, or take a namespace in it.
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             Path("/proc/self", name).write_text(text)
     make_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
     # 0 would be no limit. The folder itself is one of its files.
     size, num_files = max(4096, int(limits.folder_megabytes * MEGABYTE)), int(limits.num_files) + 1
     options = f"size={size},nr_inodes={num_files},mode=700".encode()
     for folder in folders:
-        make_call("mount", b"quadriga", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+        make_call(
+            "mount", b"quadriga", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options
+        )
 
 
-def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool) -> int | None:
+def confine(
+    folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool
+) -> int | None:
     """Give all of it up, but to read and write `folder`, and to read the folders of interpreter and packages.
     `may_remove`: whether it may remove files from `folder`: those that it keeps open would be counted by nobody.
     Returns what `filter_calls` returns: the listener for refused system calls. Raises OSError: the kernel refuses a
@@ -130,7 +144,9 @@ def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove:
     # No other process of its user may attach to it or read its memory.
     make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     read_only = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
-    confine_files([*read_only, ("/dev/null", _OWN), (folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE)])
+    confine_files(
+        [*read_only, ("/dev/null", _OWN), (folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE)]
+    )
     return filter_calls(may_have_threads=are_threads_counted)
 
 
@@ -152,7 +168,10 @@ def _take_own_user(folder: str) -> bool:
         os.setresuid(user, user, user)
     except OSError as error:
         # A container that maps few users, or a root without the rights of one. Root's threads are never counted.
-        print(f"containment: stays user {os.getuid()}, without threads, since {error}", file=sys.stderr)
+        print(
+            f"containment: stays user {os.getuid()}, without threads, since {error}",
+            file=sys.stderr,
+        )
         return False
     return True
 

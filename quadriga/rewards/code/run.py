@@ -70,7 +70,9 @@ def require_containment() -> None:
     reason = containment.missing()
     if reason:
         fix = "Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url."
-        raise RewardError("grader code", reason, "a system on which a model's program can be contained", fix)
+        raise RewardError(
+            "grader code", reason, "a system on which a model's program can be contained", fix
+        )
 
 
 @cache
@@ -105,7 +107,11 @@ def run_cases(
             "folder": folder,
             "is_in_memory": can_mount(),
             # What a program may import from: the interpreter's own folders, and nothing of the run's.
-            "path": [path for path in sys.path if path.startswith(tuple(f"{prefix}{os.sep}" for prefix in prefixes))],
+            "path": [
+                path
+                for path in sys.path
+                if path.startswith(tuple(f"{prefix}{os.sep}" for prefix in prefixes))
+            ],
             "readable": prefixes,
         }
         with subprocess.Popen(
@@ -113,7 +119,12 @@ def run_cases(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "LC_ALL": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         ) as process:
             assert process.stdin is not None
             try:
@@ -130,14 +141,18 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
     assert process.stderr is not None
     for num_seen in range(num_cases):
         try:
-            index, status, code, cpu_s, *sizes = HEADER.unpack(_read(process, HEADER.size, deadline))
+            index, status, code, cpu_s, *sizes = HEADER.unpack(
+                _read(process, HEADER.size, deadline)
+            )
             streams = [_read(process, size, deadline).decode("utf-8", "replace") for size in sizes]
         except TimeoutError:
             return
         except EOFError:
             said = process.stderr.read().decode("utf-8", "replace").strip()
             got = f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}"
-            raise RewardError("supervisor of a program's tests", got=got, expected="an outcome for each") from None
+            raise RewardError(
+                "supervisor of a program's tests", got=got, expected="an outcome for each"
+            ) from None
         yield Run(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
 
@@ -159,7 +174,13 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytea
 
 
 def run_remotely(
-    program: str, cases: Sequence[Case], limits: Limits, *, url: str, language: str = "python", parallel: int = 2
+    program: str,
+    cases: Sequence[Case],
+    limits: Limits,
+    *,
+    url: str,
+    language: str = "python",
+    parallel: int = 2,
 ) -> Iterator[Run]:
     """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
     Raises RewardError: the server does not answer, or reports an error of its own each time.
@@ -169,7 +190,9 @@ def run_remotely(
     `language`: as the server names it.
     `parallel`: requests at the same time."""
     if language != "python" and any(case.is_call for case in cases):
-        raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")
+        raise ValueError(
+            f"grader code: got function calls in {language!r}, expected them in 'python' only"
+        )
     address = url if url.endswith("/run_code") else f"{url.rstrip('/')}/run_code"
     server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
     pool = ThreadPoolExecutor(parallel)
@@ -182,7 +205,9 @@ def run_remotely(
         pool.shutdown(cancel_futures=True)
 
 
-def _run_one(server: HTTPClient, program: str, limits: Limits, language: str, index: int, case: Case) -> Run:
+def _run_one(
+    server: HTTPClient, program: str, limits: Limits, language: str, index: int, case: Case
+) -> Run:
     body = {
         "code": _with_call(program, case) if case.is_call else program,
         "stdin": case.given.get("input", ""),
@@ -195,18 +220,25 @@ def _run_one(server: HTTPClient, program: str, limits: Limits, language: str, in
     }
     reply: dict[str, Any] = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
-        reply = server.call_until(body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S, max_attempts=_MAX_ATTEMPTS)
+        reply = server.call_until(
+            body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S, max_attempts=_MAX_ATTEMPTS
+        )
         if reply.get("status") != "SandboxError":
             break
     else:
-        raise RewardError(server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed")
+        raise RewardError(
+            server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed"
+        )
     # The first part that failed, or else the run itself.
     part = reply.get("compile_result")
     if not part or (part.get("status") == "Finished" and part.get("return_code") == 0):
         part = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
     code, status = part.get("return_code") or 0, _STATUS.get(str(part.get("status")), "error")
     stdout, _, result = (part.get("stdout") or "").partition(_MARK)
-    status, cpu_s = "error" if status == "ok" and code else status, part.get("execution_time") or 0.0
+    status, cpu_s = (
+        "error" if status == "ok" and code else status,
+        part.get("execution_time") or 0.0,
+    )
     return Run(index, status, code, cpu_s, stdout, part.get("stderr") or "", result.strip())
 
 

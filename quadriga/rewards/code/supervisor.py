@@ -43,13 +43,17 @@ from quadriga.rewards.code.system_calls import refuse_call
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-RESULT_FD = 3  # where a function's result goes: not to the standard output, where the program may print
+RESULT_FD = (
+    3  # where a function's result goes: not to the standard output, where the program may print
+)
 
 HEADER = struct.Struct("=I8sid4Q")
 """Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams and of the
 names of the system calls that it was refused."""
 
-_NOTICE_FD = 4  # where a process says that it is contained, just before it closes it and the program begins
+_NOTICE_FD = (
+    4  # where a process says that it is contained, just before it closes it and the program begins
+)
 # So many are told; then the kernel refuses by itself (ENOSYS), and no program can keep a supervisor busy.
 _MAX_REFUSALS = 8
 
@@ -61,7 +65,9 @@ class _Running:
     """One test under way: its process, its streams, its folder, when its time is up, and what it has been refused."""
 
     # Not a data class: importing their module takes a fifth of a supervisor's start.
-    def __init__(self, index: int, pid: int, streams: tuple[int, int, int], folder: Path, deadline: float) -> None:
+    def __init__(
+        self, index: int, pid: int, streams: tuple[int, int, int], folder: Path, deadline: float
+    ) -> None:
         self.index, self.pid, self.pid_fd = index, pid, os.pidfd_open(pid)
         self.streams, self.folder, self.deadline = streams, folder, deadline
         self.is_contained = False
@@ -173,14 +179,28 @@ class Supervisor:
         sys.argv[:] = ["solution.py"]
         sys.path[:] = [str(folder), *self._path]
         os.environ.update(HOME=str(folder), TMPDIR=str(folder))
-        stdin, stdout, stderr = io.FileIO(0, "r", False), io.FileIO(1, "w", False), io.FileIO(2, "w", False)
-        sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8", "surrogateescape")
-        sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(stdout), "utf-8", "surrogateescape")
+        stdin, stdout, stderr = (
+            io.FileIO(0, "r", False),
+            io.FileIO(1, "w", False),
+            io.FileIO(2, "w", False),
+        )
+        sys.stdin = sys.__stdin__ = io.TextIOWrapper(
+            io.BufferedReader(stdin), "utf-8", "surrogateescape"
+        )
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+            io.BufferedWriter(stdout), "utf-8", "surrogateescape"
+        )
         errors = io.BufferedWriter(stderr)
-        sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
-        listener = containment.confine(str(folder), self._limits, self._readable, may_remove=self._is_in_memory)
+        sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+            errors, "utf-8", "backslashreplace", line_buffering=True
+        )
+        listener = containment.confine(
+            str(folder), self._limits, self._readable, may_remove=self._is_in_memory
+        )
         with socket.socket(fileno=_NOTICE_FD) as notice:
-            socket.send_fds(notice, [index.to_bytes(4, "little")], [] if listener is None else [listener])
+            socket.send_fds(
+                notice, [index.to_bytes(4, "little")], [] if listener is None else [listener]
+            )
         if listener is not None:
             os.close(listener)
         for name in [name for name in sys.modules if name.partition(".")[0] == "quadriga"]:
@@ -200,7 +220,13 @@ class Supervisor:
                 self._refuse(key.data)
         now = time.monotonic()
         for running in list(self._running.values()):
-            over = "wall" if now > running.deadline else "folder" if self._is_full(running.folder) else ""
+            over = (
+                "wall"
+                if now > running.deadline
+                else "folder"
+                if self._is_full(running.folder)
+                else ""
+            )
             if over:
                 os.kill(running.pid, signal.SIGKILL)
                 self._report(running, over)
@@ -255,7 +281,9 @@ class Supervisor:
         stderr = stderr[-_ERROR_BYTES:]
         if not running.is_contained and not over:
             said = stderr.decode("utf-8", "replace")
-            raise RuntimeError(f"a test's process could not be contained, and its program has not run: {said}")
+            raise RuntimeError(
+                f"a test's process could not be contained, and its program has not run: {said}"
+            )
         os.close(running.pid_fd)
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)

@@ -69,7 +69,12 @@ _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 # What a listener reads of a call (its own number first, the call's at 16), and what it answers.
 _RECEIVE, _RESPOND, _CALL_BYTES = 0xC0502100, 0xC0182101, 80
 
-_ANSWERS = {"allowed": _ALLOW, "EPERM": _REFUSED, "EAGAIN": _ERRNO | errno.EAGAIN, "ENOSYS": _ERRNO | errno.ENOSYS}
+_ANSWERS = {
+    "allowed": _ALLOW,
+    "EPERM": _REFUSED,
+    "EAGAIN": _ERRNO | errno.EAGAIN,
+    "ENOSYS": _ERRNO | errno.ENOSYS,
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,13 +91,20 @@ def is_known_machine() -> bool:
 @cache
 def call_names() -> dict[int, str]:
     """The system calls of this machine, by their numbers."""
-    return {int(row[os.uname().machine]): name for name, row in _table().items() if row[os.uname().machine]}
+    return {
+        int(row[os.uname().machine]): name
+        for name, row in _table().items()
+        if row[os.uname().machine]
+    }
 
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
     head, *lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-    return {line.partition("\t")[0]: dict(zip(head.split("\t"), line.split("\t"), strict=True)) for line in lines}
+    return {
+        line.partition("\t")[0]: dict(zip(head.split("\t"), line.split("\t"), strict=True))
+        for line in lines
+    }
 
 
 def make_call(name: str, *arguments: object) -> int:
@@ -115,7 +127,9 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
         code = program(os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener)
         flags = _NEW_LISTENER if has_listener else 0
         try:
-            listener = make_call("seccomp", _SET_MODE_FILTER, flags, ctypes.byref(_Filter(len(code) // 8, code)))
+            listener = make_call(
+                "seccomp", _SET_MODE_FILTER, flags, ctypes.byref(_Filter(len(code) // 8, code))
+            )
         except OSError as error:
             if not has_listener or error.errno != errno.EBUSY:
                 raise
@@ -161,7 +175,11 @@ def _filter() -> bytes:
     rules = [(number, _rule(names.get(number, ""))) for number in range(max(names) + 2)]
     # The tree asks for the first number of each stretch with the same rule.
     stretches = [(next(group)[0], rule) for rule, group in groupby(rules, key=itemgetter(1))]
-    begin = [_step(_LOAD, _MACHINE_AT), _step(_EQUAL, _MACHINES[os.uname().machine], 1, 0), _step(_RETURN, _KILL)]
+    begin = [
+        _step(_LOAD, _MACHINE_AT),
+        _step(_EQUAL, _MACHINES[os.uname().machine], 1, 0),
+        _step(_RETURN, _KILL),
+    ]
     return b"".join([*begin, _step(_LOAD, _NUMBER_AT), *_tree(stretches)])
 
 
@@ -177,14 +195,20 @@ def _rule(name: str) -> list[bytes]:
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
         return _tests([(0, _ALL, [_AF_UNIX])], answer, _KILL)
-    return _tests(_ALLOWED_IF[name], _ALLOW, answer) if name in _ALLOWED_IF else [_step(_RETURN, answer)]
+    return (
+        _tests(_ALLOWED_IF[name], _ALLOW, answer)
+        if name in _ALLOWED_IF
+        else [_step(_RETURN, answer)]
+    )
 
 
 def _tests(words: list[tuple[int, int, list[int]]], if_all: int, otherwise: int) -> list[bytes]:
     steps = []
     for word, mask, values in words:
         steps += [_step(_LOAD, _ARGUMENTS_AT + 4 * word), _step(_AND, mask)]
-        steps += [_step(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
+        steps += [
+            _step(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)
+        ]
         steps.append(_step(_RETURN, otherwise))
     return [*steps, _step(_RETURN, if_all)]
 

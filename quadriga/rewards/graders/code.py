@@ -31,7 +31,9 @@ from typing import Any
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.run import Case, Run, run_cases, run_remotely
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
+)
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
 LONGEST_REASON = 300
 TOLERANCE = 1e-6
@@ -68,10 +70,14 @@ def compute_score(
     Raises RewardError: programs cannot be contained here, or the server does not answer."""
     known = Limits._fields
     if unknown := [name for name in limits if name not in known]:
-        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(known)})")
+        raise ValueError(
+            f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(known)})"
+        )
     checked = Limits(**limits)
     if language != "python" and sandbox_url is None:
-        raise ValueError(f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set")
+        raise ValueError(
+            f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set"
+        )
     cases = read_cases(ground_truth)
     program = extract_program(solution_str)
     if not program.strip():
@@ -79,24 +85,32 @@ def compute_score(
     if sandbox_url is None:
         runs = run_cases(program, cases, checked, parallel=parallel, total_s=total_s)
     else:
-        runs = run_remotely(program, cases, checked, url=sandbox_url, language=language, parallel=parallel)
+        runs = run_remotely(
+            program, cases, checked, url=sandbox_url, language=language, parallel=parallel
+        )
     num_passed, failures = 0, {}
     try:
         for run in runs:
             failure = why_failed(run, cases[run.index], checked)
             num_passed += not failure
             if failure:
-                failures[run.index] = failure + (f" (containment refused {run.refused})" if run.refused else "")
+                failures[run.index] = failure + (
+                    f" (containment refused {run.refused})" if run.refused else ""
+                )
             if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
                 break
         else:
             if num_passed + len(failures) < len(cases):
-                failures[len(cases)] = f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
+                failures[len(cases)] = (
+                    f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
+                )
     finally:
         runs.close()
     first = min(failures, default=-1)
     place = f"test {first + 1} of {len(cases)}: " if 0 <= first < len(cases) else ""
-    return _graded(num_passed, len(cases), f"{place}{failures[first]}" if failures else "", use_partial_credit)
+    return _graded(
+        num_passed, len(cases), f"{place}{failures[first]}" if failures else "", use_partial_credit
+    )
 
 
 def extract_program(solution_str: str) -> str:
@@ -143,10 +157,18 @@ def _ended(run: Run, limits: Limits) -> str:
     return reasons.get(run.status, f"error: {error or f'exit status {run.code}'}")
 
 
-def _graded(num_passed: int, num_tests: int, reason: str, use_partial_credit: bool) -> dict[str, Any]:
+def _graded(
+    num_passed: int, num_tests: int, reason: str, use_partial_credit: bool
+) -> dict[str, Any]:
     share = num_passed / num_tests
     score = share if use_partial_credit else float(num_passed == num_tests)
-    return {"score": score, "pred": None, "pass_rate": share, "num_tests": num_tests, "reason": reason}
+    return {
+        "score": score,
+        "pred": None,
+        "pass_rate": share,
+        "num_tests": num_tests,
+        "reason": reason,
+    }
 
 
 def _read_json(text: str) -> Any:
@@ -173,16 +195,27 @@ def read_cases(ground_truth: Any) -> list[Case]:
         try:
             tests = json.loads(tests)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"ground truth: got text that is not JSON ({error}), expected tests as JSON") from error
+            raise ValueError(
+                f"ground truth: got text that is not JSON ({error}), expected tests as JSON"
+            ) from error
     if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
-        got = f"the keys {sorted(map(str, tests))}" if isinstance(tests, Mapping) else type(tests).__name__
+        got = (
+            f"the keys {sorted(map(str, tests))}"
+            if isinstance(tests, Mapping)
+            else type(tests).__name__
+        )
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:
-        raise ValueError(f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, expected one of each")
+        raise ValueError(
+            f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, expected one of each"
+        )
     name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
     if name:
-        cases = [Case({"function": name, "arguments": _arguments(given)}, output) for given, output in pairs]
+        cases = [
+            Case({"function": name, "arguments": _arguments(given)}, output)
+            for given, output in pairs
+        ]
         try:
             json.dumps([case.given for case in cases])
             json.dumps(outputs, default=methodcaller("tolist"))
@@ -215,7 +248,9 @@ def is_same_result(result: Any, expected: Any) -> bool:
         # Text that is not JSON stands for itself.
         with suppress(ValueError, RecursionError):
             readings.append(_read_json(expected))
-    alone = [reading[0] for reading in readings if isinstance(reading, Sequence) and len(reading) == 1]
+    alone = [
+        reading[0] for reading in readings if isinstance(reading, Sequence) and len(reading) == 1
+    ]
     return any(_is_same_value(result, reading) for reading in readings + alone)
 
 
@@ -255,7 +290,11 @@ def _is_same_value(value: Any, expected: Any) -> bool:
 def _is_same_scalar(value: Any, expected: Any) -> bool:
     if isinstance(value, float) or isinstance(expected, float):
         try:
-            return isinstance(value, int | float) and isinstance(expected, int | float) and _is_close(value, expected)
+            return (
+                isinstance(value, int | float)
+                and isinstance(expected, int | float)
+                and _is_close(value, expected)
+            )
         except OverflowError:
             # An integer beyond every float.
             return False
@@ -265,12 +304,16 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
 def _text(value: Any) -> str:
     if not isinstance(value, str | list | tuple):
         kind = type(value).__name__
-        raise ValueError(f"ground truth: got {kind} as a test's input or output, expected text or lines")
+        raise ValueError(
+            f"ground truth: got {kind} as a test's input or output, expected text or lines"
+        )
     try:
         text = value if isinstance(value, str) else "\n".join(map(str, value))
         text.encode("utf-8", "surrogateescape")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"ground truth: got an input or output that is no text ({error}), expected text") from error
+        raise ValueError(
+            f"ground truth: got an input or output that is no text ({error}), expected text"
+        ) from error
     return text
 
 
@@ -279,7 +322,11 @@ def _arguments(given: Any) -> list[Any]:
         try:
             return [json.loads(line) for line in given.splitlines() if line.strip()]
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"ground truth: got the arguments {given[:80]!r}, expected JSON, one a line") from error
+            raise ValueError(
+                f"ground truth: got the arguments {given[:80]!r}, expected JSON, one a line"
+            ) from error
     if isinstance(given, list | tuple):
         return list(given)
-    raise ValueError(f"ground truth: got {type(given).__name__} as a test's arguments, expected a list or JSON text")
+    raise ValueError(
+        f"ground truth: got {type(given).__name__} as a test's arguments, expected a list or JSON text"
+    )

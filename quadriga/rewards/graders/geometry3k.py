@@ -14,7 +14,11 @@ from quadriga.rewards.graders import math
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, *, format_weight: float = 0.1
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    format_weight: float = 0.1,
 ) -> dict[str, Any]:
     """The weighted sum of "acc" and "format". Raises ValueError, and returns "ungradable": see `graders/math.py`."""
     answer = math.compute_score(solution_str, ground_truth, extra_info)
@@ -22,6 +26,9 @@ def compute_score(
     acc = answer["score"] if "\\boxed" in solution_str else 0.0
     thought, _, rest = solution_str.partition("</think>")
     has_form = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
-    score = weighted({"acc": acc, "format": float(has_form)}, {"acc": 1.0 - format_weight, "format": format_weight})
+    score = weighted(
+        {"acc": acc, "format": float(has_form)},
+        {"acc": 1.0 - format_weight, "format": format_weight},
+    )
     pred = answer["pred"] if "\\boxed" in solution_str else None
     return {**score, "pred": pred, "ungradable": answer["ungradable"]}

@@ -12,7 +12,9 @@ from quadriga.rewards.graders.reading import find_numbers, leading_number, plain
 MARK = "####"
 
 
-def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Decimal | None:
+def extract_solution(
+    solution_str: str, method: Literal["strict", "flexible"] = "strict"
+) -> Decimal | None:
     """The number that a response gives as its answer, or None."""
     if method == "strict":
         _, mark, tail = solution_str.rpartition(MARK)

@@ -6,7 +6,9 @@ from typing import Any
 from quadriga.rewards.graders.reading import find_numbers, plain_text, true_number
 
 
-def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+def compute_score(
+    solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """1 if the last number of the response equals the ground truth, else 0."""
     truth, answer = true_number(ground_truth), next(reversed(find_numbers(solution_str)), None)
     return {"score": float(answer == truth), "pred": plain_text(answer)}

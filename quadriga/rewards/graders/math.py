@@ -50,7 +50,9 @@ class UngradableError(BaseException):
     """An expression is beyond the bounds. No `Exception`, since the library goes on after these."""
 
 
-def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+def compute_score(
+    solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """1 if the response's answer means the same as the ground truth, else 0; "ungradable" says why it was not compared.
 
     Raises:
@@ -69,7 +71,9 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
             answers = parse(text, _EXTRACTION, parsing_timeout=None, raise_on_error=True)
             # What majority voting counts: numbers by value, everything else by the text that was read. Expressions are
             # not written out: for one such as 9^{9^9} that may never end.
-            result["pred"] = next((" ".join(answer.split()) for answer in answers if isinstance(answer, str)), None)
+            result["pred"] = next(
+                (" ".join(answer.split()) for answer in answers if isinstance(answer, str)), None
+            )
             if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
                 result["pred"] = f"{float(answers[0]):.12g}"
             result["score"] = float(not _is_other_form(truth, answers) and _is_same(truth, answers))
@@ -84,7 +88,11 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
 def _parse_truth(ground_truth: str) -> list[Any]:
     # Bare mathematics ("\frac{1}{2}") is boxed first: outside an environment its parts would be read as several
     # numbers.
-    text = ground_truth if "\\boxed" in ground_truth or "$" in ground_truth else f"\\boxed{{{ground_truth}}}"
+    text = (
+        ground_truth
+        if "\\boxed" in ground_truth or "$" in ground_truth
+        else f"\\boxed{{{ground_truth}}}"
+    )
     expected = "expected an expression that math-verify can read"
     token = _is_grading.set(True)
     try:
@@ -93,7 +101,9 @@ def _parse_truth(ground_truth: str) -> list[Any]:
             # A comparison that fails with this truth on both sides would fail with every response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
-        raise ValueError(f"ground truth: got {ground_truth[:200]!r} ({error}), {expected}") from error
+        raise ValueError(
+            f"ground truth: got {ground_truth[:200]!r} ({error}), {expected}"
+        ) from error
     finally:
         _is_grading.reset(token)
     if not truth:
@@ -134,7 +144,9 @@ def _also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
     def compare(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
         if not are_equal(a, b, float_rounding, numeric_precision):
             return False
-        if not _is_grading.get() or not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
+        if not _is_grading.get() or not (
+            getattr(a, "is_number", False) and getattr(b, "is_number", False)
+        ):
             return True
         size = abs(a.evalf())
         if not size.is_Float or size > LARGEST_SMALL:
@@ -152,7 +164,10 @@ library_grader.sympy_numeric_eq = _also_by_ratio(library_grader.sympy_numeric_eq
 
 def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
     """Whether two lists of readings differ in what math-verify does not look at."""
-    texts = [next((reading for reading in readings if isinstance(reading, str)), "") for readings in (truth, answers)]
+    texts = [
+        next((reading for reading in readings if isinstance(reading, str)), "")
+        for readings in (truth, answers)
+    ]
     words = [found[1].casefold() for text in texts if (found := _WORD.fullmatch(text))]
     # Three small letters may be a product.
     if len(words) == 2 and (max(map(len, words)) > 3 or not "".join(texts).islower()):
@@ -160,7 +175,9 @@ def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
     if bool(_RELATION.match(texts[0])) != bool(_RELATION.match(texts[1])):
         return True
     begins = [
-        "a set" if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1 else text[:1]
+        "a set"
+        if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1
+        else text[:1]
         for text, readings in zip(texts, (truth, answers), strict=True)
     ]
     return set(begins) == {"a set", "("}

@@ -20,13 +20,20 @@ if HAS_SYMBOLS := find_spec("math_verify") is not None:
 _TAIL_CHARS = 2000
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
-_LEFT_OUT = re.compile(r"\\left|\\right|\\[!,;: ]|\\%|%|\\\$|\$|\\degree|\^\\circ|\^\{\\circ\}|\s|\*\*")
+_LEFT_OUT = re.compile(
+    r"\\left|\\right|\\[!,;: ]|\\%|%|\\\$|\$|\\degree|\^\\circ|\^\{\\circ\}|\s|\*\*"
+)
 _FRACTION = re.compile(r"\\[dt]frac")
 _PLAIN_NUMBER = re.compile(r"[-+\u2212]?[0-9.,]+")
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, extra_info: Any = None, *, wrong_score: float = -1.0, use_symbols: bool = True
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    wrong_score: float = -1.0,
+    use_symbols: bool = True,
 ) -> dict[str, Any]:
     """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0, "ungradable" as in `graders/math.py`.
 

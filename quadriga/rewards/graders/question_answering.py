@@ -34,15 +34,21 @@ def compute_score(
     """The score of the response by `metric`; an answer in tags that gets 0 by it gets `format_score`. The ground truth
     is an accepted answer, a list of them, or a dict that holds either as "target"."""
     if metric not in ("em", "sub_match", "f1"):
-        raise ValueError(f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'")
+        raise ValueError(
+            f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'"
+        )
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if hasattr(target, "tolist"):
         target = target.tolist()
     texts = [target] if isinstance(target, str) else target
-    is_usable = isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts)
+    is_usable = (
+        isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts)
+    )
     accepted = [normal(text) for text in texts] if is_usable else [""]
     if not all(accepted):
-        raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
+        raise ValueError(
+            f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'"
+        )
     if (found := last_answer(solution_str)) is None:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
     answer = normal(found)

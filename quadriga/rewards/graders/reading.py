@@ -7,7 +7,9 @@ In time that is linear in the text.
 import re
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 
-_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)  # a response may be a number of a million digits
+_EXACT = Context(
+    prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN
+)  # a response may be a number of a million digits
 
 # A hyphen is a minus sign only where no word, digit or closing bracket stands before it: "3-5" ends in 5, not in -5.
 _NUMBER = re.compile(
@@ -40,13 +42,20 @@ _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
 def find_numbers(text: str) -> list[Decimal]:
     """Every number of the text, in order."""
-    return [_decimal(match["digits"], is_negative=bool(match["sign"])) for match in _NUMBER.finditer(text)]
+    return [
+        _decimal(match["digits"], is_negative=bool(match["sign"]))
+        for match in _NUMBER.finditer(text)
+    ]
 
 
 def leading_number(text: str) -> Decimal | None:
     """The number that the text starts with, blanks and a currency sign aside."""
     match = _LONE_NUMBER.match(text)
-    return _decimal(match["digits"], is_negative=bool(match["sign"] or match["minus"])) if match else None
+    return (
+        _decimal(match["digits"], is_negative=bool(match["sign"] or match["minus"]))
+        if match
+        else None
+    )
 
 
 def true_number(ground_truth: object) -> Decimal:
@@ -73,7 +82,9 @@ def plain_math(text: str) -> str:
     `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, `\varnothing` `\emptyset`, and **18** 18."""
     text = _EMPHASIS.sub(lambda found: found["number"], text)
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
-    text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{int(found[3])}", text)
+    text = _MIXED_NUMBER.sub(
+        lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{int(found[3])}", text
+    )
     return _POINT_AT_THE_END.sub("", text)
 
 

@@ -25,8 +25,12 @@ CPU_LIMIT_S = 1.7
 
 # What a scorer may raise over the text of an answer: not a number, too large a one, or JSON of another shape.
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-_EMPTY_ANSWER = "{}"  # the answer that says nothing, for entries without one of their own: no move, no colour
-_scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)  # each makes a data set of the task
+_EMPTY_ANSWER = (
+    "{}"  # the answer that says nothing, for entries without one of their own: no move, no colour
+)
+_scorer: Callable[[str], Callable[..., float]] = cache(
+    get_score_answer_fn
+)  # each makes a data set of the task
 
 
 class MissingKeyError(KeyError):
@@ -37,11 +41,17 @@ class _Record(dict[str, Any]):
     """A dict whose missing keys raise another error than those of a parsed answer."""
 
     def __missing__(self, key: str) -> Any:
-        raise MissingKeyError(f"extra_info: the entry has no {key!r}, which the scorer of its task wants")
+        raise MissingKeyError(
+            f"extra_info: the entry has no {key!r}, which the scorer of its task wants"
+        )
 
 
 def compute_score(
-    solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None, *, task: str = ""
+    solution_str: str,
+    ground_truth: str | None,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    task: str = "",
 ) -> dict[str, Any]:
     """The library's score of the response, between 0 and 1; some tasks give partial credit.
 
@@ -70,7 +80,9 @@ def compute_score(
             with cpu_limit(CPU_LIMIT_S):
                 scorer(answer=_EMPTY_ANSWER if reference is None else reference, entry=entry)
         except CPULimitError as too_slow:
-            raise ValueError(f"extra_info: got an entry whose own answer cannot be scored: {too_slow}") from too_slow
+            raise ValueError(
+                f"extra_info: got an entry whose own answer cannot be scored: {too_slow}"
+            ) from too_slow
     return result
 
 
@@ -79,13 +91,26 @@ def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
     key = next((key for key in ("entry", "metadata") if extra_info.get(key) is not None), None)
     if key is None:
         got = f"the keys {sorted(extra_info)}" if extra_info else "nothing"
-        raise ValueError(f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'")
+        raise ValueError(
+            f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'"
+        )
     found = extra_info[key]
     if isinstance(found, str):
-        found = json.loads(found, object_hook=lambda one: tuple(one["__tuple__"]) if [*one] == ["__tuple__"] else one)
+        found = json.loads(
+            found,
+            object_hook=lambda one: tuple(one["__tuple__"]) if [*one] == ["__tuple__"] else one,
+        )
     if not isinstance(found, Mapping):
-        raise ValueError(f"extra_info[{key!r}]: got {type(found).__name__}, expected a dict or a dict as JSON text")
+        raise ValueError(
+            f"extra_info[{key!r}]: got {type(found).__name__}, expected a dict or a dict as JSON text"
+        )
     if key == "metadata":
-        found = {"question": extra_info.get("question", ""), "answer": ground_truth, "metadata": found}
+        found = {
+            "question": extra_info.get("question", ""),
+            "answer": ground_truth,
+            "metadata": found,
+        }
     metadata = found.get("metadata")
-    return _Record({**found, "metadata": _Record(metadata)} if isinstance(metadata, Mapping) else found)
+    return _Record(
+        {**found, "metadata": _Record(metadata)} if isinstance(metadata, Mapping) else found
+    )

@@ -49,7 +49,9 @@ _QUESTION_KEYS = ("prompt", "range", "pattern")
 # Of text in most tokenizers; used for an estimate until the server has counted.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
-_PLACE = re.compile(r"\{(solution_str|solution_with_special_tokens|ground_truth|data_source|extra_info\.\w+)\}")
+_PLACE = re.compile(
+    r"\{(solution_str|solution_with_special_tokens|ground_truth|data_source|extra_info\.\w+)\}"
+)
 
 
 @dataclass(kw_only=True)
@@ -75,13 +77,20 @@ class RateLimit:
                 now = self.clock()
                 while self._window and self._window[0][0] <= now - WINDOW_S:
                     self._num_tokens -= self._window.popleft()[1]
-                has_requests = self.requests_per_minute is None or len(self._window) < self.requests_per_minute
-                has_tokens = self.tokens_per_minute is None or self._num_tokens + num_tokens <= self.tokens_per_minute
+                has_requests = (
+                    self.requests_per_minute is None or len(self._window) < self.requests_per_minute
+                )
+                has_tokens = (
+                    self.tokens_per_minute is None
+                    or self._num_tokens + num_tokens <= self.tokens_per_minute
+                )
                 # A request larger than a minute's tokens goes alone: it would never fit.
                 if not self._window or (has_requests and has_tokens):
                     break
                 if now >= deadline:
-                    raise TimeoutError("the judge's limit on requests or tokens per minute left no room in time")
+                    raise TimeoutError(
+                        "the judge's limit on requests or tokens per minute left no room in time"
+                    )
                 self.wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
             entry = [now, float(num_tokens)]
             self._window.append(entry)
@@ -104,7 +113,9 @@ class Judge:
 
     url: str  # of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there
     model: str  # as the server names it
-    api_key_env: str | None = None  # environment variable that holds the key. None: the server wants none
+    api_key_env: str | None = (
+        None  # environment variable that holds the key. None: the server wants none
+    )
     requests_per_minute: int | None = None  # None: any number
     tokens_per_minute: int | None = None  # of prompts and replies together. None: any number
     max_concurrency: int = 8  # samples judged at the same time
@@ -117,30 +128,46 @@ class Judge:
     def __post_init__(self) -> None:
         for entry in fields(self):
             number = getattr(self, entry.name)
-            if entry.name in ("url", "model", "api_key_env", "temperature") or (number is None is entry.default):
+            if entry.name in ("url", "model", "api_key_env", "temperature") or (
+                number is None is entry.default
+            ):
                 continue
             wanted = float | int if entry.name.endswith("_s") else int
             if not isinstance(number, wanted) or isinstance(number, bool) or number <= 0:
                 kind = "seconds" if entry.name.endswith("_s") else "a whole number"
-                raise ConfigError(f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0")
+                raise ConfigError(
+                    f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0"
+                )
         headers: dict[str, str] = {}
         if self.api_key_env is not None:
             if not (key := os.environ.get(self.api_key_env)):
                 got = f"{self.api_key_env}, which is not set"
                 expected = "an environment variable that holds the server's key"
-                raise ConfigError("judge api_key_env", got=got, expected=expected, fix=f"export {self.api_key_env}=...")
+                raise ConfigError(
+                    "judge api_key_env",
+                    got=got,
+                    expected=expected,
+                    fix=f"export {self.api_key_env}=...",
+                )
             headers["Authorization"] = f"Bearer {key}"
         path = "" if self.url.endswith("/chat/completions") else "/chat/completions"
         url = self.url.rstrip("/") + path
-        self._server = HTTPClient(url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True)
-        self._limit = RateLimit(requests_per_minute=self.requests_per_minute, tokens_per_minute=self.tokens_per_minute)
+        self._server = HTTPClient(
+            url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True
+        )
+        self._limit = RateLimit(
+            requests_per_minute=self.requests_per_minute, tokens_per_minute=self.tokens_per_minute
+        )
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The judge's reply to messages with "role" and "content".
         Raises TimeoutError: no reply within `timeout_s`.
         Raises RewardError: the server refuses, no attempt brought a reply, or the reply holds no text."""
         deadline = time.monotonic() + self.timeout_s
-        estimate = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + self.max_tokens
+        estimate = (
+            sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN
+            + self.max_tokens
+        )
         entries: list[list[float]] = []
 
         def before_attempt() -> None:
@@ -149,7 +176,11 @@ class Judge:
 
         body = {"model": self.model, "messages": list(messages)}
         body |= {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        limits = {"timeout_s": self.timeout_s, "max_attempts": self.max_attempts, "backoff_s": self.backoff_s}
+        limits = {
+            "timeout_s": self.timeout_s,
+            "max_attempts": self.max_attempts,
+            "backoff_s": self.backoff_s,
+        }
         reply = self._server.call_until(body, **limits, before_attempt=before_attempt)
         used = (reply.get("usage") or {}).get("total_tokens")
         if isinstance(used, int):
@@ -199,7 +230,9 @@ class Question(NamedTuple):
             raise ValueError(f"{got} with the scores {sorted(scores)}, expected one")
         score = scores.pop()
         if not self.least <= score <= self.most:
-            raise ValueError(f"{got}, expected a score from {self.least:g} to {self.most:g} ({_WHERE}, range)")
+            raise ValueError(
+                f"{got}, expected a score from {self.least:g} to {self.most:g} ({_WHERE}, range)"
+            )
         return score
 
 
@@ -215,12 +248,17 @@ class JudgeRewardManager(SampleManager):
         super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
         if missing := [name for name in ("url", "model") if name not in kwargs]:
-            raise ConfigError(_WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model")
+            raise ConfigError(
+                _WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model"
+            )
         self._questions = _questions(kwargs)
         ranges = ", ".join(
-            f"{question.name} from {question.least:g} to {question.most:g}" for question in self._questions
+            f"{question.name} from {question.least:g} to {question.most:g}"
+            for question in self._questions
         )
-        self.notices = (f"judge {kwargs['model']}: {ranges}; a score beyond its range is an error ({_WHERE}, range)",)
+        self.notices = (
+            f"judge {kwargs['model']}: {ranges}; a score beyond its range is an error ({_WHERE}, range)",
+        )
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
         of_judge = {entry.name for entry in fields(Judge)} & kwargs.keys()
         self._judge = Judge(**{name: kwargs[name] for name in of_judge})
@@ -257,7 +295,9 @@ def _value(row: dict[str, Any], place: str) -> str:
     if not name:
         return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
-        raise ValueError(f"{_WHERE}: the prompt wants {place}, and the row's extra_info has {sorted(row[column])}")
+        raise ValueError(
+            f"{_WHERE}: the prompt wants {place}, and the row's extra_info has {sorted(row[column])}"
+        )
     return str(row[column][name])
 
 
@@ -267,29 +307,53 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
         got = "neither" if components is None else "both"
         raise ConfigError(_WHERE, got=f"{got} of prompt and components", expected="one of them")
     if components is None:
-        components = {"judge_score": {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}}
+        components = {
+            "judge_score": {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}
+        }
     if not isinstance(components, Mapping) or not components:
-        raise ConfigError(f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt")
+        raise ConfigError(
+            f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
+        )
     questions = []
     for name, settings in components.items():
         where = f"{_WHERE}.components.{name}"
         if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
-            raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted range, pattern and weight")
+            raise ConfigError(
+                where,
+                got=repr(settings),
+                expected="prompt, and if wanted range, pattern and weight",
+            )
         pattern = settings.get("pattern")
         try:
             has_number = pattern is None or re.compile(pattern).groups > 0
         except re.error as error:
-            raise ConfigError(f"{where}.pattern", f"{pattern!r}: {error}", "a regular expression") from error
+            raise ConfigError(
+                f"{where}.pattern", f"{pattern!r}: {error}", "a regular expression"
+            ) from error
         if not has_number:
-            raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
+            raise ConfigError(
+                f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number"
+            )
         prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
-        if not isinstance(prompt, str) or not re.search(r"\{solution_(str|with_special_tokens)\}", prompt):
-            raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
+        if not isinstance(prompt, str) or not re.search(
+            r"\{solution_(str|with_special_tokens)\}", prompt
+        ):
+            raise ConfigError(
+                f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it"
+            )
         if not isinstance(weight, int | float):
             raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
         bounds = settings.get("range", [0.0, 1.0])
         is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
-        if not is_pair or not all(isinstance(bound, int | float) for bound in bounds) or not bounds[0] < bounds[1]:
-            raise ConfigError(f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]")
-        questions.append(Question(str(name), prompt, pattern, float(weight), float(bounds[0]), float(bounds[1])))
+        if (
+            not is_pair
+            or not all(isinstance(bound, int | float) for bound in bounds)
+            or not bounds[0] < bounds[1]
+        ):
+            raise ConfigError(
+                f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]"
+            )
+        questions.append(
+            Question(str(name), prompt, pattern, float(weight), float(bounds[0]), float(bounds[1]))
+        )
     return questions

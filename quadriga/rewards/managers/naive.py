@@ -41,7 +41,9 @@ def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str
     if not special:
         return ()
     fix = "a function that names the argument solution_with_special_tokens gets them too"
-    return (f"solution_str leaves out special tokens ({', '.join(special[:5])}{', ...' * (len(special) > 5)}); {fix}",)
+    return (
+        f"solution_str leaves out special tokens ({', '.join(special[:5])}{', ...' * (len(special) > 5)}); {fix}",
+    )
 
 
 @register("naive")
@@ -54,18 +56,24 @@ class NaiveRewardManager(SampleManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         custom = config.custom_reward_function
-        self.function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self.is_batch)
+        self.function = ScoreFunction(
+            custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self.is_batch
+        )
         # With a reward model and no function of the user's the model alone grades: the scores here are zero, but for
         # what a manager adds to them.
         self.has_grades = self.needs_truths = custom.path is not None or not self.settings.enable
-        self._pool = GradingPool(self.function, num_workers=1 if self.is_batch else self.settings.num_workers)
+        self._pool = GradingPool(
+            self.function, num_workers=1 if self.is_batch else self.settings.num_workers
+        )
         if self.function.path is not None:
             self._pool.start()
             self.notices = special_token_notice(tokenizer, self._pool.accepted)
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            for data_source, place in {source: place for place, source, _ in reversed(rows)}.items():
+            for data_source, place in {
+                source: place for place, source, _ in reversed(rows)
+            }.items():
                 grader_name(data_source, f"{place}, its data source")
         super().check_rows(rows)
 
@@ -80,9 +88,13 @@ class NaiveRewardManager(SampleManager):
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         # A data source that no grader knows stops the run before a process starts.
-        for data_source in {row["data_source"]: None for row in rows} if self.function.path is None else ():
+        for data_source in (
+            {row["data_source"]: None for row in rows} if self.function.path is None else ()
+        ):
             grader_name(data_source)
-        timeout_s = self.settings.timeout_s * (BUILT_IN_PATIENCE if self.function.path is None else 1)
+        timeout_s = self.settings.timeout_s * (
+            BUILT_IN_PATIENCE if self.function.path is None else 1
+        )
         facts = [self.function.facts_of(row) for row in rows]
         return self._pool.begin(facts, timeout_s=timeout_s, max_failures=max_failures)
 
@@ -101,7 +113,9 @@ class BatchRewardManager(NaiveRewardManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         if config.custom_reward_function.path is None:
-            expected = "a file with a function that grades lists, since reward_model.reward_manager=batch"
+            expected = (
+                "a file with a function that grades lists, since reward_model.reward_manager=batch"
+            )
             fix = "Set it, or use reward_model.reward_manager=naive."
             raise ConfigError("custom_reward_function.path", got="null", expected=expected, fix=fix)
         super().__init__(config, tokenizer)
@@ -121,25 +135,42 @@ class PrimeRewardManager(NaiveRewardManager):
         num_processes = kwargs.get("num_processes", os.cpu_count() or 1)
         timeout_s = kwargs.get("timeout_s", config.reward_model.timeout_s)
         if not isinstance(num_processes, int) or num_processes < 1:
-            raise ConfigError(f"{_WHERE}.num_processes", got=repr(num_processes), expected="a number of at least 1")
+            raise ConfigError(
+                f"{_WHERE}.num_processes",
+                got=repr(num_processes),
+                expected="a number of at least 1",
+            )
         if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-            raise ConfigError(f"{_WHERE}.timeout_s", got=repr(timeout_s), expected="seconds above 0")
-        settings = config.reward_model.model_copy(update={"num_workers": num_processes, "timeout_s": timeout_s})
+            raise ConfigError(
+                f"{_WHERE}.timeout_s", got=repr(timeout_s), expected="seconds above 0"
+            )
+        settings = config.reward_model.model_copy(
+            update={"num_workers": num_processes, "timeout_s": timeout_s}
+        )
         super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """The outcomes, with the score as "acc" where a grader brings no "acc" of its own."""
-        graded = [one._replace(extra={"acc": one.score, **one.extra}) if not one.error else one for one in outcomes]
+        graded = [
+            one._replace(extra={"acc": one.score, **one.extra}) if not one.error else one
+            for one in outcomes
+        ]
         return graded if self.has_grades else outcomes
 
 
-def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+def punishment_of(
+    length: int, max_length: Any, given: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
     """What is added to the score of a response of `length` tokens, and what is told of it.
     Raises ConfigError: one of them is not as it must be.
     `max_length`: `max_resp_len`.
     `given`: `overlong_buffer_cfg`."""
     if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
-        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=f"only {', '.join(_BUFFER_DEFAULTS)}")
+        raise ConfigError(
+            f"{_WHERE}.overlong_buffer_cfg",
+            got=unknown,
+            expected=f"only {', '.join(_BUFFER_DEFAULTS)}",
+        )
     buffer = {**_BUFFER_DEFAULTS, **given}
     if not buffer["enable"]:
         return 0.0, {}
@@ -148,10 +179,14 @@ def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tup
         raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(max_length), expected=expected)
     if not isinstance(buffer["len"], int) or not 0 < buffer["len"] <= max_length:
         expected = f"a number of tokens from 1 to max_resp_len={max_length}"
-        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected)
+        raise ConfigError(
+            f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected
+        )
     excess = length - (max_length - buffer["len"])
     punishment = min(0.0, -excess / buffer["len"] * buffer["penalty_factor"])
-    return punishment, {"overlong_reward": punishment, "overlong": punishment < 0} if buffer["log"] else {}
+    return punishment, {"overlong_reward": punishment, "overlong": punishment < 0} if buffer[
+        "log"
+    ] else {}
 
 
 @register("dapo")
@@ -170,7 +205,10 @@ class DapoRewardManager(NaiveRewardManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         kwargs = config.reward_model.reward_kwargs
-        self._max_length, self._buffer = kwargs.get("max_resp_len"), kwargs.get("overlong_buffer_cfg") or {}
+        self._max_length, self._buffer = (
+            kwargs.get("max_resp_len"),
+            kwargs.get("overlong_buffer_cfg") or {},
+        )
         punishment_of(0, self._max_length, self._buffer)
         super().__init__(config, tokenizer)
 
@@ -179,9 +217,15 @@ class DapoRewardManager(NaiveRewardManager):
         shaped = []
         for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
             if not outcome.error:
-                extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
+                extra = (
+                    {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
+                    if self.has_grades
+                    else {}
+                )
                 punishment, told = punishment_of(length, self._max_length, self._buffer)
-                outcome = outcome._replace(score=outcome.score + punishment, extra={**extra, **told})
+                outcome = outcome._replace(
+                    score=outcome.score + punishment, extra={**extra, **told}
+                )
             shaped.append(outcome)
         return shaped
 
@@ -195,8 +239,13 @@ class InProcessRewardManager(SampleManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        custom, self._is_batch = config.custom_reward_function, bool(self.settings.reward_kwargs.get("is_batch"))
-        self.function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch)
+        custom, self._is_batch = (
+            config.custom_reward_function,
+            bool(self.settings.reward_kwargs.get("is_batch")),
+        )
+        self.function = ScoreFunction(
+            custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch
+        )
         self._compute_score = self.function.load()
         self._accepted = self.function.accepted_by(self._compute_score)
         if custom.path is not None:
@@ -222,6 +271,8 @@ class InProcessRewardManager(SampleManager):
         arguments = {name: value for name, value in arguments.items() if name in self._accepted}
         try:
             returned = self._compute_score(**arguments)
-            return read_outcomes(returned, len(rows)) if self._is_batch else [read_outcome(returned)]
+            return (
+                read_outcomes(returned, len(rows)) if self._is_batch else [read_outcome(returned)]
+            )
         except Exception as error:
             return [raised(error)] * len(rows)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
+    from quadriga.rollout.agent_loop.conversation import (
+        Conversation,
+        ConversationOver,
+        Sample,
+        Turn,
+    )
     from quadriga.rollout.agent_loop.interactions import Interaction, Reply
     from quadriga.rollout.agent_loop.loops import AgentLoop, register
     from quadriga.rollout.agent_loop.manager import AgentLoopManager

@@ -72,7 +72,9 @@ class Turn:
     seconds: float  # that it took
     finish_reason: str = ""  # of the engine; "" where the model did not write it
     tool_responses: tuple[ToolResponse, ...] = ()  # one for each call of the turn before
-    messages: Sequence[dict[str, Any]] = ()  # that the turn consists of; empty: one, with the role and the text
+    messages: Sequence[
+        dict[str, Any]
+    ] = ()  # that the turn consists of; empty: one, with the role and the text
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,18 @@ class Conversation:
     routes: np.ndarray | None = None
     # What a loop says of it, for `extra_info` of the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    outcome: Outcome | None = None  # the grade that a loop gave itself; None: it is graded like others
+    outcome: Outcome | None = (
+        None  # the grade that a loop gave itself; None: it is graded like others
+    )
     # Of a vision-language model, `quadriga.data.VisionProcessor`; None: later turns have no images.
     processor: Any = None
 
     def __post_init__(self) -> None:
         given = self.sample.images
         # Tokens from the prompt on, and the images that stand in them.
-        self._shown: list[tuple[list[int], Images]] = [] if given is None else [(self.sample.prompt_ids, given)]
+        self._shown: list[tuple[list[int], Images]] = (
+            [] if given is None else [(self.sample.prompt_ids, given)]
+        )
         self._own_time: asyncio.Timeout | None = None
         self._own_limit_s = 0.0
         self._num_completions = 0
@@ -146,7 +152,11 @@ class Conversation:
         finally:
             self._own_time = None
 
-    def begin(self, messages: Sequence[Mapping[str, Any]] | None, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, Any]] | None,
+        schemas: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Replaces the prompt that the data set rendered, to offer tools or to say something else.
         Raises ConversationOver: it does not fit into `data.max_prompt_length`.
         Raises RolloutError: there are no messages, or the template leaves the tools out."""
@@ -154,7 +164,12 @@ class Conversation:
         where = f"conversation of row {self.sample.row}"
         if messages is None:
             got = "a prompt without its messages"
-            raise RolloutError(where, got=got, expected="the column raw_prompt", fix="Set data.return_raw_chat=True.")
+            raise RolloutError(
+                where,
+                got=got,
+                expected="the column raw_prompt",
+                fix="Set data.return_raw_chat=True.",
+            )
         prompt_ids = self.encoder.prompt(messages, schemas)
         if (given := self.sample.images) is not None:
             prompt_ids = self.show((), prompt_ids, given.pictures)
@@ -192,7 +207,11 @@ class Conversation:
     def solution_messages(self) -> list[dict[str, Any]]:
         """The turns behind the prompt as messages: role, content, and where there are some name and tool_calls."""
         keys = ("role", "content", "name", "tool_calls")
-        messages = [one for turn in self.turns for one in turn.messages or [{"role": turn.role, "content": turn.text}]]
+        messages = [
+            one
+            for turn in self.turns
+            for one in turn.messages or [{"role": turn.role, "content": turn.text}]
+        ]
         return [{key: message[key] for key in keys if key in message} for message in messages]
 
     async def generate(self, **changes: Any) -> Turn:
@@ -203,13 +222,27 @@ class Conversation:
             raise ConversationOver("length")
         changes["max_tokens"] = min(changes.pop("max_tokens", self.room), self.room)
         started = time.perf_counter()
-        completion = await self.complete([*self.prompt_ids, *self.token_ids], self.images, **changes)
+        completion = await self.complete(
+            [*self.prompt_ids, *self.token_ids], self.images, **changes
+        )
         token_ids, self.routes = list(completion.token_ids), completion.routes
         text = self.encoder.text(token_ids, with_special=True)
         message = {"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)}
         seconds = time.perf_counter() - started
-        turn = Turn("assistant", token_ids, text, seconds, completion.finish_reason, messages=[dict(message)])
-        self.extend(turn, 1, completion.log_probs, completion.versions or [completion.weight_version] * len(token_ids))
+        turn = Turn(
+            "assistant",
+            token_ids,
+            text,
+            seconds,
+            completion.finish_reason,
+            messages=[dict(message)],
+        )
+        self.extend(
+            turn,
+            1,
+            completion.log_probs,
+            completion.versions or [completion.weight_version] * len(token_ids),
+        )
         self.messages.append(message)
         # A turn that a caller has made shorter was not cut by the conversation's own limit.
         is_cut = completion.finish_reason == "length" and self.room < 1
@@ -217,7 +250,9 @@ class Conversation:
             raise ConversationOver(completion.finish_reason)
         return turn
 
-    async def complete(self, token_ids: Sequence[int], images: Images | None = None, **changes: Any) -> Completion:
+    async def complete(
+        self, token_ids: Sequence[int], images: Images | None = None, **changes: Any
+    ) -> Completion:
         """The engine's completion of any tokens, with a seed of its own; the conversation itself does not grow.
 
         Arguments and errors as for `generate`.
@@ -225,7 +260,9 @@ class Conversation:
         seed, number = self.sampling.seed, self._num_completions
         self._num_completions += 1
         if number > 0:  # the first one has the seed that a response of one turn has
-            seed = int.from_bytes(hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big")
+            seed = int.from_bytes(
+                hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big"
+            )
         sampling = replace(self.sampling, **{"seed": seed, **changes})
         limit, self.activity = self._own_time, "in the engine"
         if limit is not None:
@@ -244,11 +281,18 @@ class Conversation:
         limits, num_assistant_turns = self.limits, self.num_assistant_turns
         if limits.assistant_turns is not None and num_assistant_turns >= limits.assistant_turns:
             raise ConversationOver("max_assistant_turns")
-        if limits.user_turns is not None and len(self.turns) - num_assistant_turns >= limits.user_turns:
+        if (
+            limits.user_turns is not None
+            and len(self.turns) - num_assistant_turns >= limits.user_turns
+        ):
             raise ConversationOver("max_user_turns")
 
     def append(
-        self, messages: Sequence[Mapping[str, Any]], *, tool_responses: Sequence[ToolResponse] = (), seconds: float = 0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tool_responses: Sequence[ToolResponse] = (),
+        seconds: float = 0,
     ) -> None:
         """A turn that the model did not write: messages of the role "tool", or of "user".
         Their content is text, or parts of text and `{"type": "image", "image": ...}`, as a row may have them.
@@ -259,15 +303,24 @@ class Conversation:
         plain, pictures = self.encoder.plain_messages(messages)
         token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())
         if pictures:
-            written = [token for token, is_own in zip(self.token_ids, self.mask, strict=True) if is_own]
+            written = [
+                token for token, is_own in zip(self.token_ids, self.mask, strict=True) if is_own
+            ]
             token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
-        parts = ([one["content"]] if isinstance(one["content"], str) else one["content"] for one in plain)
-        texts = ["".join(one if isinstance(one, str) else one.get("text", "") for one in some) for some in parts]
+        parts = (
+            [one["content"]] if isinstance(one["content"], str) else one["content"] for one in plain
+        )
+        texts = [
+            "".join(one if isinstance(one, str) else one.get("text", "") for one in some)
+            for some in parts
+        ]
         added = [{**message, "content": text} for message, text in zip(plain, texts, strict=True)]
         self.messages += added
         text = "\n".join(texts)
         role = plain[0]["role"]
-        turn = Turn(role, token_ids, text, seconds, tool_responses=tuple(tool_responses), messages=added)
+        turn = Turn(
+            role, token_ids, text, seconds, tool_responses=tuple(tool_responses), messages=added
+        )
         # A turn that leaves no room for the model to go on is of no use, and neither is a part of one.
         if len(token_ids) >= self.room:
             self.unread.append(turn)
@@ -275,28 +328,48 @@ class Conversation:
         self.extend(turn, 0, [0.0] * len(token_ids))
 
     def show(
-        self, before: Sequence[int], token_ids: Sequence[int], pictures: Sequence[Any], written: Sequence[int] = ()
+        self,
+        before: Sequence[int],
+        token_ids: Sequence[int],
+        pictures: Sequence[Any],
+        written: Sequence[int] = (),
     ) -> list[int]:
         """Tokens of a prompt, or of a turn behind the tokens `before`, with as many for each of its images as the model
         has embeddings of it; `token_ids` have one each. `written` are tokens of the model. Videos are the prompt's.
         Raises ConversationOver: the model has written the token of images itself."""
         where = f"conversation of row {self.sample.row}"
         if self.processor is None:
-            got, expected = "images in a later turn, or beside tools", "text, or a vision-language model"
+            got, expected = (
+                "images in a later turn, or beside tools",
+                "text, or a vision-language model",
+            )
             fix = "Leave them out; rollout.multi_turn.enable or agent.agent_loop_path must be set with such a model."
             raise RolloutError(where, got=got, expected=expected, fix=fix)
         if not set(written).isdisjoint(self.processor.media_ids):
-            self.failure = "image_token: the model wrote the token of images itself, and is shown one"
+            self.failure = (
+                "image_token: the model wrote the token of images itself, and is shown one"
+            )
             raise ConversationOver(self.failure)
         known, given = self.images_in(before), self.sample.images
         short, shown = (before, ()) if known is None else (known.short_prompt, known.pictures)
-        short, pictures, videos = [*short, *token_ids], [*shown, *pictures], given.videos if given else ()
+        short, pictures, videos = (
+            [*short, *token_ids],
+            [*shown, *pictures],
+            given.videos if given else (),
+        )
         try:
             seen = self.processor.conversation(short, pictures, videos, self.encoder.encode, where)
         except DataError as error:
-            raise ToolFailedError(error.where, got=error.got, expected=error.expected, fix=error.fix) from error
+            raise ToolFailedError(
+                error.where, got=error.got, expected=error.expected, fix=error.fix
+            ) from error
         key = images_key(seen.inputs)
-        self._shown.append((seen.ids, Images(seen.pictures, seen.inputs, seen.positions, tuple(short), key, videos)))
+        self._shown.append(
+            (
+                seen.ids,
+                Images(seen.pictures, seen.inputs, seen.positions, tuple(short), key, videos),
+            )
+        )
         return seen.ids[len(before) :]
 
     def finish(self, reason: str, *, failure: str = "") -> None:
@@ -308,7 +381,9 @@ class Conversation:
             keep = len(self.token_ids) - len(last.token_ids)
             del self.token_ids[keep:], self.mask[keep:], self.log_probs[keep:], self.versions[keep:]
 
-    def extend(self, turn: Turn, written: int, log_probs: Sequence[float], versions: Sequence[int] = ()) -> None:
+    def extend(
+        self, turn: Turn, written: int, log_probs: Sequence[float], versions: Sequence[int] = ()
+    ) -> None:
         """A turn as it is, `written` by the model (1) or not (0), with log-probabilities and versions of its tokens."""
         self.versions += versions or [-1] * len(turn.token_ids)
         self.turns.append(turn)
@@ -320,9 +395,13 @@ class Conversation:
 class TurnEncoder:
     """Renders and tokenizes prompts and turns with the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    ) -> None:
         self.tokenizer = tokenizer
-        self.template_kwargs = {key: value for key, value in template_kwargs.items() if key != "add_generation_prompt"}
+        self.template_kwargs = {
+            key: value for key, value in template_kwargs.items() if key != "add_generation_prompt"
+        }
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
@@ -330,13 +409,17 @@ class TurnEncoder:
         self._known_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         """Token ids of a prompt that offers tools; a RolloutError where it does not name each of them."""
         text = self._render(messages, schemas)
         if missing := [name for one in schemas if (name := one["function"]["name"]) not in text]:
             got = f"a prompt that does not name the tools {', '.join(missing)}"
             fix = f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data."
-            raise RolloutError(self._where, got=got, expected="one that writes `tools` into the prompt", fix=fix)
+            raise RolloutError(
+                self._where, got=got, expected="one that writes `tools` into the prompt", fix=fix
+            )
         return self.encode([text])[0]
 
     def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
@@ -347,16 +430,30 @@ class TurnEncoder:
             of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}
             probe = {"role": role, "content": _PROBE, **of_tool}
             if role not in self._known_roles and _PROBE not in self._added([probe])[0]:
-                got, expected = f"messages of the role {role}, which it leaves out", "a template that writes them"
-                raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} this role.")
+                got, expected = (
+                    f"messages of the role {role}, which it leaves out",
+                    "a template that writes them",
+                )
+                raise RolloutError(
+                    self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} this role."
+                )
             self._known_roles.add(role)
         text, is_closed_apart = self._added(messages)
         [ids] = self.encode([text])
-        if ids and written and (written[-1] == ids[0] or (is_closed_apart and {written[-1], ids[0]} <= self._closing)):
+        if (
+            ids
+            and written
+            and (
+                written[-1] == ids[0]
+                or (is_closed_apart and {written[-1], ids[0]} <= self._closing)
+            )
+        ):
             return ids[1:]
         return ids
 
-    def plain_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    def plain_messages(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
         """Messages with `plain` texts, and the images that their parts bring."""
         plain, pictures = list[dict[str, Any]](), list[Any]()
         for message in messages:
@@ -365,8 +462,13 @@ class TurnEncoder:
                 pictures += [part.get("image") for part in content if part["type"] == "image"]
                 texts = [self.plain(part.get("text", "")) for part in content]
                 kinds = [{"type": part["type"]} for part in content]
-                content = [one | {"text": text} if text else one for one, text in zip(kinds, texts, strict=True)]
-            plain.append({**message, "content": self.plain(content) if isinstance(content, str) else content})
+                content = [
+                    one | {"text": text} if text else one
+                    for one, text in zip(kinds, texts, strict=True)
+                ]
+            plain.append(
+                {**message, "content": self.plain(content) if isinstance(content, str) else content}
+            )
         return plain, pictures
 
     def plain(self, text: str) -> str:
@@ -392,10 +494,15 @@ class TurnEncoder:
             if messages[0]["role"] != "tool":
                 raise
             called = [
-                (one["tool_call_id"], {"name": one["name"], "arguments": {_STAND_IN: _STAND_IN}}) for one in messages
+                (one["tool_call_id"], {"name": one["name"], "arguments": {_STAND_IN: _STAND_IN}})
+                for one in messages
             ]
-            calls = [{"id": name, "type": "function", "function": function} for name, function in called]
-            rendered = self._render([user, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
+            calls = [
+                {"id": name, "type": "function", "function": function} for name, function in called
+            ]
+            rendered = self._render(
+                [user, {"role": "assistant", "content": "", "tool_calls": calls}, *messages]
+            )
             after = rendered.rpartition(_STAND_IN)[2]
             # Behind the stand-in stands the rest of the call; what follows it begins with a special token.
             places = [place for token in self._special if (place := after.find(token)) >= 0]
@@ -404,19 +511,35 @@ class TurnEncoder:
         return rendered.rpartition(_STAND_IN)[2], bool(closed.strip())
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = (), is_open: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        schemas: Sequence[Mapping[str, Any]] = (),
+        is_open: bool = True,
     ) -> str:
-        options = {"tools": list(schemas) or None, "add_generation_prompt": is_open, **self.template_kwargs}
+        options = {
+            "tools": list(schemas) or None,
+            "add_generation_prompt": is_open,
+            **self.template_kwargs,
+        }
         if schemas and ends_with_assistant(messages):
             options |= CONTINUING
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+            return str(
+                self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+            )
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            got, expected = f"{type(error).__name__}: {error}", f"a template that takes messages of {roles}"
-            raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} these roles.") from error
+            got, expected = (
+                f"{type(error).__name__}: {error}",
+                f"a template that takes messages of {roles}",
+            )
+            raise RolloutError(
+                self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} these roles."
+            ) from error
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, in which a template has written the special tokens."""
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]

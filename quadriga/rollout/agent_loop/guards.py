@@ -68,7 +68,9 @@ def guarded(limit_s: float) -> Iterator[None]:
     sys.stdout, sys.stderr = outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))
     if threading.current_thread() is threading.main_thread():
         signal.signal(_SIGNAL, lambda _, frame: _raise_in_users_code(frame, limit_s))
-        watch = threading.Thread(target=_watch, args=(asyncio.get_running_loop(), is_over, limit_s), daemon=True)
+        watch = threading.Thread(
+            target=_watch, args=(asyncio.get_running_loop(), is_over, limit_s), daemon=True
+        )
         watch.start()
     try:
         yield
@@ -77,10 +79,17 @@ def guarded(limit_s: float) -> Iterator[None]:
         sys.stdout, sys.stderr = before
         if num_left_out := sum(output.num_left_out for output in outputs):
             limits = f"{CONVERSATION_CHARS:,} of a conversation and {BATCH_CHARS:,} of a batch"
-            logger.warning("conversations printed %s more characters; %s are shown.", f"{num_left_out:,}", limits)
+            logger.warning(
+                "conversations printed %s more characters; %s are shown.",
+                f"{num_left_out:,}",
+                limits,
+            )
         if not os.path.samestat(os.fstat(folder), os.stat(".")):
             os.fchdir(folder)
-            logger.warning("a loop, tool or user simulator left the working directory; it is %s again.", os.getcwd())
+            logger.warning(
+                "a loop, tool or user simulator left the working directory; it is %s again.",
+                os.getcwd(),
+            )
         os.close(folder)
 
 
@@ -95,4 +104,6 @@ def _watch(loop: asyncio.AbstractEventLoop, is_over: threading.Event, limit_s: f
 def _raise_in_users_code(frame: FrameType | None, limit_s: float) -> None:
     """Where a user's code runs; an engine may compute for as long as it needs."""
     if place := place_of(frame, is_users=True):
-        raise TimeoutError(f"the loop blocks all conversations for {limit_s:g} s{place}; it should `await`")
+        raise TimeoutError(
+            f"the loop blocks all conversations for {limit_s:g} s{place}; it should `await`"
+        )

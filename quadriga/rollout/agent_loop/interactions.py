@@ -54,7 +54,9 @@ class Interaction(ABC):
         return None
 
 
-Interactions: TypeAlias = dict[str, Callable[[], Interaction]]  # by name, what makes the object of a conversation
+Interactions: TypeAlias = dict[
+    str, Callable[[], Interaction]
+]  # by name, what makes the object of a conversation
 
 
 class UserSimulator:
@@ -64,15 +66,27 @@ class UserSimulator:
     `timeout_s`: the limit of one call, in seconds."""
 
     def __init__(
-        self, interactions: Interactions, kwargs: Mapping[str, Any], thread: ToolThread, timeout_s: float
+        self,
+        interactions: Interactions,
+        kwargs: Mapping[str, Any],
+        thread: ToolThread,
+        timeout_s: float,
     ) -> None:
         self.name = kwargs["name"]
         if self.name not in interactions:
-            expected = f"one of {', '.join(interactions)}" if interactions else "none: no interaction is configured"
+            expected = (
+                f"one of {', '.join(interactions)}"
+                if interactions
+                else "none: no interaction is configured"
+            )
             fix = "Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it."
-            raise RolloutError("interaction_kwargs.name", got=repr(self.name), expected=expected, fix=fix)
+            raise RolloutError(
+                "interaction_kwargs.name", got=repr(self.name), expected=expected, fix=fix
+            )
         self._make, self._thread, self._timeout_s = interactions[self.name], thread, timeout_s
-        self._kwargs = {key: value for key, value in kwargs.items() if key != "name" and value is not None}
+        self._kwargs = {
+            key: value for key, value in kwargs.items() if key != "name" and value is not None
+        }
 
     async def __aenter__(self) -> "UserSimulator":
         made = self._thread.call(f"interaction {self.name}, made", self._make, {}, self._timeout_s)
@@ -86,7 +100,9 @@ class UserSimulator:
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """What it says to the last message.
         Raises ToolFailedError: it raised, took too long, or returned something else."""
-        reply = await self._call("generate_response", messages=[dict(message) for message in messages])
+        reply = await self._call(
+            "generate_response", messages=[dict(message) for message in messages]
+        )
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
             got = f"a response of type {type(reply).__name__}"
@@ -106,6 +122,12 @@ def load_interactions(path: str) -> Interactions:
     found: Interactions = {}
     for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in found:
-            raise ConfigError(where, got=f"two interactions with the name {entry.name!r}", expected="a name for each")
-        found[entry.name] = class_named(entry.class_name, folder, Interaction, where).maker(entry.name, entry.config)
+            raise ConfigError(
+                where,
+                got=f"two interactions with the name {entry.name!r}",
+                expected="a name for each",
+            )
+        found[entry.name] = class_named(entry.class_name, folder, Interaction, where).maker(
+            entry.name, entry.config
+        )
     return found

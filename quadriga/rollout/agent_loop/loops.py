@@ -76,12 +76,16 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
             if missing := sorted(cls.__abstractmethods__):
                 got = f"{cls.__qualname__}, a class without {', '.join(missing)}"
                 fix = f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}."
-                raise RolloutError(where, got=got, expected="each method that AgentLoop leaves open", fix=fix)
+                raise RolloutError(
+                    where, got=got, expected="each method that AgentLoop leaves open", fix=fix
+                )
             taken = self.get(name, cls)
             # A file that is loaded again makes its classes anew.
             if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 owner = f"{taken.__module__}.{taken.__qualname__}"
-                raise RolloutError(where, got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
+                raise RolloutError(
+                    where, got=cls.__qualname__, expected=f"a free name, it is {owner}'s"
+                )
             self[name] = cls
             return cls
 
@@ -89,7 +93,9 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
     def __missing__(self, name: str) -> type[AgentLoop]:
         fix = "A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path."
-        raise RolloutError("agent_name", got=repr(name), expected=f"one of {', '.join(sorted(self))}", fix=fix)
+        raise RolloutError(
+            "agent_name", got=repr(name), expected=f"one of {', '.join(sorted(self))}", fix=fix
+        )
 
 
 REGISTRY = AgentLoopRegistry()
@@ -104,7 +110,9 @@ def load_loops(path: str) -> None:
         import_file(path, where)
         return
     try:
-        entries = TypeAdapter(list[LoopEntry]).validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+        entries = TypeAdapter(list[LoopEntry]).validate_python(
+            yaml.safe_load(file.read_text(encoding="utf-8"))
+        )
     except (OSError, yaml.YAMLError, ValidationError) as error:
         expected = "a list, each entry with name and _target_"
         raise ConfigError(f"{where}, {path}", got=str(error), expected=expected) from error
@@ -113,7 +121,9 @@ def load_loops(path: str) -> None:
         # A loop of verl's contract has the form in which it is called here beside it.
         cls = getattr(found, "quadriga_form", found)
         if not issubclass(cls, AgentLoop):
-            raise ConfigError(f"{where}, {entry.name}", got=entry.target, expected="a subclass of AgentLoop")
+            raise ConfigError(
+                f"{where}, {entry.name}", got=entry.target, expected="a subclass of AgentLoop"
+            )
         home = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         made = {"__init__": partialmethod(cls.__init__, **(entry.model_extra or {}))}
         REGISTRY.register(entry.name)(type(cls.__name__, (cls,), home | made))
@@ -145,10 +155,14 @@ class ToolAgent(AgentLoop):
 
     async def run(self, chat: Conversation) -> None:
         columns, services, user = chat.sample.columns, self.services, None
-        tools = ToolBox(services.tools, columns.get("tools_kwargs") or {}, self.config, services.thread)
+        tools = ToolBox(
+            services.tools, columns.get("tools_kwargs") or {}, self.config, services.thread
+        )
         interaction = columns.get("interaction_kwargs") or {}
         if interaction.get("name") is not None:
-            user = UserSimulator(services.interactions, interaction, services.thread, self.config.tool_timeout_s)
+            user = UserSimulator(
+                services.interactions, interaction, services.thread, self.config.tool_timeout_s
+            )
         if services.tools:
             chat.begin(chat.sample.messages, [spec.schema for spec in services.tools.values()])
         async with tools, user or contextlib.nullcontext():
@@ -158,15 +172,26 @@ class ToolAgent(AgentLoop):
                 chat.finish_reason = over.reason
             chat.tool_rewards = await tools.rewards()
 
-    async def _take_turns(self, chat: Conversation, tools: ToolBox, user: UserSimulator | None) -> None:
-        parameters = {name: spec.schema["function"]["parameters"] for name, spec in self.services.tools.items()}
+    async def _take_turns(
+        self, chat: Conversation, tools: ToolBox, user: UserSimulator | None
+    ) -> None:
+        parameters = {
+            name: spec.schema["function"]["parameters"]
+            for name, spec in self.services.tools.items()
+        }
         while True:
             turn = await chat.generate()
             calls = self.parser(turn.text, parameters) if parameters else []
             started = time.perf_counter()
             if calls:
-                functions = [{"name": call.name, "arguments": call.arguments} for call in calls if not call.problem]
-                turn.messages[0]["tool_calls"] = [{"type": "function", "function": one} for one in functions]
+                functions = [
+                    {"name": call.name, "arguments": call.arguments}
+                    for call in calls
+                    if not call.problem
+                ]
+                turn.messages[0]["tool_calls"] = [
+                    {"type": "function", "function": one} for one in functions
+                ]
                 chat.require_another()
                 responses = await tools.call_all(calls)
                 first = sum(len(turn.tool_responses) for turn in chat.turns)
@@ -179,7 +204,9 @@ class ToolAgent(AgentLoop):
                     }
                     for number, one in enumerate(responses, start=first)
                 ]
-                chat.append(messages, tool_responses=responses, seconds=time.perf_counter() - started)
+                chat.append(
+                    messages, tool_responses=responses, seconds=time.perf_counter() - started
+                )
             elif user is not None:
                 # It scores the model's last turn too, so it replies before the limits are checked.
                 reply = await user.reply(chat.messages)
@@ -187,6 +214,8 @@ class ToolAgent(AgentLoop):
                     chat.turn_scores.append(reply.score)
                 if reply.is_over:
                     raise ConversationOver("interaction")
-                chat.append([{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started)
+                chat.append(
+                    [{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started
+                )
             else:
                 return

@@ -38,10 +38,24 @@ from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
 from quadriga.rewards.samples import policy_text
 from quadriga.rewards.scoring import POLICY_TEXT
-from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
+from quadriga.rollout.agent_loop.conversation import (
+    Conversation,
+    ConversationOver,
+    Limits,
+    Sample,
+    Turn,
+    TurnEncoder,
+)
 from quadriga.rollout.agent_loop.guards import guarded, printed
 from quadriga.rollout.agent_loop.interactions import load_interactions
-from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, SingleTurnAgent, ToolAgent, load_loops
+from quadriga.rollout.agent_loop.loops import (
+    REGISTRY,
+    AgentLoop,
+    Services,
+    SingleTurnAgent,
+    ToolAgent,
+    load_loops,
+)
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
@@ -85,7 +99,9 @@ class AgentLoopManager:
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.encoder = TurnEncoder(tokenizer, template_kwargs or {})
         total, turns = config.max_model_len or prompt_length + response_length, config.multi_turn
-        self.limits = Limits(prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns)
+        self.limits = Limits(
+            prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns
+        )
         self._thread, self._servers = ToolThread(), list[Server]()
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
@@ -94,14 +110,20 @@ class AgentLoopManager:
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
-            specs = function_tools(turns.function_tool_path) if turns.enable and turns.function_tool_path else []
+            specs = (
+                function_tools(turns.function_tool_path)
+                if turns.enable and turns.function_tool_path
+                else []
+            )
             if turns.enable and turns.tool_config_path:
                 specs += class_tools(turns.tool_config_path)
                 specs += server_tools(turns.tool_config_path, self._thread, self._servers, log_dir)
             for spec in specs:
                 if spec.name in tools:
                     where = "actor_rollout_ref.rollout.multi_turn, tools"
-                    raise ConfigError(where, got=f"two with the name {spec.name!r}", expected="a name for each")
+                    raise ConfigError(
+                        where, got=f"two with the name {spec.name!r}", expected="a name for each"
+                    )
                 tools[spec.name] = spec
             path = turns.interaction_config_path if turns.enable else None
             interactions = load_interactions(path) if path else {}
@@ -116,9 +138,15 @@ class AgentLoopManager:
 
         It is the same in every process, each of which starts servers of its own.
         """
-        folders = {server.log.parent for server in self._servers if server.entry.command is not None}
+        folders = {
+            server.log.parent for server in self._servers if server.entry.command is not None
+        }
         logs = "".join(f"; standard error in {folder}/mcp-*.log" for folder in folders)
-        return f"MCP servers {', '.join(server.name for server in self._servers)}{logs}" if self._servers else ""
+        return (
+            f"MCP servers {', '.join(server.name for server in self._servers)}{logs}"
+            if self._servers
+            else ""
+        )
 
     def generate(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
@@ -182,7 +210,9 @@ class AgentLoopManager:
         self._thread.close()
         off_the_loop(self._runner.close)
 
-    async def _lead_one(self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None) -> None:
+    async def _lead_one(
+        self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
+    ) -> None:
         sample = chat.sample
         try:
             printed.set([0])
@@ -205,7 +235,9 @@ class AgentLoopManager:
             if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                 raise
             if isinstance(error, QuadrigaError):
-                error.add_note(f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}")
+                error.add_note(
+                    f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}"
+                )
                 raise
             # A loop of a user's failed, or called sys.exit: it ends its own conversation, as a tool does.
             details = traceback_text(error)
@@ -226,7 +258,12 @@ class AgentLoopManager:
         first = f"The first, row {failed[0].sample.row}: {failed[0].finish_reason}"
         if self._num_failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             got = f"{self._num_failed_in_a_row} conversations in a row that failed"
-            raise RolloutError("agent loop", got=got, expected="some that do not", fix=f"{first}\n{failed[0].failure}")
+            raise RolloutError(
+                "agent loop",
+                got=got,
+                expected="some that do not",
+                fix=f"{first}\n{failed[0].failure}",
+            )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
 
 
@@ -252,11 +289,19 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
     batch, images = prompts.batch, images_of(prompts)
     num_axes = 1 if batch["position_ids"].dim() == 2 else batch["position_ids"].shape[1]
     samples = []
-    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+    for row, (ids, mask) in enumerate(
+        zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ):
         own = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
         uid, agent = str(own.get("uid", f"row {row}")), own.get("agent_name") or default_agent
-        messages = None if own.get("raw_prompt") is None else [dict(message) for message in own["raw_prompt"]]
-        samples.append(Sample(row, uid, ids[mask.bool()].tolist(), messages, own, agent, images[row], num_axes))
+        messages = (
+            None
+            if own.get("raw_prompt") is None
+            else [dict(message) for message in own["raw_prompt"]]
+        )
+        samples.append(
+            Sample(row, uid, ids[mask.bool()].tolist(), messages, own, agent, images[row], num_axes)
+        )
     return samples
 
 
@@ -284,7 +329,10 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 
 
 def to_batch(
-    chats: Sequence[Conversation], outcomes: Sequence[Outcome | None] | None, limits: Limits, pad_token_id: int
+    chats: Sequence[Conversation],
+    outcomes: Sequence[Outcome | None] | None,
+    limits: Limits,
+    pad_token_id: int,
 ) -> DataProto:
     """The columns of `generate_sequences`, and what became of each conversation.
     Returns batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T],
@@ -303,7 +351,9 @@ def to_batch(
     responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
     routes = [chat.routes for chat in chats]
     versions = [chat.versions for chat in chats]
-    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id, routes, versions)
+    tensors = with_responses(
+        prompts, responses, limits.response_tokens, pad_token_id, routes, versions
+    )
     tensors["position_ids"] = position_ids
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
@@ -313,7 +363,9 @@ def to_batch(
         "solution_messages": object_array(chat.solution_messages for chat in chats),
     }
     if chats and chats[0].processor is not None:
-        non_tensors["multi_modal_inputs"] = object_array({} if one is None else one.inputs for one in shown)
+        non_tensors["multi_modal_inputs"] = object_array(
+            {} if one is None else one.inputs for one in shown
+        )
     if outcomes is not None:
         non_tensors["reward_outcome"] = object_array(outcomes)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
@@ -323,10 +375,16 @@ def _prompts_of(
     chats: Sequence[Conversation], shown: Sequence[Images | None], limits: Limits, pad_token_id: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The columns of prompts, as `with_responses` takes them, and the positions of prompts and responses."""
-    size, num_axes, prompt_length = len(chats), chats[0].sample.num_axes if chats else 1, limits.prompt_tokens
+    size, num_axes, prompt_length = (
+        len(chats),
+        chats[0].sample.num_axes if chats else 1,
+        limits.prompt_tokens,
+    )
     input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
-    positions = torch.zeros(size, num_axes, prompt_length + limits.response_tokens, dtype=torch.int64)
+    positions = torch.zeros(
+        size, num_axes, prompt_length + limits.response_tokens, dtype=torch.int64
+    )
     for row, (chat, images) in enumerate(zip(chats, shown, strict=True)):
         start = prompt_length - len(chat.prompt_ids)
         if start < 0:
@@ -336,11 +394,17 @@ def _prompts_of(
         attention_mask[row, start:] = 1
         own = torch.arange(positions.shape[2] - start)
         if images is not None:
-            own = images.followed_by([pad_token_id] * (len(own) - images.position_ids.shape[1])).position_ids.cpu()
+            own = images.followed_by(
+                [pad_token_id] * (len(own) - images.position_ids.shape[1])
+            ).position_ids.cpu()
         positions[row, :, start:] = own
     position_ids = positions[:, 0] if num_axes == 1 else positions
     of_prompts = position_ids[..., :prompt_length]
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": of_prompts}, position_ids
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": of_prompts,
+    }, position_ids
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
@@ -350,16 +414,26 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
     num_rows, rows = len(chats), max(len(chats), 1)
     turns = [turn for chat in chats for turn in (*chat.turns, *chat.unread)]
     responses = [response for turn in turns for response in turn.tool_responses]
-    tools_s = [sum(turn.seconds for turn in chat.turns if turn.role != "assistant") for chat in chats]
+    tools_s = [
+        sum(turn.seconds for turn in chat.turns if turn.role != "assistant") for chat in chats
+    ]
     return {
         "rollout/num_prompt_tokens": Metric(sum(len(chat.prompt_ids) for chat in chats), "sum"),
         "rollout/num_response_tokens": Metric(num_model, "sum"),
         "rollout/num_tool_tokens": Metric(num_other, "sum"),
-        "rollout/log_prob": Metric(sum(sum(chat.log_probs) for chat in chats) / max(num_model, 1), "mean", num_model),
-        "rollout/length_share": Metric(sum(chat.finish_reason == "length" for chat in chats) / rows, "mean", num_rows),
-        "rollout/num_turns": Metric(sum(len(chat.turns) for chat in chats) / rows, "mean", num_rows),
+        "rollout/log_prob": Metric(
+            sum(sum(chat.log_probs) for chat in chats) / max(num_model, 1), "mean", num_model
+        ),
+        "rollout/length_share": Metric(
+            sum(chat.finish_reason == "length" for chat in chats) / rows, "mean", num_rows
+        ),
+        "rollout/num_turns": Metric(
+            sum(len(chat.turns) for chat in chats) / rows, "mean", num_rows
+        ),
         "rollout/num_tool_calls": Metric(len(responses), "sum"),
-        "rollout/num_refused_calls": Metric(sum(response.is_refused for response in responses), "sum"),
+        "rollout/num_refused_calls": Metric(
+            sum(response.is_refused for response in responses), "sum"
+        ),
         "rollout/num_failures": Metric(sum(bool(chat.failure) for chat in chats), "sum"),
         "timing_s/tools": Metric(max(tools_s, default=0.0), "max"),
         "timing_s/generate_sequences": Metric(seconds, "max"),
@@ -367,14 +441,20 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
 
 
 def write_trace(
-    directory: str, chats: Sequence[Conversation], outcomes: Sequence[Outcome | None], meta_info: dict[str, Any]
+    directory: str,
+    chats: Sequence[Conversation],
+    outcomes: Sequence[Outcome | None],
+    meta_info: dict[str, Any],
 ) -> None:
     """Appends a JSON record, one a line, for each conversation that has ended, with its grade where there is one.
 
     Each process writes files of its own, one for each step: `000012.HOST-PID.jsonl`, in validation
     `000012.validate.HOST-PID.jsonl`.
     """
-    step, is_validation = int(meta_info.get("global_steps", 0)), bool(meta_info.get("validate", False))
+    step, is_validation = (
+        int(meta_info.get("global_steps", 0)),
+        bool(meta_info.get("validate", False)),
+    )
     lines = []
     for chat, outcome in zip(chats, outcomes, strict=True):
         if not chat.finish_reason:
@@ -407,7 +487,9 @@ def write_trace(
         return
     folder, kind = Path(directory).expanduser(), ".validate" if is_validation else ""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl").open(
+        "a", encoding="utf-8"
+    ) as file:
         file.writelines(lines)
 
 

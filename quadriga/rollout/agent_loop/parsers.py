@@ -15,15 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # by the name of a tool, the JSON schema of its arguments
+Schemas: TypeAlias = Mapping[
+    str, Mapping[str, Any]
+]  # by the name of a tool, the JSON schema of its arguments
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 # Each form takes what is not closed up to the end: were the next beginning tried in vain, time would be quadratic.
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)(?:</arg_key>\s*+<arg_value>(.*?)(</arg_value>|\Z)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+)
+_PAIR = re.compile(
+    r"<arg_key>(.*?)(?:</arg_key>\s*+<arg_value>(.*?)(</arg_value>|\Z)|\Z)", re.DOTALL
+)
 _HARMONY = re.compile(
-    r"to=functions\.([\w.\-]++).*?(?:(<\|message\|>)(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)|\Z)", re.DOTALL
+    r"to=functions\.([\w.\-]++).*?(?:(<\|message\|>)(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)|\Z)",
+    re.DOTALL,
 )
 _SHOWN = 200
 
@@ -49,7 +56,11 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
         call = unclosed or _from_json(body, "the tool call is", form)
         if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
             call = _with_arguments(call["name"], call.get("arguments", {}), form)
-        calls.append(call if isinstance(call, ToolCall) else _unreadable("the tool call has no name", body, form))
+        calls.append(
+            call
+            if isinstance(call, ToolCall)
+            else _unreadable("the tool call has no name", body, form)
+        )
     return calls
 
 
@@ -81,10 +92,18 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls as messages to `functions.NAME`; gpt-oss writes them."""
     form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     found = ((name, body or "{}") for name, mark, body in _HARMONY.findall(text) if mark)
-    return [_with_arguments(name, _from_json(body, "the tool call is", form, name), form) for name, body in found]
+    return [
+        _with_arguments(name, _from_json(body, "the tool call is", form, name), form)
+        for name, body in found
+    ]
 
 
-PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm, "gpt-oss": gpt_oss}
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "glm": glm,
+    "gpt-oss": gpt_oss,
+}
 """By `multi_turn.format`; a file of agent loops may add its own."""
 
 
@@ -112,17 +131,26 @@ def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _tagged_call(name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas) -> ToolCall:
+def _tagged_call(
+    name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas
+) -> ToolCall:
     """Texts in the types that the schema names; where they do not fit, the check of the arguments says so."""
     if not end or not name:
-        return _unreadable(f"the tool call {'names no function' if end else 'is not closed'}", body, form)
+        return _unreadable(
+            f"the tool call {'names no function' if end else 'is not closed'}", body, form
+        )
     properties = schemas.get(name, {}).get("properties", {})
-    return ToolCall(name, {key.strip(): _value(text, properties.get(key.strip(), {})) for key, text in pairs})
+    return ToolCall(
+        name, {key.strip(): _value(text, properties.get(key.strip(), {})) for key, text in pairs}
+    )
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
     options = [schema, *schema.get("anyOf", ())]
-    if any(one.get("type") == "string" or "enum" in one for one in options) and text.strip() != "null":
+    if (
+        any(one.get("type") == "string" or "enum" in one for one in options)
+        and text.strip() != "null"
+    ):
         return text
     try:
         return json.loads(text)

@@ -74,7 +74,13 @@ class ToolThread(EventLoopThread):
         self._place = ""
 
     async def call(
-        self, where: str, function: Function, kwargs: Mapping[str, Any], limit_s: float, *, is_for_model: bool = False
+        self,
+        where: str,
+        function: Function,
+        kwargs: Mapping[str, Any],
+        limit_s: float,
+        *,
+        is_for_model: bool = False,
     ) -> Any:
         """What a user's function returns, plain or async.
         `limit_s`: the time that it may take, in seconds.
@@ -95,7 +101,9 @@ class ToolThread(EventLoopThread):
             raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
         except Exception as error:
             fix = "Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead."
-            failure = ToolFailedError(where, f"{type(error).__name__}: {error}"[:2000], "a result", fix)
+            failure = ToolFailedError(
+                where, f"{type(error).__name__}: {error}"[:2000], "a result", fix
+            )
             failure.details = traceback_text(error)
             raise failure from error
 
@@ -114,7 +122,9 @@ class ToolThread(EventLoopThread):
                 self._given_up.add(self._thread)
                 super().__init__("quadriga-tools")
                 self._places = asyncio.Semaphore(MAX_CALLS)
-            raise TimeoutError(f"a call blocked all others for {limit_s:g} s{self._place}; it should `await`")
+            raise TimeoutError(
+                f"a call blocked all others for {limit_s:g} s{self._place}; it should `await`"
+            )
 
     @property
     def num_given_up(self) -> int:
@@ -151,7 +161,9 @@ class ToolThread(EventLoopThread):
         returned: Future[Any] = Future()
         # The conversation's context goes along: what it prints is counted there.
         arguments = (_deliver, returned, function, kwargs)
-        thread = Thread(target=copy_context().run, args=arguments, name="quadriga-tool", daemon=True)
+        thread = Thread(
+            target=copy_context().run, args=arguments, name="quadriga-tool", daemon=True
+        )
         thread.start()
         try:
             result = await asyncio.wrap_future(returned)
@@ -172,7 +184,9 @@ def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, A
     except BaseException as error:
         # A tool may call sys.exit; inside a future that would end the loop instead of the call.
         is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        returned.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+        returned.set_exception(
+            error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
+        )
     finally:
         if os.getpid() != pid:
             # A forked copy that came back: the conversation is its parent's.
@@ -203,7 +217,11 @@ class ToolBox:
     Raises RolloutError: the sample's `tools_kwargs` name a tool or an argument that there is not."""
 
     def __init__(
-        self, specs: Mapping[str, ToolSpec], tools_kwargs: dict[str, Any], config: MultiTurnConfig, thread: ToolThread
+        self,
+        specs: Mapping[str, ToolSpec],
+        tools_kwargs: dict[str, Any],
+        config: MultiTurnConfig,
+        thread: ToolThread,
     ) -> None:
         self.specs, self.config, self.thread = specs, config, thread
         given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
@@ -211,7 +229,9 @@ class ToolBox:
             expected = f"names of tools: {', '.join(specs) or 'none is configured'}"
             fix = "Correct extra_info.tools_kwargs of the row, or configure the tool."
             raise RolloutError("tools_kwargs", got=", ".join(unknown), expected=expected, fix=fix)
-        self._kwargs = {name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()}
+        self._kwargs = {
+            name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()
+        }
         self._tools: dict[str, Tool] = {}
         self._releases = AsyncExitStack()
 
@@ -223,7 +243,9 @@ class ToolBox:
                 if isinstance(spec.make, type):  # no more than a function: nothing of a user's runs
                     self._tools[name] = spec.make()
                 else:
-                    made = self.thread.call(f"tool {name}, create", spec.make, {}, self.config.tool_timeout_s)
+                    made = self.thread.call(
+                        f"tool {name}, create", spec.make, {}, self.config.tool_timeout_s
+                    )
                     self._tools[name] = await made
                 releases.push_async_callback(self._hook, name, "release")
                 await self._hook(name, "create")
@@ -239,7 +261,9 @@ class ToolBox:
         limit = self.config.max_parallel_calls
         responses: list[ToolResponse] = []
         # All have ended before one is raised: none runs on in a conversation that ends.
-        for response in await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True):
+        for response in await asyncio.gather(
+            *map(self._call, calls[:limit]), return_exceptions=True
+        ):
             if isinstance(response, BaseException):
                 raise response
             responses.append(response)
@@ -256,24 +280,37 @@ class ToolBox:
                 earned |= {} if reward is None else {name: float(reward)}
             except (TypeError, ValueError) as error:
                 where = f"tool {name}, calc_reward"
-                raise ToolFailedError(where, got=repr(reward)[:_SHOWN], expected="a number") from error
+                raise ToolFailedError(
+                    where, got=repr(reward)[:_SHOWN], expected="a number"
+                ) from error
         return earned
 
     async def _call(self, call: ToolCall) -> ToolResponse:
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
-        where = f"{call.name}({arguments if len(arguments) <= _SHOWN else f'{arguments[:_SHOWN]}...'})"
+        where = (
+            f"{call.name}({arguments if len(arguments) <= _SHOWN else f'{arguments[:_SHOWN]}...'})"
+        )
         started = time.perf_counter()
         try:
             if call.problem:
                 raise ToolError(f"tool call: {call.problem}")
             if (spec := self.specs.get(call.name)) is None:
                 fix, names = did_you_mean(call.name, self.specs), ", ".join(self.specs)
-                raise ToolError("tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix)
-            kwargs = {**spec.check(call.arguments), **self._kwargs[call.name].get("execute_kwargs", {})}
+                raise ToolError(
+                    "tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix
+                )
+            kwargs = {
+                **spec.check(call.arguments),
+                **self._kwargs[call.name].get("execute_kwargs", {}),
+            }
             execute = self._tools[call.name].execute
-            result = await self.thread.call(where, execute, kwargs, self.config.tool_timeout_s, is_for_model=True)
+            result = await self.thread.call(
+                where, execute, kwargs, self.config.tool_timeout_s, is_for_model=True
+            )
         except ToolError as error:
-            return self._response(call, f"Error: {error}", time.perf_counter() - started, is_refused=True)
+            return self._response(
+                call, f"Error: {error}", time.perf_counter() - started, is_refused=True
+            )
         shown = result if isinstance(result, WithImages) else WithImages((), result)
         response = self._response(call, as_text(shown.text, where), time.perf_counter() - started)
         return replace(response, images=tuple(shown.images))
@@ -284,9 +321,13 @@ class ToolBox:
         function = getattr(tool, method)
         if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
             return None
-        return await self.thread.call(f"tool {name}, {method}", function, kwargs, self.config.tool_timeout_s)
+        return await self.thread.call(
+            f"tool {name}, {method}", function, kwargs, self.config.tool_timeout_s
+        )
 
-    def _response(self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False) -> ToolResponse:
+    def _response(
+        self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
+    ) -> ToolResponse:
         # What is wrong with a call stands at the beginning; behind it stands what would have been right.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)

@@ -42,9 +42,19 @@ _SPEC = "quadriga_tool"  # the attribute of a function that `function_tool` has 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _METHODS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
-_SECTION = re.compile(r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$")
+_SECTION = re.compile(
+    r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$"
+)
 _ARGUMENT = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "object": dict, "array": list, "null": None}
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": None,
+}
 
 
 class ToolError(RolloutError):
@@ -75,17 +85,26 @@ class Tool(ABC):
     name: str = ""
 
     @classmethod
-    def tool_spec(cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str) -> "ToolSpec":
+    def tool_spec(
+        cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
+    ) -> "ToolSpec":
         """The class as a file of tools lists it; `where` is named by a ConfigError about the schema."""
         if schema is None:
             said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
-            schema, validate = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
+            schema, validate = describe(
+                cls.execute, name=cls.name or cls.__name__.lower(), description=said
+            )
             return ToolSpec(partial(cls, **config), schema, validate)
         function = schema.get("function", schema)
-        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
+        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(
+            function
+        ):
             expected = '{"type": "function", "function": {"name", "description", "parameters"}}'
             raise ConfigError(where, got=f"the tool_schema {schema}"[:300], expected=expected)
-        described, validate = {"type": "function", "function": function}, validator_of(function["parameters"])
+        described, validate = (
+            {"type": "function", "function": function},
+            validator_of(function["parameters"]),
+        )
         return ToolSpec(partial(cls, **config), described, validate)
 
     def create(self) -> Any:
@@ -115,7 +134,9 @@ class ToolSpec:
     # Checks the arguments of a call; the pydantic model that a function's return in their types.
     validate: Callable[[Any], Any]
     # What `tools_kwargs` of a sample may give, such as "execute_kwargs", and which names; None: any.
-    options: Mapping[str, frozenset[str] | None] = field(default_factory=lambda: dict.fromkeys(_METHODS))
+    options: Mapping[str, frozenset[str] | None] = field(
+        default_factory=lambda: dict.fromkeys(_METHODS)
+    )
 
     @property
     def name(self) -> str:
@@ -127,7 +148,10 @@ class ToolSpec:
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
-            found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False))
+            found = (
+                (".".join(map(str, one["loc"])), one["msg"])
+                for one in error.errors(include_url=False)
+            )
             wrong = "; ".join(f"{place}: {message}" for place, message in found)
             expected = f"arguments that fit {json.dumps(self.schema['function']['parameters'], ensure_ascii=False)}"
             raise ToolError(f"tool {self.name}", got=wrong, expected=expected) from error
@@ -146,14 +170,25 @@ class ToolSpec:
                 continue
             if key not in self.options or not isinstance(value, Mapping):
                 got = f"{key}={value!r}"[:200]
-                expected = f"{' or '.join(self.options)} with keyword arguments" if self.options else "nothing"
-                raise RolloutError(where, got=got, expected=expected, fix="Correct extra_info.tools_kwargs of the row.")
+                expected = (
+                    f"{' or '.join(self.options)} with keyword arguments"
+                    if self.options
+                    else "nothing"
+                )
+                raise RolloutError(
+                    where,
+                    got=got,
+                    expected=expected,
+                    fix="Correct extra_info.tools_kwargs of the row.",
+                )
             kwargs[key] = {name: one for name, one in value.items() if one is not None}
             known = self.options[key]
             if known is not None and (unknown := sorted(kwargs[key].keys() - known)):
                 expected = f"one of {', '.join(sorted(known))}" if known else "nothing"
                 fix = "What tools_kwargs may set stands after a `*` in the function's parameters."
-                raise RolloutError(f"{where}.{key}", got=", ".join(unknown), expected=expected, fix=fix)
+                raise RolloutError(
+                    f"{where}.{key}", got=", ".join(unknown), expected=expected, fix=fix
+                )
         return kwargs
 
 
@@ -161,7 +196,9 @@ class ToolSpec:
 def function_tool(function: Function) -> Function: ...
 @overload
 def function_tool(*, name: str = "", description: str = "") -> Callable[[Function], Function]: ...
-def function_tool(function: Function | None = None, *, name: str = "", description: str = "") -> Any:
+def function_tool(
+    function: Function | None = None, *, name: str = "", description: str = ""
+) -> Any:
     """Decorator: offers a function to the model; it can still be called as before.
     Raises RolloutError: the function cannot be a tool; the error says why.
     `function`: with a type hint for each argument, and a docstring. What follows a `*` is hidden from the model and
@@ -180,7 +217,9 @@ def spec_of(function: Callable[..., Any], *, name: str = "", description: str = 
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     hidden = frozenset(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
-    return ToolSpec(as_tool(function), schema, validate, {"execute_kwargs": None if takes_any else hidden})
+    return ToolSpec(
+        as_tool(function), schema, validate, {"execute_kwargs": None if takes_any else hidden}
+    )
 
 
 def as_tool(execute: Callable[..., Any]) -> type[Tool]:
@@ -194,7 +233,9 @@ def function_tools(path: str) -> list[ToolSpec]:
     found = [getattr(member, _SPEC, None) for member in vars(import_file(path, where)).values()]
     if not (specs := [spec for spec in found if isinstance(spec, ToolSpec)]):
         fix = "Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool."
-        raise ConfigError(where, got=f"{path}, in which no function is a tool", expected="at least one", fix=fix)
+        raise ConfigError(
+            where, got=f"{path}, in which no function is a tool", expected="at least one", fix=fix
+        )
     return specs
 
 
@@ -213,14 +254,20 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
     Raises ConfigError: there is no such class, or it lacks a method; `where` names the key."""
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not place or not name:
-        raise ConfigError(where, got=repr(reference), expected="file.py:Name or package.module.Name")
+        raise ConfigError(
+            where, got=repr(reference), expected="file.py:Name or package.module.Name"
+        )
     is_file = place.endswith(".py")
-    module = import_file(folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}", where)
+    module = import_file(
+        folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}", where
+    )
     found = member_of(module, name, where, base=base)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         got = f"{name}, a class without {', '.join(missing)}"
         fix = f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}."
-        raise ConfigError(where, got=got, expected=f"each method that {base.__name__} leaves open", fix=fix)
+        raise ConfigError(
+            where, got=got, expected=f"each method that {base.__name__} leaves open", fix=fix
+        )
     return found
 
 
@@ -248,7 +295,9 @@ def describe(
     parameters = json.loads(
         text,
         object_hook=lambda part: {
-            key: value for key, value in part.items() if key != "title" or not isinstance(value, str)
+            key: value
+            for key, value in part.items()
+            if key != "title" or not isinstance(value, str)
         },
     )
     for argument, text in argument_texts.items():
@@ -263,9 +312,14 @@ def describe(
 def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
     """The check of arguments by a schema that a server or a file gives: their names, and types at the top."""
     required, fields = parameters.get("required", ()), dict[str, Any]()
-    for name, schema in {**{name: {} for name in required}, **parameters.get("properties", {})}.items():
+    for name, schema in {
+        **{name: {} for name in required},
+        **parameters.get("properties", {}),
+    }.items():
         kinds = schema.get("type") or []
-        types = tuple(_TYPES.get(kind, Any) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+        types = tuple(
+            _TYPES.get(kind, Any) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+        )
         hint = reduce(or_, types) if types else Any
         marker: Any = Required if name in required else NotRequired
         fields[name] = marker[hint]
@@ -281,7 +335,9 @@ def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
     except NameError as error:
         fix = "Import the type in the tool's file."
-        raise RolloutError(where, got=f"a type hint that is not known ({error})", expected="types", fix=fix) from error
+        raise RolloutError(
+            where, got=f"a type hint that is not known ({error})", expected="types", fix=fix
+        ) from error
     parameters.pop("self", None)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -292,7 +348,12 @@ def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
             continue
         if parameter.annotation is inspect.Parameter.empty:
             fix = f"Write for instance `{name}: str`."
-            raise RolloutError(where, got=f"{name} without a type hint", expected="a type for each argument", fix=fix)
+            raise RolloutError(
+                where,
+                got=f"{name} without a type hint",
+                expected="a type for each argument",
+                fix=fix,
+            )
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[name] = (parameter.annotation, default)
     return fields

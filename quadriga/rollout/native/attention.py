@@ -59,7 +59,10 @@ class PrefixCache:
     def write(self, layer: int, places: slice, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [p, K, S, D] of the prefixes in these places."""
         if layer == len(self.keys):
-            shape, dtype = (len(self.prefixes), *key.shape[1:]), cache_dtype(value.dtype, value.device)
+            shape, dtype = (
+                (len(self.prefixes), *key.shape[1:]),
+                cache_dtype(value.dtype, value.device),
+            )
             self.keys.append(key.new_empty(shape, dtype=dtype))
             self.values.append(key.new_empty(shape, dtype=dtype))
         self.keys[layer][places] = key
@@ -89,7 +92,9 @@ class PrefixCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, added in enumerate(theirs):
                 first, num_first = mine[layer], mine[layer].shape[0]
-                joined = first.new_zeros(num_first + added.shape[0], first.shape[1], width, first.shape[3])
+                joined = first.new_zeros(
+                    num_first + added.shape[0], first.shape[1], width, first.shape[3]
+                )
                 joined[:num_first, :, : first.shape[2]] = first
                 joined[num_first:, :, : added.shape[2]] = added
                 mine[layer], theirs[layer] = joined, added[:0]
@@ -145,10 +150,16 @@ class ResponseCache:
         keys, values = self.of_layer(layer, value)
         num_slots, length = self._shape
         if self._places is None:  # the line of each slot and head, once for all layers
-            lines = torch.arange(num_slots * num_heads, device=key.device).view(num_slots, num_heads)
+            lines = torch.arange(num_slots * num_heads, device=key.device).view(
+                num_slots, num_heads
+            )
             self._places = (lines * self.room + self._written[:, None]).flatten()
-        keys.view(-1, head_size).index_copy_(0, self._places, key.reshape(-1, head_size).to(keys.dtype))
-        values.view(-1, head_size).index_copy_(0, self._places, value.reshape(-1, head_size).to(values.dtype))
+        keys.view(-1, head_size).index_copy_(
+            0, self._places, key.reshape(-1, head_size).to(keys.dtype)
+        )
+        values.view(-1, head_size).index_copy_(
+            0, self._places, value.reshape(-1, head_size).to(values.dtype)
+        )
         return keys[:num_slots, :, :length], values[:num_slots, :, :length]
 
 
@@ -164,16 +175,29 @@ class PrefillPlan:
         self.packed = PackedAttention(segments, device)
         columns = torch.arange(max(cache.lengths))
         rows = [segment.start + columns.clamp(max=segment.length - 1) for segment in segments]
-        self.padded = torch.stack(rows).to(device)  # [p, S] packed token in each place, the last one repeated
-        self.last = torch.tensor([segment.start + segment.length - 1 for segment in segments], device=device)
+        self.padded = torch.stack(rows).to(
+            device
+        )  # [p, S] packed token in each place, the last one repeated
+        self.last = torch.tensor(
+            [segment.start + segment.length - 1 for segment in segments], device=device
+        )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """[1, H, N, D] and [1, K, N, D] -> [1, N, H, D]"""
         # [1, K, N, D] -> [p, K, S, D]
         keys, values = (
-            states[0].index_select(1, self.padded.flatten()).unflatten(1, self.padded.shape).transpose(0, 1)
+            states[0]
+            .index_select(1, self.padded.flatten())
+            .unflatten(1, self.padded.shape)
+            .transpose(0, 1)
             for states in (key, value)
         )
         self.cache.write(layer, self.places, keys, values)
@@ -188,7 +212,11 @@ class DecodePlan:
     """
 
     def __init__(
-        self, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
+        self,
+        prefixes: PrefixCache,
+        responses: ResponseCache,
+        places: Sequence[int],
+        device: torch.device,
     ) -> None:
         self.prefixes, self.responses, self.device = prefixes, responses, device
         lengths, next_positions = prefixes.lengths, prefixes.next_positions
@@ -209,7 +237,11 @@ class DecodePlan:
 
     def cells(self, group_size: int) -> tuple[list[int], list[int]]:
         """The slot of each cell, and the cell of each slot, with so many cells for each prefix."""
-        grid = [slot for group in self.members for slot in group + (group[:1] or [0]) * (group_size - len(group))]
+        grid = [
+            slot
+            for group in self.members
+            for slot in group + (group[:1] or [0]) * (group_size - len(group))
+        ]
         cells = [
             (slot, place * group_size + number)
             for place, group in enumerate(self.members)
@@ -222,7 +254,9 @@ class DecodePlan:
         self.responses.start_step(torch.tensor(written, device=self.device), max(written) + 1)
         self.written, self.windows = written, {}
         self.mask = self._mask([count + 1 for count in written], max(written) + 1)
-        positions = [first + count for first, count in zip(self.first_positions, written, strict=True)]
+        positions = [
+            first + count for first, count in zip(self.first_positions, written, strict=True)
+        ]
         return torch.tensor(positions, device=self.device)[:, None]
 
     def on_buffers(self, state: Tensor) -> "DecodePlan":
@@ -245,7 +279,13 @@ class DecodePlan:
         self.mask = hidden_mask(written + 1, self.responses.room)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         num_slots, num_heads, _, head_size = query.shape
@@ -253,14 +293,20 @@ class DecodePlan:
         shared_keys, shared_values = self.prefixes.keys[layer], self.prefixes.values[layer]
         query = query.to(own_keys.dtype).reshape(num_slots, key.shape[1], -1, head_size)
         cells = query if self.is_even else query.index_select(0, self.slot_of_cell)
-        folded = cells.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2, 3)  # [P, K, n * G, D]
+        folded = (
+            cells.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2, 3)
+        )  # [P, K, n * G, D]
         prefix_mask, mask = self._masks(options.window, query.shape[2])
         shared, shared_sum = (  # back to [P * n, K, G, ...], and to slots
             part.unflatten(2, (self.group_size, -1)).transpose(1, 2).flatten(0, 1)
-            for part in attend_part(folded, shared_keys, shared_values, prefix_mask, scale, options.softcap)
+            for part in attend_part(
+                folded, shared_keys, shared_values, prefix_mask, scale, options.softcap
+            )
         )
         if not self.is_even:
-            shared, shared_sum = (part.index_select(0, self.cell_of_slot) for part in (shared, shared_sum))
+            shared, shared_sum = (
+                part.index_select(0, self.cell_of_slot) for part in (shared, shared_sum)
+            )
         own, own_sum = attend_part(query, own_keys, own_values, mask, scale, options.softcap)
         share = torch.sigmoid(own_sum - shared_sum).unsqueeze(-1)  # of the response's own tokens
         mixed = torch.lerp(shared, own, share.to(own.dtype))
@@ -275,7 +321,10 @@ class DecodePlan:
         the window hides some, [P, 1, n * group, S] and [R, 1, 1, t]. `group` is G."""
         if window is None:
             return self.prefix_mask, self.mask
-        places = [self.lengths[place] + count for place, count in zip(self.places, self.written, strict=True)]
+        places = [
+            self.lengths[place] + count
+            for place, count in zip(self.places, self.written, strict=True)
+        ]
         if max(places) < window:
             return self.prefix_mask, self.mask
         if window not in self.windows:
@@ -287,7 +336,11 @@ class DecodePlan:
                 )
                 for one, width in zip(numbers, widths, strict=True)
             )
-            of_prefix = of_prefix[self.slot_of_cell].unflatten(0, (-1, self.group_size)).repeat_interleave(group, 1)
+            of_prefix = (
+                of_prefix[self.slot_of_cell]
+                .unflatten(0, (-1, self.group_size))
+                .repeat_interleave(group, 1)
+            )
             masks = of_prefix[:, None], of_response[:, None, None]
             self.windows[window] = tuple(
                 one if other is None else one + other
@@ -297,13 +350,19 @@ class DecodePlan:
 
     def _mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
         """[A, 1, 1, width] float32: 0 for the first tokens of each, as many as it has, then as good as -inf."""
-        return None if min(lengths) == width else hidden_mask(torch.tensor(lengths, device=self.device), width)
+        return (
+            None
+            if min(lengths) == width
+            else hidden_mask(torch.tensor(lengths, device=self.device), width)
+        )
 
 
 def hidden_mask(lengths: Tensor, width: int) -> Tensor:
     """[A, 1, 1, width] float32 from [A]: 0 for the first tokens of each, as many as it has, then as good as -inf."""
     is_hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(is_hidden.shape, device=lengths.device).masked_fill_(is_hidden, HIDDEN)[:, None, None]
+    return torch.zeros(is_hidden.shape, device=lengths.device).masked_fill_(is_hidden, HIDDEN)[
+        :, None, None
+    ]
 
 
 class CompiledPlan:
@@ -328,7 +387,10 @@ class CompiledPlan:
 
     def start_step(self, written: Sequence[int]) -> Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
-        assert len(written) <= self.responses.capacity and 0 <= min(written) <= max(written) < self.responses.room
+        assert (
+            len(written) <= self.responses.capacity
+            and 0 <= min(written) <= max(written) < self.responses.room
+        )
         positions, num_written = torch.tensor([self.first_positions, written], device=self.device)
         self.places = self.places._replace(num_written=num_written)
         return (positions + num_written)[:, None]
@@ -347,15 +409,29 @@ class CompiledPlan:
         """Begins the step that a graph records; it reads where each row ends."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         own = KeysAndValues(*self.responses.of_layer(layer, value))
         shared = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
         is_half = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
-        dtype = own.keys.dtype if self.device.type == "cuda" else torch.bfloat16 if is_half else torch.float32
+        dtype = (
+            own.keys.dtype
+            if self.device.type == "cuda"
+            else torch.bfloat16
+            if is_half
+            else torch.float32
+        )
         token = [states.squeeze(2).to(dtype) for states in (query, key, value)]
-        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, shared, self.places, options)
+        mixed = self.loops.attend(
+            token[0], token[1], token[2], scale, own, shared, self.places, options
+        )
         return mixed.unsqueeze(1).to(value.dtype)
 
 
@@ -372,7 +448,9 @@ def plan_decoding(
     return DecodePlan(prefixes, responses, places, device)
 
 
-def compiled_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> "Kernels | TritonKernels | None":
+def compiled_attention(
+    device: torch.device, dtype: torch.dtype, head_size: int
+) -> "Kernels | TritonKernels | None":
     """What computes decode attention on a cache of this dtype; None: torch's operators do."""
     found = kernels() if device.type == "cpu" else None
     if dtype in HALF_DTYPES and launches_triton(device):
@@ -381,7 +459,12 @@ def compiled_attention(device: torch.device, dtype: torch.dtype, head_size: int)
 
 
 def attend_part(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `query` [A, K, Q, D] over a part of the keys, with `keys` and `values` [A, K, X, D].
 
@@ -392,7 +475,9 @@ def attend_part(
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if query.is_cuda and query.dtype != torch.float32:  # sums of half-precision factors in float32
-        flat = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
+        flat = torch.bmm(
+            query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32
+        )
         scores = flat.unflatten(0, query.shape[:2])
     else:
         scores = (query @ keys.transpose(-1, -2)).float()

@@ -39,11 +39,26 @@ from quadriga.models.vision import ImageTokens
 from quadriga.observe.timing import PhaseTimer
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
 from quadriga.rollout.group import RolloutGroup
-from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    Images,
+    Prompt,
+    Prompts,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.generation import Generation, Request
-from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, shards_of, state_of
+from quadriga.rollout.native.network import (
+    Network,
+    PlainNetwork,
+    description_of,
+    is_plain,
+    shards_of,
+    state_of,
+)
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
@@ -95,32 +110,54 @@ class NativeEngine(CausalModelEngine):
         if (found := model.config._attn_implementation) != ATTENTION_NAME:
             expected = f"one loaded with attention {ATTENTION_NAME}"
             fix = "Load it with quadriga.models.load.load_causal_lm; if its rows cannot be packed, set rollout.name=hf."
-            raise RolloutError("rollout.name=native", got=f"a model with {found} attention", expected=expected, fix=fix)
+            raise RolloutError(
+                "rollout.name=native",
+                got=f"a model with {found} attention",
+                expected=expected,
+                fix=fix,
+            )
         super().__init__(model, **options)
         self.description = f"native, {description_of(model)}"
         self.max_num_batched_tokens, self.uses_graphs = max_num_batched_tokens, uses_graphs
         self._recorder = RouteRecorder(model) if records_routes else None
         self.group, self.dtype = group, dtype or model.dtype
-        self.token_bytes = cache_bytes_per_token(model.config, cache_dtype(self.dtype, model.device))
+        self.token_bytes = cache_bytes_per_token(
+            model.config, cache_dtype(self.dtype, model.device)
+        )
         if group is not None:
-            if not is_plain(model) or ImageTokens.of(model.config) is not None or any(mixtures(model)):
-                got, expected = f"{type(model).__name__}, in groups of {group.size}", "Llama, Qwen2 or Qwen3 for text"
+            if (
+                not is_plain(model)
+                or ImageTokens.of(model.config) is not None
+                or any(mixtures(model))
+            ):
+                got, expected = (
+                    f"{type(model).__name__}, in groups of {group.size}",
+                    "Llama, Qwen2 or Qwen3 for text",
+                )
                 fix = "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1."
                 raise RolloutError("rollout.name=native", got=got, expected=expected, fix=fix)
             whole = cache_bytes_per_token(model.config, cache_dtype(self.dtype, group.device))
-            self.token_bytes = whole // min(group.size, model.config.num_key_value_heads)  # a rank has one at least
+            self.token_bytes = whole // min(
+                group.size, model.config.num_key_value_heads
+            )  # a rank has one at least
             self._manifest, self._pieces = Manifest.of(model), shards_of(model, group)
             self._adapter = adapter_of(adapted or model)
             self._factors = Manifest.of(adapted or model).part(is_factor).shapes
-            self.merged_shards = {name for name in self._pieces if factor_names(name)[0] in self._factors}
+            self.merged_shards = {
+                name for name in self._pieces if factor_names(name)[0] in self._factors
+            }
             self.weight_version = -1
-        room = None if cache_gigabytes is None else int(cache_gigabytes * _GIBIBYTE / self.token_bytes)
+        room = (
+            None if cache_gigabytes is None else int(cache_gigabytes * _GIBIBYTE / self.token_bytes)
+        )
         self.max_cache_tokens: int | None = room
         # Of the requests of the batch that the group has: those that are told and not done, all by number.
         self._told: dict[int, Request] = {}
         self._num_told = self._checksum = 0
         self._has_failed = False
-        self.take_weights: Callable[[int], None] | None = None  # of a member, of the version that its leader has taken
+        self.take_weights: Callable[[int], None] | None = (
+            None  # of a member, of the version that its leader has taken
+        )
         self._network: Network | None = None
         self._lock = threading.Lock()
         self._inbox: list[Request] = []
@@ -128,7 +165,9 @@ class NativeEngine(CausalModelEngine):
         self._is_running = self._is_between_steps = False
         self._work: list[tuple[Callable[[], None], bool, bool, Future[int]]] = []
         self.num_steps = 0  # of the engine, since it was made
-        self.before_step: Callable[[int], None] | None = None  # called by the runner with their number
+        self.before_step: Callable[[int], None] | None = (
+            None  # called by the runner with their number
+        )
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
@@ -136,31 +175,53 @@ class NativeEngine(CausalModelEngine):
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
         setup.require_no_options()
         rollout, group = setup.rollout, setup.group
-        memory = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cache_gigabytes": rollout.cache_gigabytes}
+        memory = {
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "cache_gigabytes": rollout.cache_gigabytes,
+        }
         if group is not None:
             model, section, adapted = setup.skeleton(), setup.config.actor_rollout_ref.model, None
             if section.has_adapter:
                 add_adapter(adapted := setup.skeleton(), section, seed=0)
             engine = cls(
-                model, group=group, dtype=setup.dtype, adapted=adapted, **memory, **cls.options_of(setup, model)
+                model,
+                group=group,
+                dtype=setup.dtype,
+                adapted=adapted,
+                **memory,
+                **cls.options_of(setup, model),
             )
-            engine.description = f"native, in groups of {group.size} ranks, each with a shard of the weights"
+            engine.description = (
+                f"native, in groups of {group.size} ranks, each with a shard of the weights"
+            )
             return engine
         model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
-        memory |= {"records_routes": setup.config.actor_rollout_ref.actor.router_replay == "rollout"}
-        engine = cls(model, **memory, uses_graphs=not rollout.enforce_eager, **cls.options_of(setup, model))
+        memory |= {
+            "records_routes": setup.config.actor_rollout_ref.actor.router_replay == "rollout"
+        }
+        engine = cls(
+            model, **memory, uses_graphs=not rollout.enforce_eager, **cls.options_of(setup, model)
+        )
         engine.shares_weights = setup.actor is not None
-        where = "the actor's own weights" if engine.shares_weights else "a copy of the weights, which the actor shards"
+        where = (
+            "the actor's own weights"
+            if engine.shares_weights
+            else "a copy of the weights, which the actor shards"
+        )
         engine.description = f"native, on {where}, {description_of(model)}"
         return engine
 
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         requests = self._requests(prompts, sampling, images)
         if self._submit(requests):
             self._run()
         return [request.future.result() for request in requests]
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """One response; the request joins those that run, and the event loop stays free."""
         (future,) = self.begin([prompt], [sampling], [images])
         return await asyncio.wrap_future(future)
@@ -182,7 +243,9 @@ class NativeEngine(CausalModelEngine):
         self._submit(requests, in_worker=True)
         return [request.future for request in requests]
 
-    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False) -> Future[int]:
+    def between_steps(
+        self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
+    ) -> Future[int]:
         """Have `work` done between two steps: it may load weights, with which unfinished responses go on; with
         `keeps_cache` on the KV cache of the older ones. With `recomputes` the KV cache is computed anew in any case.
         The future has the number of steps before it, or its error, which all unfinished responses have too."""
@@ -236,7 +299,9 @@ class NativeEngine(CausalModelEngine):
         generation.advance([self._told[number] for number in given_up])
         return True
 
-    def _renew(self, checksum: int, version: int, keeps_cache: bool, generation: Generation | None = None) -> None:
+    def _renew(
+        self, checksum: int, version: int, keeps_cache: bool, generation: Generation | None = None
+    ) -> None:
         """Go on with the weights that the leader has."""
         self._sum_up(generation)
         self._require_same(checksum)
@@ -248,8 +313,13 @@ class NativeEngine(CausalModelEngine):
 
     def _require_same(self, checksum: int) -> None:
         if checksum != self._checksum:
-            got, fix = "other tokens than the leader's", "The ranks compute with other weights, or on other devices."
-            raise EngineError(f"native, {self.group}", got=got, expected="the same on all ranks", fix=fix)
+            got, fix = (
+                "other tokens than the leader's",
+                "The ranks compute with other weights, or on other devices.",
+            )
+            raise EngineError(
+                f"native, {self.group}", got=got, expected="the same on all ranks", fix=fix
+            )
 
     def release(self) -> None:
         if self.group is None or not self.group.is_leader:
@@ -263,12 +333,20 @@ class NativeEngine(CausalModelEngine):
 
     def _sum_up(self, generation: Generation | None = None) -> None:
         """Tokens of all requests but those that are under way go into the checksum."""
-        going = [] if generation is None else [*generation.scheduler.running, *generation.scheduler.waiting]
+        going = (
+            []
+            if generation is None
+            else [*generation.scheduler.running, *generation.scheduler.waiting]
+        )
         kept = set(map(id, going))
         for number in [number for number, request in self._told.items() if id(request) not in kept]:
-            self._checksum = zlib.crc32(repr(self._told.pop(number).token_ids).encode(), self._checksum)
+            self._checksum = zlib.crc32(
+                repr(self._told.pop(number).token_ids).encode(), self._checksum
+            )
 
-    def _tell(self, added: list[Request], given_up: list[Request], max_cache_tokens: int | None) -> None:
+    def _tell(
+        self, added: list[Request], given_up: list[Request], max_cache_tokens: int | None
+    ) -> None:
         """Let the members make the same step. They preempt where the leader does, whatever memory each has free."""
         assert self.group is not None
         self._told |= enumerate(added, start=self._num_told)
@@ -279,7 +357,10 @@ class NativeEngine(CausalModelEngine):
         numbers = {id(request): number for number, request in self._told.items()}
         version = self.weight_version
         begun = [one.completion(version) if one.token_ids else None for one in added]
-        specs = [(one.prompt, one.sampling, one.images, own) for one, own in zip(added, begun, strict=True)]
+        specs = [
+            (one.prompt, one.sampling, one.images, own)
+            for one, own in zip(added, begun, strict=True)
+        ]
         self.group.tell((specs, [numbers[id(request)] for request in given_up], max_cache_tokens))
 
     def wanted_shards(self) -> Wanted:
@@ -293,7 +374,9 @@ class NativeEngine(CausalModelEngine):
         assert self.group is not None
         parts = {name: buffer.to(self.group.device) for name, buffer in self.model.named_buffers()}
         for name in self._pieces:
-            parts |= dict.fromkeys(self._manifest.same[name], torch.nn.Parameter(shards[name], requires_grad=False))
+            parts |= dict.fromkeys(
+                self._manifest.same[name], torch.nn.Parameter(shards[name], requires_grad=False)
+            )
         for name, tensor in parts.items():
             place, _, kind = name.rpartition(".")
             setattr(self.model.get_submodule(place), kind, tensor)
@@ -301,7 +384,9 @@ class NativeEngine(CausalModelEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._require_idle("load_weights")
         self._network = None
-        super().load_weights(weights if self.group is None else self._merged(dict(weights)), version)
+        super().load_weights(
+            weights if self.group is None else self._merged(dict(weights)), version
+        )
 
     def _merged(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """A group's shards, in their own memory, with the adapter's whole matrices A [r, in] and B [out, r] merged."""
@@ -337,19 +422,26 @@ class NativeEngine(CausalModelEngine):
         requests = []
         for row, (prompt, params, own) in enumerate(zip(prompts, sampling, images, strict=True)):
             where = f"native.generate, prompt {row}"
-            if self.max_cache_tokens is not None and len(prompt) + params.max_tokens > self.max_cache_tokens:
+            if (
+                self.max_cache_tokens is not None
+                and len(prompt) + params.max_tokens > self.max_cache_tokens
+            ):
                 got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
                 expected = f"at most {self.max_cache_tokens}, for which the KV cache has memory"
                 size = f"a token takes {self.token_bytes} bytes"
                 fix = f"Raise actor_rollout_ref.rollout.cache_gigabytes; {size}."
                 raise RolloutError(where, got=got, expected=expected, fix=fix)
             if own is not None and image_tokens is None:
-                raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
+                raise RolloutError(
+                    where, got="images", expected="text: the model is no vision-language model"
+                )
             if own is not None and image_tokens is not None:
                 # There may be more: a model may write one in an earlier turn.
                 found, problem = image_tokens.places(np.array(prompt), own.inputs)
                 if len(found) < image_tokens.count(own.inputs):
-                    raise RolloutError(where, got=problem, expected="at least one for each embedding")
+                    raise RolloutError(
+                        where, got=problem, expected="at least one for each embedding"
+                    )
             requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
         return requests
 
@@ -362,7 +454,9 @@ class NativeEngine(CausalModelEngine):
         if starts and in_worker:
             if self._worker is None:
                 num_threads = torch.get_num_threads()
-                self._worker = ThreadPoolExecutor(1, "native", initializer=partial(torch.set_num_threads, num_threads))
+                self._worker = ThreadPoolExecutor(
+                    1, "native", initializer=partial(torch.set_num_threads, num_threads)
+                )
             self._turn = self._worker.submit(self._run)
         return starts
 
@@ -386,7 +480,9 @@ class NativeEngine(CausalModelEngine):
                     if self.group is not None:
                         self._sum_up(generation)
                         self.group.tell((_RENEW, self._checksum, self.weight_version, keeps_cache))
-                    generation.renew(self._packed_network(), self.weight_version, keeps_cache=keeps_cache)
+                    generation.renew(
+                        self._packed_network(), self.weight_version, keeps_cache=keeps_cache
+                    )
             except BaseException as error:
                 done.set_exception(error)
                 raise
@@ -419,7 +515,9 @@ class NativeEngine(CausalModelEngine):
             self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
         return self._network
 
-    def _take_inbox(self, scheduler: Scheduler[Request]) -> tuple[list[Request], list[Request], bool]:
+    def _take_inbox(
+        self, scheduler: Scheduler[Request]
+    ) -> tuple[list[Request], list[Request], bool]:
         """New requests, those that are given up, and whether there is anything to do."""
         with self._lock:
             added, self._inbox = self._inbox, []
@@ -446,7 +544,9 @@ class NativeEngine(CausalModelEngine):
                         continue
                     if self.group is not None:
                         self._tell(added, given_up, scheduler.max_cache_tokens)
-                    self.num_steps += 1  # first: what follows from a response that ends in the step counts it
+                    self.num_steps += (
+                        1  # first: what follows from a response that ends in the step counts it
+                    )
                     with PhaseTimer.mark(f"step of version {self.weight_version}"):
                         generation.advance(given_up)
                     if scheduler.is_done:
@@ -456,7 +556,9 @@ class NativeEngine(CausalModelEngine):
         except BaseException as error:
             with self._lock:
                 self._has_failed = True
-                failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
+                failed = [
+                    request for request in (*self._open, *self._inbox) if not request.future.done()
+                ]
                 self._open, self._inbox, self._is_running = [], [], False
                 undone, self._work = self._work, []
             for *_, done in undone:
@@ -480,9 +582,14 @@ class NativeEngine(CausalModelEngine):
             return
         with self._lock:
             open_requests = [*self._open, *self._inbox]
-            unfinished = [one for one in open_requests if not (one.future.done() or one.is_given_up)]
+            unfinished = [
+                one for one in open_requests if not (one.future.done() or one.is_given_up)
+            ]
         if unfinished:
-            got, fix = f"{len(unfinished)} responses that are not finished", "Wait for them, or call abort() first."
+            got, fix = (
+                f"{len(unfinished)} responses that are not finished",
+                "Wait for them, or call abort() first.",
+            )
             raise RolloutError(f"native.{action}", got=got, expected="an engine at rest", fix=fix)
         self._finish_turn()
 

@@ -30,7 +30,13 @@ from quadriga.models.heads import HAS_TRITON, launches_triton
 from quadriga.models.vision import PackedImages, packed_images
 from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
-from quadriga.rollout.native.attention import AnyDecodePlan, PrefillPlan, PrefixCache, ResponseCache, plan_decoding
+from quadriga.rollout.native.attention import (
+    AnyDecodePlan,
+    PrefillPlan,
+    PrefixCache,
+    ResponseCache,
+    plan_decoding,
+)
 from quadriga.rollout.native.graphs import GraphedSteps
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
@@ -126,7 +132,9 @@ class Request:
     def restart(self) -> None:
         """Its KV cache is lost, or there is none yet: all tokens that there are become its prefix."""
         tokens = (*self.prompt, *self.token_ids)
-        self.prefix: Prefix = tokens if self.images is None else ImagePrefix(tokens, self.images.key, self.images)
+        self.prefix: Prefix = (
+            tokens if self.images is None else ImagePrefix(tokens, self.images.key, self.images)
+        )
 
     @property
     def num_left(self) -> int:
@@ -143,7 +151,9 @@ class Request:
         if not math.isfinite(log_prob):
             where = f"native.generate: token {len(self.token_ids)} of a response"
             fix = "The weights hold NaN or infinity; look at actor/grad_norm of the steps before."
-            raise RolloutError(where, got=f"a log-probability of {log_prob}", expected="finite logits", fix=fix)
+            raise RolloutError(
+                where, got=f"a log-probability of {log_prob}", expected="finite logits", fix=fix
+            )
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
@@ -155,7 +165,10 @@ class Request:
     def go_on_from(self, earlier: Completion) -> None:
         """Begin behind the tokens of a response that was aborted."""
         self.token_ids, self.log_probs = list(earlier.token_ids), list(earlier.log_probs)
-        self.sampling_log_probs, self.versions = list(earlier.sampling_log_probs), list(earlier.versions)
+        self.sampling_log_probs, self.versions = (
+            list(earlier.sampling_log_probs),
+            list(earlier.versions),
+        )
         for _ in self.token_ids:
             self.draws.next()
         self.restart()
@@ -164,7 +177,9 @@ class Request:
         """The response so far; an unfinished one as if it was aborted."""
         numbers = (self.finish_reason or "abort", weight_version, list(self.sampling_log_probs))
         routes = np.concatenate(self.routes) if self.routes else None
-        return Completion(list(self.token_ids), list(self.log_probs), *numbers, routes, list(self.versions))
+        return Completion(
+            list(self.token_ids), list(self.log_probs), *numbers, routes, list(self.versions)
+        )
 
     def close(self, weight_version: int) -> None:
         """Gives the caller its completion."""
@@ -185,14 +200,19 @@ class Generation:
         uses_graphs: bool = True,
         recorder: RouteRecorder | None = None,
     ) -> None:
-        self.recorder, self.routes = recorder, dict[Prefix, np.ndarray]()  # of the prefixes in the cache
+        self.recorder, self.routes = (
+            recorder,
+            dict[Prefix, np.ndarray](),
+        )  # of the prefixes in the cache
         self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
         self.device = network.device
         self.prefixes = PrefixCache()
         self.responses = ResponseCache()
         self.plan: AnyDecodePlan | None = None
         self.uses_graphs = uses_graphs
-        self.graphs = GraphedSteps(network) if uses_graphs and GraphedSteps.can_capture(network) else None
+        self.graphs = (
+            GraphedSteps(network) if uses_graphs and GraphedSteps.can_capture(network) else None
+        )
         self.rules: SamplingRules | None = None
 
     def advance(self, given_up: Collection[Request] = ()) -> None:
@@ -217,7 +237,11 @@ class Generation:
         """Go on with newer weights; with `keeps_cache` on the KV cache of the older ones, else it is computed anew."""
         older, running = self.weight_version, self.scheduler.running
         self.network, self.weight_version, self.plan = network, weight_version, None
-        self.graphs = GraphedSteps(network) if self.uses_graphs and GraphedSteps.can_capture(network) else None
+        self.graphs = (
+            GraphedSteps(network)
+            if self.uses_graphs and GraphedSteps.can_capture(network)
+            else None
+        )
         if keeps_cache:
             kept = {
                 prefix: prefix if isinstance(prefix, OlderPrefix) else OlderPrefix(prefix, older)
@@ -244,15 +268,21 @@ class Generation:
     def _admit(self) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         num_before = len(running)
-        first_room = min(_FIRST_ROOM, max(request.num_left for request in waiting[: self.scheduler.max_num_seqs]))
+        first_room = min(
+            _FIRST_ROOM, max(request.num_left for request in waiting[: self.scheduler.max_num_seqs])
+        )
         room = max(self.responses.room if num_before else 0, first_room)
         if not (started := self.scheduler.admit(room)):
             return
         length = max((request.num_written for request in running[:num_before]), default=0)
-        self.responses.resize(len(running), max(min(room, self._limit()), length), num_before, length)
+        self.responses.resize(
+            len(running), max(min(room, self._limit()), length), num_before, length
+        )
         self._keep_prefixes()
         held = set(self.prefixes.prefixes)
-        new = list(dict.fromkeys(request.prefix for request in started if request.prefix not in held))
+        new = list(
+            dict.fromkeys(request.prefix for request in started if request.prefix not in held)
+        )
         if new:
             self.prefixes.extend(self._prefill(new))
         self.plan = None
@@ -262,7 +292,9 @@ class Generation:
         places = self._places(started)
         order = {place: number for number, place in enumerate(sorted(set(places)))}
         assert self.prefixes.last_hidden is not None
-        logits = self.network.logits(self.prefixes.last_hidden[torch.tensor([*order], device=self.device)])  # [U, V]
+        logits = self.network.logits(
+            self.prefixes.last_hidden[torch.tensor([*order], device=self.device)]
+        )  # [U, V]
         logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         self._sample(logits, rules, num_before)
@@ -274,30 +306,40 @@ class Generation:
     def _keep_prefixes(self) -> None:
         """Drops the prefixes of the cache that no slot has."""
         needed = {request.prefix for request in self.scheduler.running}
-        self.prefixes.keep([place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed])
+        self.prefixes.keep(
+            [place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed]
+        )
         self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
         """The KV cache of prefixes, computed by as many of them at a time as `max_num_batched_tokens` lets."""
         cache, last_hidden = PrefixCache(prefixes), []
         limit = self.scheduler.max_num_batched_tokens
-        for numbers in buckets(range(len(prefixes)), cache.lengths.__getitem__, limit, lambda number, _: number):
+        for numbers in buckets(
+            range(len(prefixes)), cache.lengths.__getitem__, limit, lambda number, _: number
+        ):
             places = slice(numbers[0], numbers[-1] + 1)
             plan = PrefillPlan(cache, places, self.device)
             hidden = self.network.hidden(*self._packed(prefixes[places]), plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
             if self.recorder is not None:
                 ends = np.cumsum(cache.lengths[places])[:-1]
-                self.routes |= zip(prefixes[places], np.split(self.recorder.take().numpy(), ends), strict=True)
+                self.routes |= zip(
+                    prefixes[places], np.split(self.recorder.take().numpy(), ends), strict=True
+                )
         cache.last_hidden = torch.cat(last_hidden)
         if len(cache.keys) != self.network.num_layers:
             where = f"native.generate with {type(self.network.body).__name__}"
             got = f"{len(cache.keys)} layers with plain attention"
             fix = "Use rollout.name=hf: layers of another kind keep a state that this engine does not know."
-            raise RolloutError(where, got=got, expected=f"{self.network.num_layers}, all of them", fix=fix)
+            raise RolloutError(
+                where, got=got, expected=f"{self.network.num_layers}, all of them", fix=fix
+            )
         return cache
 
-    def _packed(self, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
+    def _packed(
+        self, prefixes: Sequence[Prefix]
+    ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
         """Tokens [1, N], their positions [1, N], or [3, 1, N] where a prefix has images, and the images."""
         start, rows, images = 0, [], []
         for prefix in prefixes:
@@ -311,7 +353,9 @@ class Generation:
             else:
                 rows.append(torch.arange(len(prefix)).expand(3, -1))
             start += len(prefix)
-        packed = torch.tensor([[token for prefix in prefixes for token in prefix]], device=self.device)
+        packed = torch.tensor(
+            [[token for prefix in prefixes for token in prefix]], device=self.device
+        )
         positions = torch.cat(rows, 1)
         positions = (positions[:, None] if images else positions[:1]).to(self.device)
         return packed, positions, packed_images(images, self.device)
@@ -328,15 +372,26 @@ class Generation:
             self._make_room(max(written))
             written = [request.num_written for request in requests]
         if self.plan is None or self.rules is None:  # they last until a slot starts or ends
-            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(self.prefixes.prefixes):
+            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(
+                self.prefixes.prefixes
+            ):
                 self._keep_prefixes()
-            self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
-            self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
+            self.plan = plan_decoding(
+                self.prefixes, self.responses, self._places(requests), self.device
+            )
+            self.rules = SamplingRules.from_params(
+                [request.sampling for request in requests], self.device
+            )
         tokens = [request.token_ids[-1] for request in requests]
-        if self.graphs is None or (logits := self.graphs.logits(self.plan, tokens, written)) is None:
+        if (
+            self.graphs is None
+            or (logits := self.graphs.logits(self.plan, tokens, written)) is None
+        ):
             positions = self.plan.start_step(written)
             inputs = torch.tensor(tokens, device=self.device)[:, None]
-            logits = self.network.logits(self.network.hidden(inputs, positions, plan=self.plan)[:, 0])
+            logits = self.network.logits(
+                self.network.hidden(inputs, positions, plan=self.plan)[:, 0]
+            )
             if self.recorder is not None:
                 for request, route in zip(requests, self.recorder.take().numpy(), strict=True):
                     request.routes.append(route[None])

@@ -42,7 +42,9 @@ class Graph:
             self.plan.arrange(plan, self.state)
             self.arranged = plan
         self.host.zero_()
-        positions = [first + count for first, count in zip(plan.first_positions, written, strict=True)]
+        positions = [
+            first + count for first, count in zip(plan.first_positions, written, strict=True)
+        ]
         self.host[:, : len(tokens)] = torch.tensor([tokens, positions, written])
         self.state[:3].copy_(self.host, non_blocking=True)
 
@@ -60,7 +62,9 @@ class Graph:
     def _compute(self) -> torch.Tensor:
         tokens, positions, written = self.state[:3]
         self.plan.start_captured(written)
-        return self.network.logits(self.network.hidden(tokens[:, None], positions[:, None], plan=self.plan)[:, 0])
+        return self.network.logits(
+            self.network.hidden(tokens[:, None], positions[:, None], plan=self.plan)[:, 0]
+        )
 
 
 class GraphedSteps:
@@ -77,24 +81,40 @@ class GraphedSteps:
         """Whether nothing in a step of this network waits for the device, or is made by the host: tokens that go to
         experts are counted, and what a sliding window hides is another mask at each step in float32."""
         rope = getattr(getattr(network.body, "rotary_emb", None), "rope_type", "default")
-        if not isinstance(network, PlainNetwork) or network.group is not None or any(mixtures(network.model)):
+        if (
+            not isinstance(network, PlainNetwork)
+            or network.group is not None
+            or any(mixtures(network.model))
+        ):
             return False
         has_masks = any(
-            layer.options.window and compiled_attention(network.device, network.model.dtype, layer.head_size) is None
+            layer.options.window
+            and compiled_attention(network.device, network.model.dtype, layer.head_size) is None
             for layer in network.layers
         )
         return network.device.type == "cuda" and not has_masks and rope not in _HOST_ROPES
 
-    def logits(self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]) -> torch.Tensor | None:
+    def logits(
+        self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
+    ) -> torch.Tensor | None:
         """Logits [rows, V] of a step, valid until the next one; None: it is computed without a graph."""
-        caches = (*plan.prefixes.keys, *plan.prefixes.values, *plan.responses.keys, *plan.responses.values)
+        caches = (
+            *plan.prefixes.keys,
+            *plan.prefixes.values,
+            *plan.responses.keys,
+            *plan.responses.values,
+        )
         memory = (plan.responses.room, *plan.prefixes.lengths, *(one.data_ptr() for one in caches))
         if memory != self.memory:
             self.graphs, self.memory, self.num_steps = [], memory, 0
         self.num_steps += 1
         if self.num_steps <= _STEPS_BEFORE:
             return None
-        fitting = [one for one in self.graphs if one.num_rows >= len(tokens) and one.plan.group_size >= plan.group_size]
+        fitting = [
+            one
+            for one in self.graphs
+            if one.num_rows >= len(tokens) and one.plan.group_size >= plan.group_size
+        ]
         found = min(fitting, key=lambda one: one.num_rows, default=None)
         # Half-empty graphs are replaced by smaller ones as responses end.
         num_rows = min(1 << (len(tokens) - 1).bit_length(), plan.responses.capacity)

@@ -52,8 +52,14 @@ class _Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_long) for name in ("num_rows", "num_key_heads", "group", "size")),
         *((name, ctypes.c_long) for name in ("prefix_room", "own_room")),
-        *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride", "window")),
-        *((name, ctypes.c_void_p) for name in ("prefix_of", "prefix_length", "num_written", "sinks")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("query_stride", "key_stride", "value_stride", "window")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("prefix_of", "prefix_length", "num_written", "sinks")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
     )
@@ -95,7 +101,12 @@ class Kernels:
     def can_multiply(weight: Tensor) -> bool:
         """Whether `multiply` takes this weight, [O, D]."""
         fits = weight.shape[0] % _COLUMNS == 0 and weight.shape[1] % _PAIR == 0
-        return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+        return (
+            fits
+            and weight.dtype == torch.bfloat16
+            and weight.device.type == "cpu"
+            and weight.is_contiguous()
+        )
 
     @staticmethod
     def can_attend(head_size: int) -> bool:
@@ -107,7 +118,9 @@ class Kernels:
         """Whether `normalize`, `rotate` and `gate` take hidden sizes, head sizes and widths like these."""
         return all(size % _PAIR == 0 for size in sizes)
 
-    def multiply(self, states: Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype) -> Tensor:
+    def multiply(
+        self, states: Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype
+    ) -> Tensor:
         """Few rows [R, D] bfloat16 times weights [O, D], plus biases [O], all bfloat16 and contiguous: [R, sum of O].
 
         For the weights see `can_multiply`. The result is bfloat16 or float32.
@@ -116,7 +129,9 @@ class Kernels:
         _require(states, torch.bfloat16, num_rows, size)
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
         room = torch.empty(num_rows, size)
-        product = _Product(num_rows, size, 0, out.shape[1], dtype == torch.bfloat16, torch.get_num_threads())
+        product = _Product(
+            num_rows, size, 0, out.shape[1], dtype == torch.bfloat16, torch.get_num_threads()
+        )
         product.room = room.data_ptr()
         multiply = self._loops["multiply"]
         for number, weight in enumerate(weights):
@@ -147,12 +162,15 @@ class Kernels:
         sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         num_rows, num_heads, size = query.shape
         query, key, value = (  # only their rows may lie apart
-            states if states.stride()[1:] == (size, 1) else states.contiguous() for states in (query, key, value)
+            states if states.stride()[1:] == (size, 1) else states.contiguous()
+            for states in (query, key, value)
         )
         num_key_heads = key.shape[1]
         for pair in (own, prefixes):
             for states in pair:
-                _require(states, torch.float32, len(states), num_key_heads, pair.keys.shape[2], size)
+                _require(
+                    states, torch.float32, len(states), num_key_heads, pair.keys.shape[2], size
+                )
         for tensor in places:
             _require(tensor, torch.int64, num_rows)
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
@@ -176,7 +194,9 @@ class Kernels:
         self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
         return out
 
-    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], and its norm."""
         states = states + added
         return states, self.normalize(states, weight, epsilon)
@@ -191,7 +211,9 @@ class Kernels:
         for tensor in (cos, sin):
             _require(tensor, states.dtype, *states.shape[:-2], size)
         sizes = (states.numel() // (num_heads * size), num_heads, num_turned, size)
-        self._loops["rotate"](states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states))
+        self._loops["rotate"](
+            states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states)
+        )
         return states
 
     def gate(self, states: Tensor) -> Tensor:
@@ -232,7 +254,10 @@ def _find() -> tuple[Kernels | None, str]:
     except _UnavailableError as error:
         return None, f"no compiled loops, for {error}"
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        return None, f"no compiled loops, for they cannot be made, kept or loaded: {error} (XDG_CACHE_HOME says where)"
+        return (
+            None,
+            f"no compiled loops, for they cannot be made, kept or loaded: {error} (XDG_CACHE_HOME says where)",
+        )
     return found, f"loops compiled with {found.compiler}"
 
 
@@ -249,7 +274,9 @@ def _load() -> Kernels:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:  # what lies there is run
-        raise _UnavailableError(f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)")
+        raise _UnavailableError(
+            f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)"
+        )
     library = folder / f"kernels-{hashlib.sha256(depends_on).hexdigest()[:16]}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)

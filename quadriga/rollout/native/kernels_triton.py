@@ -70,8 +70,12 @@ def _rotate_kernel(
     second_cos = tl.load(cos + here + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + here, mask=is_column, other=0.0).to(tl.float32)[None, :]
     second_sin = tl.load(sin + here + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    left = (first * first_cos).to(narrow).to(tl.float32) - (second * first_sin).to(narrow).to(tl.float32)
-    right = (second * second_cos).to(narrow).to(tl.float32) + (first * second_sin).to(narrow).to(tl.float32)
+    left = (first * first_cos).to(narrow).to(tl.float32) - (second * first_sin).to(narrow).to(
+        tl.float32
+    )
+    right = (second * second_cos).to(narrow).to(tl.float32) + (first * second_sin).to(narrow).to(
+        tl.float32
+    )
     tl.store(at, left.to(narrow), mask=exists)
     tl.store(at + half, right.to(narrow), mask=exists)
 
@@ -97,7 +101,10 @@ def _attend(
     for first in range(start, stop, TOKENS):
         tokens = first + tl.arange(0, TOKENS)
         exists = tokens < stop
-        at, inside = tokens[:, None] * SIZE + columns[None, :], exists[:, None] & (columns[None, :] < SIZE)
+        at, inside = (
+            tokens[:, None] * SIZE + columns[None, :],
+            exists[:, None] & (columns[None, :] < SIZE),
+        )
         key = tl.load(keys + at, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(key)) * scale
         if HAS_CAP:
@@ -124,7 +131,11 @@ def _attention_kernel(
     queries, columns = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
     heads, is_column = head * GROUP + queries, columns < SIZE
     inside = (queries < GROUP)[:, None] & is_column[None, :]
-    q = tl.load(query + row * query_stride + heads[:, None] * SIZE + columns[None, :], mask=inside, other=0.0)
+    q = tl.load(
+        query + row * query_stride + heads[:, None] * SIZE + columns[None, :],
+        mask=inside,
+        other=0.0,
+    )
     written, length = tl.load(num_written + row), tl.load(prefix_length + row)
     end = length + written  # tokens before the new one
     begin = end * 0
@@ -140,7 +151,9 @@ def _attention_kernel(
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
     if part == 0:  # the new token, which no program reads from the cache
         new_key = tl.load(key + row * key_stride + head * SIZE + columns, mask=is_column, other=0.0)
-        new_value = tl.load(value + row * value_stride + head * SIZE + columns, mask=is_column, other=0.0)
+        new_value = tl.load(
+            value + row * value_stride + head * SIZE + columns, mask=is_column, other=0.0
+        )
         tl.store(own_keys + own + written * SIZE + columns, new_key, mask=is_column)
         tl.store(own_values + own + written * SIZE + columns, new_value, mask=is_column)
         peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
@@ -165,8 +178,14 @@ def _attention_kernel(
         tl.store(to, (mixed / total[:, None]).to(result.dtype.element_ty), mask=inside)
     else:
         line = (row * NUM_KEYS * GROUP + heads) * PARTS + part
-        tl.store(result + line[:, None] * SIZE + columns[None, :], mixed / tl.maximum(total, 1e-30)[:, None], inside)
-        tl.store(sums + line, tl.where(total > 0, peak + tl.log(total), _NOTHING), mask=queries < GROUP)
+        tl.store(
+            result + line[:, None] * SIZE + columns[None, :],
+            mixed / tl.maximum(total, 1e-30)[:, None],
+            inside,
+        )
+        tl.store(
+            sums + line, tl.where(total > 0, peak + tl.log(total), _NOTHING), mask=queries < GROUP
+        )
 
 
 @triton.jit
@@ -185,7 +204,9 @@ def _combine_kernel(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + line % NUM_HEADS) - peak)
     is_column = columns < SIZE
-    mixed = tl.load(parts + of_part[:, None] * SIZE + columns[None, :], mask=is_column[None, :], other=0.0)
+    mixed = tl.load(
+        parts + of_part[:, None] * SIZE + columns[None, :], mask=is_column[None, :], other=0.0
+    )
     found = tl.sum(mixed * shares[:, None], 0) / total
     tl.store(result + line * SIZE + columns, found.to(result.dtype.element_ty), mask=is_column)
 
@@ -230,12 +251,20 @@ def _draw_kernel(
     DEPTH_INSIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    chunks, blocks, inside = tl.arange(0, CHUNKS), tl.arange(0, 2**DEPTH), tl.arange(0, 2**DEPTH_INSIDE)
+    chunks, blocks, inside = (
+        tl.arange(0, CHUNKS),
+        tl.arange(0, 2**DEPTH),
+        tl.arange(0, 2**DEPTH_INSIDE),
+    )
     peak = tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
     highest = tl.max(peak, 0)
     is_block = blocks < num_blocks
-    of_chunk = tl.load(peaks + row * num_chunks + blocks // BLOCKS, mask=is_block, other=-float("inf"))
-    mass = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0) * tl.exp(of_chunk - highest)
+    of_chunk = tl.load(
+        peaks + row * num_chunks + blocks // BLOCKS, mask=is_block, other=-float("inf")
+    )
+    mass = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0) * tl.exp(
+        of_chunk - highest
+    )
     masses = mass.to(tl.float64)
     total = tl.sum(masses, 0)
     own_uniforms = uniforms + row * uniforms_stride
@@ -243,13 +272,23 @@ def _draw_kernel(
     heat = 1.0
     if HAS_TEMPERATURE:
         heat = tl.load(temperature + row)
-    z = tl.load(logits + row * num_tokens + first + inside, mask=first + inside < num_tokens, other=-float("inf"))
+    z = tl.load(
+        logits + row * num_tokens + first + inside,
+        mask=first + inside < num_tokens,
+        other=-float("inf"),
+    )
     odds = tl.exp(z / heat - highest).to(tl.float64)
-    token = tl.minimum(first + _choose(odds, inside, own_uniforms + DEPTH, DEPTH_INSIDE), num_tokens - 1)
+    token = tl.minimum(
+        first + _choose(odds, inside, own_uniforms + DEPTH, DEPTH_INSIDE), num_tokens - 1
+    )
     if HAS_GREEDY:
         is_likeliest = (chunks < num_chunks) & (peak == highest)
-        at_peak = tl.load(likeliest + row * num_chunks + chunks, mask=is_likeliest, other=num_tokens)
-        token = tl.where(tl.load(is_greedy + row), tl.minimum(tl.min(at_peak, 0), num_tokens - 1), token)
+        at_peak = tl.load(
+            likeliest + row * num_chunks + chunks, mask=is_likeliest, other=num_tokens
+        )
+        token = tl.where(
+            tl.load(is_greedy + row), tl.minimum(tl.min(at_peak, 0), num_tokens - 1), token
+        )
     chosen = tl.exp(tl.load(logits + row * num_tokens + token) / heat - highest).to(tl.float64)
     log_prob = tl.log(chosen / total).to(tl.float32).to(tl.float64)
     tl.store(result + row * 3, token.to(tl.float64))
@@ -271,12 +310,16 @@ class TritonKernels:
         """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
         return self._normalize(states.contiguous(), None, weight, epsilon)
 
-    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], which takes the memory of the second, and its norm."""
         added = added.contiguous()
         return added, self._normalize(states.contiguous(), added, weight, epsilon)
 
-    def _normalize(self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    def _normalize(
+        self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
+    ) -> Tensor:
         result, size = torch.empty_like(states), states.shape[-1]
         columns = triton.next_power_of_2(size)
         _normalize_kernel[(states.numel() // size,)](
@@ -341,24 +384,37 @@ class TritonKernels:
             num_stages=2,
         )  # fmt: skip
         if parts > 1:
-            _combine_kernel[(num_rows * num_heads,)](mixed, sums, sinks, result, NUM_HEADS=num_heads, **shape)
+            _combine_kernel[(num_rows * num_heads,)](
+                mixed, sums, sinks, result, NUM_HEADS=num_heads, **shape
+            )
         return result
 
 
-def draw(logits: Tensor, temperature: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor) -> Tensor:
+def draw(
+    logits: Tensor, temperature: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor
+) -> Tensor:
     """What `quadriga.rollout.sampler.sample` computes without top-k, top-p and min-p, [R, 3] float64: tokens, their
     log-probabilities, and those among what could come. `logits` [R, V] float32 are not overwritten; temperatures are
     [R, 1] float32, `is_greedy` [R] bool, `uniforms` [R, .] float64."""
     logits, uniforms = logits.contiguous(), uniforms.contiguous()
     num_rows, num_tokens = logits.shape
-    num_blocks, num_chunks = triton.cdiv(num_tokens, _BLOCK), triton.cdiv(num_tokens, _BLOCK * _BLOCKS)
+    num_blocks, num_chunks = (
+        triton.cdiv(num_tokens, _BLOCK),
+        triton.cdiv(num_tokens, _BLOCK * _BLOCKS),
+    )
     peaks, sums = logits.new_empty(num_rows, num_chunks), logits.new_empty(num_rows, num_blocks)
     likeliest = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     result = logits.new_empty(num_rows, 3, dtype=torch.float64)
     weighed = (logits, temperature, peaks, likeliest, sums)
     has_temperature = temperature is not None
     _weigh_kernel[(num_rows, num_chunks)](
-        *weighed, num_tokens, num_blocks, HAS_TEMPERATURE=has_temperature, BLOCKS=_BLOCKS, BLOCK=_BLOCK, num_warps=8
+        *weighed,
+        num_tokens,
+        num_blocks,
+        HAS_TEMPERATURE=has_temperature,
+        BLOCKS=_BLOCKS,
+        BLOCK=_BLOCK,
+        num_warps=8,
     )
     _draw_kernel[(num_rows,)](
         *weighed, uniforms, is_greedy, result, num_tokens, num_blocks, num_chunks, uniforms.shape[1],

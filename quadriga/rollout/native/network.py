@@ -58,7 +58,9 @@ class TorchElementwise:
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
 
-    def add_and_normalize(self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         """The sum of [..., D] and [..., D], which may take the memory of the second, and its norm."""
         states = states + added
         return states, self.normalize(states, weight, epsilon)
@@ -108,10 +110,17 @@ class Network:
                 self.products[module] = _Experts(module, forms, cast(Any, module)._apply_gate)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        images: PackedImages | None = None,
+        *,
+        plan: AttentionPlan,
     ) -> Tensor:
         """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
-        inputs = {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
+        inputs = (
+            {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
+        )
         inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
         try:
             for module, product in self.products.items():
@@ -125,7 +134,9 @@ class Network:
         """[B, D] -> [B, V] float32, equal to those of training."""
         if self.exact_head is not None:
             return self.rule.apply(self.exact_head.multiply(hidden))
-        return self.rule.apply(head_logits(hidden, self.head.weight, getattr(self.head, "bias", None)))
+        return self.rule.apply(
+            head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
+        )
 
 
 class PlainNetwork(Network):
@@ -140,9 +151,14 @@ class PlainNetwork(Network):
         self.group, forms, config = group, self.forms, model.config.get_text_config()
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         mlps = [layer.mlp for layer in self.body.layers]
-        widths = {part_of(config.intermediate_size, size, rank)[1] for mlp in mlps if not is_mixture(mlp)}
+        widths = {
+            part_of(config.intermediate_size, size, rank)[1] for mlp in mlps if not is_mixture(mlp)
+        }
         widths |= {mlp.experts.intermediate_dim for mlp in mlps if is_mixture(mlp)}
-        self.vocabulary_size, (self.first_token, _) = config.vocab_size, part_of(config.vocab_size, size, rank)
+        self.vocabulary_size, (self.first_token, _) = (
+            config.vocab_size,
+            part_of(config.vocab_size, size, rank),
+        )
         sizes = (config.hidden_size, *widths, self.body.layers[0].self_attn.head_dim)
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
         is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
@@ -151,13 +167,20 @@ class PlainNetwork(Network):
         if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
             self.elementwise = TritonKernels()
         made = (forms, self.elementwise, group)
-        self.layers = [_Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)]
+        self.layers = [
+            _Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)
+        ]
 
     def _take_products(self, forms: Forms) -> None:
         """Its layers have them side by side."""
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        images: PackedImages | None = None,
+        *,
+        plan: AttentionPlan,
     ) -> Tensor:
         if images is None:
             hidden = self._embedded(tokens)
@@ -169,7 +192,9 @@ class PlainNetwork(Network):
         for layer in self.layers:
             hidden, added = layer(hidden, added, cos, sin, plan)
         norm = self.body.norm
-        return self.elementwise.add_and_normalize(hidden, added, norm.weight, norm.variance_epsilon)[1]
+        return self.elementwise.add_and_normalize(
+            hidden, added, norm.weight, norm.variance_epsilon
+        )[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         own = super().logits(hidden)
@@ -182,20 +207,30 @@ class PlainNetwork(Network):
             return embedding(tokens, table)
         local = tokens - self.first_token
         is_here = (local >= 0) & (local < len(table))
-        return self.group.add_up(embedding(torch.where(is_here, local, 0), table) * is_here[..., None])
+        return self.group.add_up(
+            embedding(torch.where(is_here, local, 0), table) * is_here[..., None]
+        )
 
 
 class _Layer:
     """One layer of a plain decoder."""
 
     def __init__(
-        self, layer: Any, number: int, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None
+        self,
+        layer: Any,
+        number: int,
+        forms: Forms | None,
+        elementwise: Elementwise,
+        group: RolloutGroup | None,
     ) -> None:
         self.number, self.elementwise = number, elementwise
         attention = layer.self_attn
         self.head_size, self.scale = attention.head_dim, attention.scaling
         # Mistral and Mixtral have the window of all layers in the configuration, and alone read it there.
-        has_own = hasattr(attention, "sliding_window") or type(attention).__name__ not in _WINDOW_IN_CONFIG
+        has_own = (
+            hasattr(attention, "sliding_window")
+            or type(attention).__name__ not in _WINDOW_IN_CONFIG
+        )
         window = getattr(attention if has_own else attention.config, "sliding_window", None)
         self.options = AttentionOptions(window=window or None)
         size = 1 if group is None else group.size
@@ -204,9 +239,13 @@ class _Layer:
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         if hasattr(attention, "q_norm"):
             norms += [attention.q_norm, attention.k_norm]
-        self.first_norm, self.second_norm, *head_norms = [(norm.weight, norm.variance_epsilon) for norm in norms]
+        self.first_norm, self.second_norm, *head_norms = [
+            (norm.weight, norm.variance_epsilon) for norm in norms
+        ]
         self.head_norms = head_norms or None
-        self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms, packs=True)
+        self.project = _Projection(
+            (attention.q_proj, attention.k_proj, attention.v_proj), forms, packs=True
+        )
         self.merge = _Projection((attention.o_proj,), forms, group)
         made = _Mixture if is_mixture(layer.mlp) else _MLP
         self.mlp = made(layer.mlp, forms, elementwise, group)
@@ -238,7 +277,11 @@ class _MLP:
     """A gated MLP, or the share of a rank in one."""
 
     def __init__(
-        self, mlp: Any, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None = None
+        self,
+        mlp: Any,
+        forms: Forms | None,
+        elementwise: Elementwise,
+        group: RolloutGroup | None = None,
     ) -> None:
         self.elementwise = elementwise
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
@@ -253,11 +296,17 @@ class _Mixture:
     """A router and its experts, perhaps with one that all tokens share."""
 
     def __init__(
-        self, mlp: Any, forms: Forms | None, elementwise: Elementwise, group: RolloutGroup | None = None
+        self,
+        mlp: Any,
+        forms: Forms | None,
+        elementwise: Elementwise,
+        group: RolloutGroup | None = None,
     ) -> None:
         assert group is None, "a group's experts are not divided"
         self.router, self.experts = mlp.gate, mlp.experts
-        self.shared = _MLP(mlp.shared_expert, forms, elementwise) if hasattr(mlp, "shared_expert") else None
+        self.shared = (
+            _MLP(mlp.shared_expert, forms, elementwise) if hasattr(mlp, "shared_expert") else None
+        )
         self.share = getattr(mlp, "shared_expert_gate", None)
         if forms is not None and forms.many is not None:
             self.experts = _Experts(mlp.experts, forms, elementwise.gate)
@@ -282,7 +331,9 @@ class _Experts:
             if experts.has_bias:
                 biases = [[one] for one in getattr(experts, f"{name}_bias").detach()]
             pairs = zip(weights.mT if experts.is_transposed else weights, biases, strict=True)
-            self.sides.append([one for weight, bias in pairs if (one := forms.make([weight.contiguous()], bias))])
+            self.sides.append(
+                [one for weight, bias in pairs if (one := forms.make([weight.contiguous()], bias))]
+            )
 
     def __call__(self, rows: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """[R, D] of all tokens, and [R, k] twice -> [R, D]."""
@@ -292,7 +343,9 @@ class _Experts:
         states = rows[by_expert // chosen.shape[1]]
         for weights in (wide, narrow):
             parts = zip(weights, states.split(counts), strict=True)
-            states = torch.cat([weight.multiply(own).to(rows.dtype) for weight, own in parts if len(own)])
+            states = torch.cat(
+                [weight.multiply(own).to(rows.dtype) for weight, own in parts if len(own)]
+            )
             states = self.gate(states) if weights is wide else states
         outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
         return (outputs.view(*chosen.shape, -1) * scores[..., None]).sum(1).to(rows.dtype)
@@ -315,11 +368,20 @@ class _Projection:
         plain = [module for module in modules if type(module) is nn.Linear]
         self.factors: list[tuple[Tensor, Tensor | None]] = []
         if len(plain) == len(modules) > 1 and forms is None:
-            self.factors = [(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in plain]
+            self.factors = [
+                (one.weight.detach(), None if one.bias is None else one.bias.detach())
+                for one in plain
+            ]
             if packs and len({bias is None for _, bias in self.factors}) == 1:
                 weights, biases = zip(*self.factors, strict=True)
-                self.factors = [(torch.cat(weights), None if biases[0] is None else torch.cat(biases))]
-        if forms is not None and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
+                self.factors = [
+                    (torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+                ]
+        if (
+            forms is not None
+            and len(plain) == len(modules)
+            and len({module.bias is None for module in plain}) == 1
+        ):
             biases = None if plain[0].bias is None else [module.bias.detach() for module in plain]
             if self.group is not None and not self.group.is_leader:
                 biases = None  # it is added once
@@ -330,10 +392,14 @@ class _Projection:
         """[B, N, D] -> [B, N, O]"""
         if self.weight is not None:
             product = self.weight.multiply(states)
-            return (product if self.group is None else self.group.add_up(product.float())).to(states.dtype)
+            return (product if self.group is None else self.group.add_up(product.float())).to(
+                states.dtype
+            )
         if self.group is not None:
             (module,) = cast(Any, self.modules)
-            return self.group.add_up(linear(states, module.weight, module.bias if self.group.is_leader else None))
+            return self.group.add_up(
+                linear(states, module.weight, module.bias if self.group.is_leader else None)
+            )
         if len(self.factors) == 1:
             return linear(states, *self.factors[0])
         if not self.factors:
@@ -359,7 +425,11 @@ def description_of(model: PreTrainedModel) -> str:
             and forms.many is not None
             and all(getattr(one.experts, "has_gate", False) for one in found)
         )
-        how += ", experts in a loop over those that tokens chose" if by_loop else ", experts as the module has them"
+        how += (
+            ", experts in a loop over those that tokens chose"
+            if by_loop
+            else ", experts as the module has them"
+        )
     if forms is None:
         return how
     return f"{how}{forms.description}; {about_kernels()}"
@@ -382,7 +452,9 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 def state_of(model: nn.Module) -> State:
     """Where each parameter is and how often it was written to in place, as far as torch counts."""
-    return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in model.parameters())
+    return tuple(
+        (one.data_ptr(), 0 if one.is_inference() else one._version) for one in model.parameters()
+    )
 
 
 def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
@@ -396,7 +468,10 @@ def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
     heads, keys = num_heads // size * head_size, max(1, num_keys // size) * head_size
     query = rank * heads, heads
     key = rank * num_keys // size * head_size, keys
-    width, vocabulary = part_of(config.intermediate_size, size, rank), part_of(config.vocab_size, size, rank)
+    width, vocabulary = (
+        part_of(config.intermediate_size, size, rank),
+        part_of(config.vocab_size, size, rank),
+    )
     cuts: dict[str, tuple[int, tuple[int, int]]] = {
         "q_proj.weight": (0, query), "q_proj.bias": (0, query), "o_proj.weight": (1, query),
         "k_proj.weight": (0, key), "k_proj.bias": (0, key), "v_proj.weight": (0, key), "v_proj.bias": (0, key),

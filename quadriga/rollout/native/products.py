@@ -42,7 +42,9 @@ class OwnWeight:
 
     max_rows = 24  # up to here it is the fastest form
 
-    def __init__(self, weights: Tensors, biases: Tensors | None, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, weights: Tensors, biases: Tensors | None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         found = kernels()
         assert found is not None, about_kernels()
         self.kernels, self.weights, self.biases, self.dtype = found, weights, biases, dtype
@@ -55,7 +57,9 @@ class OwnWeight:
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] bfloat16 -> [..., O]"""
         rows = states.reshape(-1, states.shape[-1])
-        return self.kernels.multiply(rows, self.weights, self.biases, self.dtype).view(*states.shape[:-1], -1)
+        return self.kernels.multiply(rows, self.weights, self.biases, self.dtype).view(
+            *states.shape[:-1], -1
+        )
 
 
 class PackedWeight:
@@ -86,13 +90,17 @@ class WideWeight:
         self.narrows = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
         if has_mkl() and not self.narrows:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
-            self.weight = self.weight.new_empty(1).expand(self.weight.shape)  # from here on only its shape is needed
+            self.weight = self.weight.new_empty(1).expand(
+                self.weight.shape
+            )  # from here on only its shape is needed
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
-            return torch.ops.mkl._mkl_linear(states.float(), self.packed, self.weight, self.bias, num_rows)
+            return torch.ops.mkl._mkl_linear(
+                states.float(), self.packed, self.weight, self.bias, num_rows
+            )
         with exact_in_bfloat16() if self.narrows else nullcontext():
             return linear(states.float(), self.weight, self.bias)
 
@@ -100,7 +108,9 @@ class WideWeight:
 class Weight:
     """Weights of one input, side by side: one form for many rows, and perhaps another one for few."""
 
-    def __init__(self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight) -> None:
+    def __init__(
+        self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight
+    ) -> None:
         self.few, self.many = few, many
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
@@ -117,7 +127,9 @@ class Forms:
         is_half, widens = dtype == torch.bfloat16, has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
         self.few: type[OwnWeight | PackedWeight] | None = None
         self.many: type[WideWeight | PackedWeight] | None = (
-            WideWeight if widens and dtype in (torch.bfloat16, torch.float16, torch.float32) else None
+            WideWeight
+            if widens and dtype in (torch.bfloat16, torch.float16, torch.float32)
+            else None
         )
         if is_half and can_pack():
             is_fast = has_fast_bfloat16()
@@ -132,7 +144,12 @@ class Forms:
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
 
     def make(
-        self, weights: Tensors, biases: Tensors | None, *, is_head: bool = False, is_sum: bool = False
+        self,
+        weights: Tensors,
+        biases: Tensors | None,
+        *,
+        is_head: bool = False,
+        is_sum: bool = False,
     ) -> Weight | None:
         """For modules with one input; None: no form is faster than the parameters. A head's results are float32, and
         so is a part of a sum where the form has it so."""
@@ -163,10 +180,18 @@ def has_fast_bfloat16() -> bool:
     if torch.cpu._is_amx_tile_supported():
         return True
     facts = Path("/proc/cpuinfo")
-    return torch.cpu._is_avx512_bf16_supported() and facts.exists() and "AuthenticAMD" in facts.read_text()
+    return (
+        torch.cpu._is_avx512_bf16_supported()
+        and facts.exists()
+        and "AuthenticAMD" in facts.read_text()
+    )
 
 
 def has_mkl() -> bool:
     """Whether this build of torch packs float32 weights for MKL."""
-    has_operators = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
-    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_operators
+    has_operators = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(
+        torch.ops.mkl, "_mkl_reorder_linear_weight"
+    )
+    return (
+        torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_operators
+    )

@@ -13,7 +13,9 @@ import math
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
-R = TypeVar("R", bound=Any)  # a request; its `prefix` are the tokens it begins with: equal ones are computed once
+R = TypeVar(
+    "R", bound=Any
+)  # a request; its `prefix` are the tokens it begins with: equal ones are computed once
 
 
 class Scheduler(Generic[R]):

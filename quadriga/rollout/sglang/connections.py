@@ -68,7 +68,9 @@ class SGLangProcess:
         self._lock = threading.Lock()
         self._has_ended, self._silent_s = False, silent_s
         # SGLang and what it imports print hundreds of warnings; errors still come through.
-        environment = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | dict(os.environ)
+        environment = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | dict(
+            os.environ
+        )
         if arguments["device"] == "cpu":
             # A process that spins for the cores of another slows both; and compiling takes longer than it saves here.
             environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -87,7 +89,9 @@ class SGLangProcess:
             is_ready, self.version = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
-            raise refused("sglang", "SGLang", f"a process that ended with status {self.process.returncode}") from error
+            raise refused(
+                "sglang", "SGLang", f"a process that ended with status {self.process.returncode}"
+            ) from error
         if not is_ready:
             self._end_process()
             raise refused("sglang", "SGLang", self.version)
@@ -147,7 +151,9 @@ class SGLangProcess:
                 self.ask("is_alive").result(self._silent_s)
             except TimeoutError:
                 pid = self.process.pid
-                logger.warning("SGLang's process %d has not answered for %g s: killed", pid, self._silent_s)
+                logger.warning(
+                    "SGLang's process %d has not answered for %g s: killed", pid, self._silent_s
+                )
                 os.killpg(pid, signal.SIGKILL)
             except RolloutError:
                 return  # it has ended, which its requests say
@@ -192,7 +198,13 @@ class SGLangServer:
     ) -> None:
         fix = "Compare max_prompt_length, max_response_length and the server's own settings."
         self._client = HTTPClient(
-            url, RolloutError, setting=_URL, where=WHERE, fix=fix, headers=headers, timeout_s=timeout_s
+            url,
+            RolloutError,
+            setting=_URL,
+            where=WHERE,
+            fix=fix,
+            headers=headers,
+            timeout_s=timeout_s,
         )
         self._pool = ThreadPoolExecutor(max_num_seqs, "sglang")
         # Of their own: what ends requests must not wait for them.
@@ -206,7 +218,10 @@ class SGLangServer:
         if release_numbers(self.version) < release_numbers(LEAST):
             problem, wanted = f"SGLang {self.version or 'of no version'}", f"{LEAST} or newer"
         elif LOADER not in (facts.get("custom_weight_loader") or ()):
-            problem, wanted = "a server that does not say which weights reach it", f"--custom-weight-loader {LOADER}"
+            problem, wanted = (
+                "a server that does not say which weights reach it",
+                f"--custom-weight-loader {LOADER}",
+            )
         elif 0 < longest <= max_model_len:
             problem, wanted = f"--context-length {longest}", f"more than {max_model_len}"
         if problem:
@@ -220,7 +235,9 @@ class SGLangServer:
     def ask(self, method: str, **arguments: Any) -> "Future[Any]":
         """Send a request to the server; see `SGLangProcess.ask`."""
         if payloads := arguments.get("serialized_named_tensors"):
-            arguments["serialized_named_tensors"] = [base64.b64encode(one).decode() for one in payloads]
+            arguments["serialized_named_tensors"] = [
+                base64.b64encode(one).decode() for one in payloads
+            ]
         pool = self._pool if method == "generate" else self._controls
         return pool.submit(self._call, method, arguments)
 
@@ -228,5 +245,10 @@ class SGLangServer:
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:
-            got, fix = f"a server that does not answer ({error})", f"Look whether it runs, and at its log: {_URL}."
-            raise RolloutError(f"{self._client.where}/{method}", got=got, expected="an answer", fix=fix) from error
+            got, fix = (
+                f"a server that does not answer ({error})",
+                f"Look whether it runs, and at its log: {_URL}.",
+            )
+            raise RolloutError(
+                f"{self._client.where}/{method}", got=got, expected="an answer", fix=fix
+            ) from error

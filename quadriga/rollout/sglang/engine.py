@@ -25,7 +25,15 @@ from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
 from quadriga.rollout.balancer import Balancer, start_engines
 from quadriga.rollout.causal_model import cache_bytes_per_token
-from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    Images,
+    Prompt,
+    Prompts,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
@@ -78,7 +86,9 @@ class SGLangEngine(ThirdPartyEngine):
         self.connection, self.eos_token_ids = connection, tuple(eos_token_ids)
         self.bucket_bytes, self.can_sleep, self.description = bucket_bytes, can_sleep, description
         if not connection.has_seeds:
-            self.description += "; responses do not follow their seeds: no deterministic inference here"
+            self.description += (
+                "; responses do not follow their seeds: no deterministic inference here"
+            )
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
@@ -102,12 +112,20 @@ class SGLangEngine(ThirdPartyEngine):
         if not is_on_cpu and (problem := sglang_problem(setup.config)):
             raise problem
         if not options.keys() & {"url", "urls"}:
-            gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
+            gigabytes = (
+                1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
+            )
             cache_tokens = None
             if gigabytes is not None:
-                cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(skeleton.config, setup.dtype)
+                cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(
+                    skeleton.config, setup.dtype
+                )
             arguments = sglang_arguments(setup, cache_tokens)
-            cache = "as much KV cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of KV cache"
+            cache = (
+                "as much KV cache as fits"
+                if gigabytes is None
+                else f"{gigabytes:g} GiB of KV cache"
+            )
             sleep = "" if can_sleep else "; memory is kept while training"
 
             def start() -> "SGLangEngine":
@@ -119,14 +137,18 @@ class SGLangEngine(ThirdPartyEngine):
             engines = start_engines(makers)
             return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
         urls = [options.pop("url")] if "url" in options else options.pop("urls")
-        is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+        is_list = (
+            isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+        )
         if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
             where = "actor_rollout_ref.rollout.engine_kwargs.sglang"
             expected = "url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings"
             raise ConfigError(where, got=f"{rollout.engine_kwargs}", expected=expected)
 
         def connect(url: str) -> "SGLangEngine":
-            server = SGLangServer(url, max_model_len=setup.max_model_len, max_num_seqs=rollout.max_num_seqs, **options)
+            server = SGLangServer(
+                url, max_model_len=setup.max_model_len, max_num_seqs=rollout.max_num_seqs, **options
+            )
             what = f"sglang {server.version} at {url}, which gets the weights over HTTP"
             return engine(server, bucket_bytes=setup.bucket_bytes // len(urls), description=what)
 
@@ -135,11 +157,15 @@ class SGLangEngine(ThirdPartyEngine):
         if len(engines) == 1:
             return engines[0]
         versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
-        unseeded = next((engine.description for engine in engines if not engine.connection.has_seeds), "")
+        unseeded = next(
+            (engine.description for engine in engines if not engine.connection.has_seeds), ""
+        )
         what = f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
         return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]), connects)
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         self._require_ready([prompt], [sampling], [images])
         request_id, future = self._start(prompt, sampling, images)
         try:
@@ -151,7 +177,9 @@ class SGLangEngine(ThirdPartyEngine):
             self._running.pop(request_id, None)
             self._aborted.discard(request_id)
 
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
         images = [None] * len(prompts) if images is None else images
@@ -159,7 +187,9 @@ class SGLangEngine(ThirdPartyEngine):
         try:
             return [
                 self._completion(request_id, future.result(), prompt, params)
-                for (request_id, future), prompt, params in zip(started, prompts, sampling, strict=True)
+                for (request_id, future), prompt, params in zip(
+                    started, prompts, sampling, strict=True
+                )
             ]
         finally:
             for request_id, future in started:
@@ -193,7 +223,10 @@ class SGLangEngine(ThirdPartyEngine):
         has_given_back = self._state == "asleep" and self.can_sleep
         super().wake()
         if has_given_back:
-            self._call("resume_memory_occupation", tags=["kv_cache"] if self._resumed else ["kv_cache", "weights"])
+            self._call(
+                "resume_memory_occupation",
+                tags=["kv_cache"] if self._resumed else ["kv_cache", "weights"],
+            )
 
     def close(self) -> None:
         if self._state != "closed":
@@ -207,16 +240,24 @@ class SGLangEngine(ThirdPartyEngine):
                 self._call("resume_memory_occupation", tags=["weights"])
                 self._resumed = True
             self._call("begin_weight_update")
-            num_sent, checked, takes_handles = 0, self._manifest.checked(weights), self.connection.takes_handles
+            num_sent, checked, takes_handles = (
+                0,
+                self._manifest.checked(weights),
+                self.connection.takes_handles,
+            )
             copy, dump = (
-                (_copy, ForkingPickler.dumps) if takes_handles else (partial(_copy, device="cpu"), pickle.dumps)
+                (_copy, ForkingPickler.dumps)
+                if takes_handles
+                else (partial(_copy, device="cpu"), pickle.dumps)
             )
             try:
                 for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
                     # A handle is for one process: each counts as a reader of the memory.
                     self._call(
                         "update_weights_from_tensor",
-                        serialized_named_tensors=[bytes(dump(bucket)) for _ in range(self.connection.num_processes)],
+                        serialized_named_tensors=[
+                            bytes(dump(bucket)) for _ in range(self.connection.num_processes)
+                        ],
                         load_format=LOADER,
                         flush_cache=False,
                     )
@@ -235,10 +276,14 @@ class SGLangEngine(ThirdPartyEngine):
         """A request whose end is waited for."""
         return self.connection.ask(method, **arguments).result()
 
-    def _start(self, prompt: Prompt, sampling: SamplingParams, images: Images | None) -> tuple[str, "Future[Any]"]:
+    def _start(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None
+    ) -> tuple[str, "Future[Any]"]:
         """Send a request for a response. Returns its name and SGLang's reply."""
         request_id = next(self._ids)
-        seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
+        seed = (
+            {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
+        )
         told = seed | {
             "max_new_tokens": sampling.max_tokens,
             **sampling.drawing,
@@ -250,20 +295,31 @@ class SGLangEngine(ThirdPartyEngine):
         }
         given: dict[str, Any] = {"input_ids": list(prompt)}
         if images is not None:  # one token for each image, which SGLang repeats by itself
-            given = {"input_ids": list(images.short_prompt), "image_data": data_urls(images, self.name)}
-        future = self.connection.ask("generate", **given, sampling_params=told, return_logprob=True, rid=request_id)
+            given = {
+                "input_ids": list(images.short_prompt),
+                "image_data": data_urls(images, self.name),
+            }
+        future = self.connection.ask(
+            "generate", **given, sampling_params=told, return_logprob=True, rid=request_id
+        )
         self._running[request_id] = future
         return request_id, future
 
-    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
+    def _require_ready(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> None:
         super()._require_ready(prompts, sampling, images)
         for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"
             if params.ignore_eos and params.stop_token_ids:
                 got = "stop_token_ids together with ignore_eos"
-                raise RolloutError(where, got=got, expected="one of them: SGLang leaves out both or neither")
+                raise RolloutError(
+                    where, got=got, expected="one of them: SGLang leaves out both or neither"
+                )
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
-                raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
+                raise RolloutError(
+                    where, got="min_p", expected="0: SGLang cannot draw by a seed with it"
+                )
 
     def _completion(
         self, request_id: str, reply: dict[str, Any], prompt: Prompt, sampling: SamplingParams
@@ -294,7 +350,9 @@ class SGLangEngine(ThirdPartyEngine):
         raise RolloutError(f"{self.name}.generate", got=problem, expected="a response", fix=fix)
 
 
-def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str | None = None) -> tuple[str, torch.Tensor]:
+def _copy(
+    weight: tuple[str, torch.Tensor], offset: int, device: str | None = None
+) -> tuple[str, torch.Tensor]:
     """On a device, or its own, in a memory of its own, or all that it is a part of would travel; without a gradient."""
     name, tensor = weight
     return name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
@@ -331,6 +389,10 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         own["max_total_tokens"] = cache_tokens
     if is_on_cpu:
         # What runs without SGLang's own kernels, which have no build for CPUs in general.
-        own |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+        own |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+        }
         own |= {"disable_overlap_schedule": True, "mem_fraction_static": _SHARE_OF_HOST}
     return own | setup.options

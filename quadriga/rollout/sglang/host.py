@@ -26,7 +26,9 @@ from quadriga.rollout.third_party import require_release
 
 LEAST = "0.5.23"
 WHERE = "rollout.name=sglang"
-_INSTALL = f"pip install 'sglang>={LEAST}'; on a machine without an accelerator: scripts/install-sglang."
+_INSTALL = (
+    f"pip install 'sglang>={LEAST}'; on a machine without an accelerator: scripts/install-sglang."
+)
 
 # What SGLang reads from the environment. A variable that is set already stays as it is.
 _ENVIRONMENT = {
@@ -64,15 +66,24 @@ class Library:
         missing = [name for name in _REQUESTS.values() if not hasattr(self._requests, name)]
         self.engine: Any = module.Engine(**options)
         self._manager = self.engine.tokenizer_manager
-        missing += [name for name in (*_REQUESTS, "abort_request", "flush_cache") if not hasattr(self._manager, name)]
+        missing += [
+            name
+            for name in (*_REQUESTS, "abort_request", "flush_cache")
+            if not hasattr(self._manager, name)
+        ]
         if missing:
-            raise RolloutError(WHERE, got=f"SGLang {version} without {', '.join(missing)}", fix=_INSTALL)
+            raise RolloutError(
+                WHERE, got=f"SGLang {version} without {', '.join(missing)}", fix=_INSTALL
+            )
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
         """What SGLang's server does for a request; the reply of `generate` has only the fields that are used."""
         if method == "generate":
             reply = await self.engine.async_generate(**arguments)
-            meta = {name: reply["meta_info"].get(name) for name in ("finish_reason", "output_token_logprobs")}
+            meta = {
+                name: reply["meta_info"].get(name)
+                for name in ("finish_reason", "output_token_logprobs")
+            }
             return {"output_ids": list(reply["output_ids"]), "meta_info": meta}
         if method == "is_alive":
             return True
@@ -81,17 +92,23 @@ class Library:
         if method == "flush_cache":
             done = await self._manager.flush_cache()
             return done.success, done.message
-        return await getattr(self._manager, method)(getattr(self._requests, _REQUESTS[method])(**arguments), None)
+        return await getattr(self._manager, method)(
+            getattr(self._requests, _REQUESTS[method])(**arguments), None
+        )
 
 
 def main() -> None:
     """Serve the pipe whose file descriptor is the first argument."""
     logging.captureWarnings(True)  # they go to the log, of which only errors are printed
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)  # SGLang's processes may outlive this one, which must be seen
+    os.set_inheritable(
+        connection.fileno(), False
+    )  # SGLang's processes may outlive this one, which must be seen
     try:
         library = Library(connection.recv())
-    except Exception as error:  # SGLang's failures have no class in common; the parent process raises this one
+    except (
+        Exception
+    ) as error:  # SGLang's failures have no class in common; the parent process raises this one
         connection.send((False, first_line(error)))
         raise
     try:

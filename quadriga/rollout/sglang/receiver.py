@@ -38,7 +38,9 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             dist.all_gather_object(every, marks)
             return every
 
-        model.get_weights_by_name = get_weights_by_name  # SGLang asks the model itself for a weight by its name
+        model.get_weights_by_name = (
+            get_weights_by_name  # SGLang asks the model itself for a weight by its name
+        )
     marks: dict[str, str] = getattr(model, _MARKS)
     for name, tensor in weights:
         marks[name] = tensor_fingerprint(tensor)

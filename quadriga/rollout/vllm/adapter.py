@@ -39,7 +39,9 @@ class Adapter:
     @property
     def modules(self) -> list[str]:
         """The last part of the names of its modules, such as q_proj."""
-        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.manifest.shapes})
+        return sorted(
+            {name.partition(".lora_")[0].rpartition(".")[2] for name in self.manifest.shapes}
+        )
 
     @property
     def room_for_rank(self) -> int:
@@ -67,20 +69,29 @@ class AdapterSlot:
             write_adapter_shape(Path(folder), self._adapter.shape, self._adapter.modules)
             write_factors(Path(folder), factors)
             marks = self._core.call("adapter_marks", folder)
-            request = self._library.lora.LoRARequest(f"quadriga-{self._number}", self._number, folder)
+            request = self._library.lora.LoRARequest(
+                f"quadriga-{self._number}", self._number, folder
+            )
             self._core.ask("add_lora", request)
             held = set(self._core.ask("list_loras"))
             missing = self._core.call("missing_factors") if held == {self._number} else []
         if held != {self._number}:
-            where, expected = f"{WHERE}, adapter", f"only number {self._number}, which was just given to it"
+            where, expected = (
+                f"{WHERE}, adapter",
+                f"only number {self._number}, which was just given to it",
+            )
             fix = f"Nothing else may give adapters to this vLLM. {_MERGE}"
-            raise WeightSyncError(where, got=f"adapters {sorted(held)} in vLLM", expected=expected, fix=fix)
+            raise WeightSyncError(
+                where, got=f"adapters {sorted(held)} in vLLM", expected=expected, fix=fix
+            )
         for rank, names in enumerate(missing):
             if names:
                 where = f"{WHERE}, adapter in process {rank}"
                 got = f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}"
                 fix = f"vLLM has other modules for this model than transformers. {_MERGE}"
-                raise WeightSyncError(where, got=got, expected="each in the layer that it belongs to", fix=fix)
+                raise WeightSyncError(
+                    where, got=got, expected="each in the layer that it belongs to", fix=fix
+                )
         self.request = request
         return marks
 

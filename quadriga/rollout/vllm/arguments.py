@@ -13,13 +13,17 @@ from quadriga.rollout.vllm.library import Library
 _GIB = 1 << 30
 
 
-def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool, can_sleep: bool) -> dict[str, Any]:
+def arguments_of(
+    setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool, can_sleep: bool
+) -> dict[str, Any]:
     """The arguments of vLLM's engine: those of the configuration, under vLLM's names; `engine_kwargs.vllm` wins."""
     rollout, model, data = setup.rollout, setup.config.actor_rollout_ref.model, setup.config.data
     is_on_cpu = setup.device.type == "cpu"
     # On a CPU vLLM raises where it cuts a prompt of a request with a seed: it cannot put the generator back. So a
     # pass holds at least one token of each sequence there, and a prompt that is not cut.
-    smallest_pass = max(rollout.max_num_seqs, setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
+    smallest_pass = (
+        max(rollout.max_num_seqs, setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
+    )
     # Training wants the numbers before filters. vLLM says those only at temperature 1, which the checks see to.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     # Beside training one engine generates and another validates.
@@ -51,7 +55,9 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
     gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
     if gigabytes is not None:
         own["kv_cache_memory_bytes"] = int(gigabytes * _GIB)
-    if rollout.tensor_model_parallel_size > 1:  # in a process of Ray's vLLM would have Ray start its own
+    if (
+        rollout.tensor_model_parallel_size > 1
+    ):  # in a process of Ray's vLLM would have Ray start its own
         own["distributed_executor_backend"] = "mp"
     if adapter is not None:
         own |= {
@@ -62,14 +68,18 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
         }
     if is_vision:
         # Frames come to vLLM chosen and resized; only images are cut by what the configuration says.
-        sizes = data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+        sizes = data.mm_processor_kwargs.model_dump(
+            include={"min_pixels", "max_pixels"}, exclude_none=True
+        )
         own["mm_processor_kwargs"] = sizes
         if data.video_key is None:
             own["limit_mm_per_prompt"] = {"video": 0}
     return own | setup.options
 
 
-def sampling_of(params: SamplingParams, library: Library, eos_token_ids: Iterable[int], *, has_seed: bool) -> Any:
+def sampling_of(
+    params: SamplingParams, library: Library, eos_token_ids: Iterable[int], *, has_seed: bool
+) -> Any:
     """vLLM's own sampling parameters."""
     return library.sampling.SamplingParams(
         max_tokens=params.max_tokens,

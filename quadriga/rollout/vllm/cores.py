@@ -88,7 +88,9 @@ class Response:
             got = f"{count} tokens of a prompt with images, as vLLM's image processor counts them"
             rest = "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm"
             fix = f"Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and {rest}."
-            raise RolloutError(WHERE, got=got, expected=f"{len(self.expanded)}, as the data's does", fix=fix)
+            raise RolloutError(
+                WHERE, got=got, expected=f"{len(self.expanded)}, as the data's does", fix=fix
+            )
         [one] = output.outputs
         if one.token_ids:
             numbers = list(one.logprobs.logprobs)
@@ -99,7 +101,9 @@ class Response:
             self.log_probs.extend(numbers)
         self.reason = one.finish_reason or self.reason
 
-    def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
+    def completion(
+        self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int
+    ) -> Completion:
         """The response as ours; for its log-probabilities see `split_log_probs`.
         Raises RolloutError: its finish reason is not known, or a log-probability is not a number."""
         reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
@@ -108,9 +112,17 @@ class Response:
             raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
             fix = "The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32."
-            raise RolloutError(WHERE, got="a log-probability that is not a number", expected="finite logits", fix=fix)
+            raise RolloutError(
+                WHERE,
+                got="a log-probability that is not a number",
+                expected="finite logits",
+                fix=fix,
+            )
         before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
-        ends, versions = [first for first, _ in self.versions[1:]] + [len(self.token_ids)], list[int]()
+        ends, versions = (
+            [first for first, _ in self.versions[1:]] + [len(self.token_ids)],
+            list[int](),
+        )
         for end, (_, version) in zip(ends, self.versions, strict=False):
             versions += [version] * (end - len(versions))
         return Completion(self.token_ids, before, reason, weight_version, drawn, versions=versions)
@@ -143,7 +155,9 @@ class InProcessCore(Core):
     _closed: ClassVar[list[Any]] = []
     _has_foreign_group: ClassVar[bool] = False
 
-    def __init__(self, library: Library, arguments: dict[str, Any], device: torch.device, place: Any = None) -> None:
+    def __init__(
+        self, library: Library, arguments: dict[str, Any], device: torch.device, place: Any = None
+    ) -> None:
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids, self._aborted = itertools.count(1), threading.Event()
@@ -151,7 +165,9 @@ class InProcessCore(Core):
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
         with started(), torch.compiler.set_stance(self._stance):
             own = library.module.EngineArgs(**arguments).create_engine_config()
-            self.engine: Any = library.module.LLMEngine(own, executor(device, place), log_stats=False)
+            self.engine: Any = library.module.LLMEngine(
+                own, executor(device, place), log_stats=False
+            )
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -166,7 +182,9 @@ class InProcessCore(Core):
             with torch.compiler.set_stance(self._stance):
                 for request in requests:
                     request_id = str(next(self._ids))
-                    self.engine.add_request(request_id, request.prompt, request.sampling, lora_request=request.adapter)
+                    self.engine.add_request(
+                        request_id, request.prompt, request.sampling, lora_request=request.adapter
+                    )
                     responses[request_id] = Response(request.expanded)
                 while self.engine.has_unfinished_requests() and not self._aborted.is_set():
                     for output in self.engine.step():
@@ -201,7 +219,9 @@ class ProcessCore(Core):
 
     is_in_process = False
 
-    def __init__(self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0) -> None:
+    def __init__(
+        self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0
+    ) -> None:
         self._ids, self._silent_s = itertools.count(1), silent_s
         self._running: dict[str, Response] = {}
         self._is_open = asyncio.Event()
@@ -211,7 +231,9 @@ class ProcessCore(Core):
         vllm = library.module
         try:
             with started(arguments["tensor_parallel_size"]):
-                start = self._submit(vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments))
+                start = self._submit(
+                    vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments)
+                )
                 self.engine: Any = start.result()
         except BaseException:
             self._thread.close(_END_S)
@@ -264,7 +286,9 @@ class ProcessCore(Core):
                     response.versions.append((drawn[request_id], version))
                 else:  # not begun, or done and not delivered yet: it is generated anew
                     response.is_void = True
-            await self.engine.abort([name for name, response in self._running.items() if response.is_void])
+            await self.engine.abort(
+                [name for name, response in self._running.items() if response.is_void]
+            )
             await self.engine.resume_generation()
             self._is_open.set()
 
@@ -292,7 +316,11 @@ class ProcessCore(Core):
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]
-                logger.warning("vLLM's process %s has not answered for %g s, and is killed", pids, self._silent_s)
+                logger.warning(
+                    "vLLM's process %s has not answered for %g s, and is killed",
+                    pids,
+                    self._silent_s,
+                )
                 for process in processes:
                     process.kill()
 

@@ -25,7 +25,15 @@ from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.rollout.balancer import Balancer, start_engines
-from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    Images,
+    Prompt,
+    Prompts,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import (
@@ -85,15 +93,24 @@ class VLLMEngine(ThirdPartyEngine):
         adapter: Adapter | None = None,
         is_vision: bool = False,
     ) -> None:
-        super().__init__(manifest if adapter is None else manifest.joined(adapter.manifest), setup.max_model_len)
-        self.setup, self.eos_token_ids, self.adapter, self.is_vision = setup, tuple(eos_token_ids), adapter, is_vision
+        super().__init__(
+            manifest if adapter is None else manifest.joined(adapter.manifest), setup.max_model_len
+        )
+        self.setup, self.eos_token_ids, self.adapter, self.is_vision = (
+            setup,
+            tuple(eos_token_ids),
+            adapter,
+            is_vision,
+        )
         self.bucket_bytes = setup.bucket_bytes
         self.can_sleep = setup.rollout.free_cache_engine and setup.device.type != "cpu"
         self.library = load()
         if adapter is not None:
             fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
             where = f"{WHERE}, an adapter by itself"
-            require_release(self.title, self.library.version, LEAST_OF_ADAPTERS, where=where, fix=fix)
+            require_release(
+                self.title, self.library.version, LEAST_OF_ADAPTERS, where=where, fix=fix
+            )
         self.arguments = arguments_of(setup, adapter, is_vision=is_vision, can_sleep=self.can_sleep)
         self.log_probs_of: LogProbsOf = self.arguments["logprobs_mode"]
         self.core = self._make_core()
@@ -120,7 +137,10 @@ class VLLMEngine(ThirdPartyEngine):
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         adapter = None
         is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
-        if model.has_adapter and adapter_route(setup.config, is_wide_on_accelerator=is_wide).is_alone:
+        if (
+            model.has_adapter
+            and adapter_route(setup.config, is_wide_on_accelerator=is_wide).is_alone
+        ):
             add_adapter(skeleton, model, seed=0)
             shape = adapter_of(skeleton)
             assert shape is not None, "it was just added"
@@ -139,9 +159,13 @@ class VLLMEngine(ThirdPartyEngine):
     def has_dropped_weights(self) -> bool:
         return self._is_empty
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         if isinstance(self.core, ProcessCore):
-            return await asyncio.wrap_future(self.core.start(self._complete(self.core, prompt, sampling, images)))
+            return await asyncio.wrap_future(
+                self.core.start(self._complete(self.core, prompt, sampling, images))
+            )
         if not isinstance(self.core, GroupCore):
             return await super().generate(prompt, sampling, images)
         [request] = self._requests([prompt], [sampling], [images])
@@ -185,14 +209,21 @@ class VLLMEngine(ThirdPartyEngine):
 
         return self._loader.submit(load)
 
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
+    ) -> list[Completion]:
         if isinstance(self.core, ProcessCore):
             return results_of(self.begin(prompts, sampling, images))
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
         # vLLM draws without seeds from torch's generator, which is the trainer's too where vLLM is in its process.
-        draws_together = self.core.is_in_process and not self.setup.rollout.request_seeds and bool(sampling)
+        draws_together = (
+            self.core.is_in_process and not self.setup.rollout.request_seeds and bool(sampling)
+        )
         index = self.setup.device.index
-        with self._explained(), torch.random.fork_rng([] if index is None else [index], enabled=draws_together):
+        with (
+            self._explained(),
+            torch.random.fork_rng([] if index is None else [index], enabled=draws_together),
+        ):
             if draws_together:
                 torch.manual_seed(sampling[0].seed)
             responses: list[Response] = self.core.generate_batch(requests)
@@ -214,7 +245,9 @@ class VLLMEngine(ThirdPartyEngine):
         with self.core.renewed(version, keeps_cache=self._keeps_cache):
             self._load(weights, version, keeps_cache=self._keeps_cache)
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, keeps_cache: bool) -> None:
+    def _load(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, keeps_cache: bool
+    ) -> None:
         with self._loading(version) as received:
             self._wake("weights")
             factors: dict[str, torch.Tensor] = {}
@@ -237,16 +270,22 @@ class VLLMEngine(ThirdPartyEngine):
                 where = f"{WHERE}, prefix cache"
                 got = "a cache that vLLM does not empty, for responses are being generated"
                 fix = "Wait for the responses, or call abort(), before weights are published."
-                raise WeightSyncError(where, got=got, expected="new weights between responses", fix=fix)
+                raise WeightSyncError(
+                    where, got=got, expected="new weights between responses", fix=fix
+                )
             if not keeps_cache and "kv_cache" not in self._resting:
                 self.core.call("clear_cache")
             if self.is_vision:
                 self.core.ask("reset_encoder_cache")
             adapters = [{} for _ in marks] if self._slot is None else self._slot.replace(factors)
-            received += [self._frozen | mine | adapter for mine, adapter in zip(marks, adapters, strict=True)]
+            received += [
+                self._frozen | mine | adapter for mine, adapter in zip(marks, adapters, strict=True)
+            ]
         self._is_empty = False
         if self._slot is not None:
-            self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
+            self._frozen = {
+                name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)
+            }
 
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
         """What `load_bucket` gets: tensors, copied where they do not stay; for other processes where they are until the
@@ -254,11 +293,20 @@ class VLLMEngine(ThirdPartyEngine):
         if self.core.is_in_process:
             for name, tensor in weights:
                 # Without a copy too it is a storage of its own, by which `load_bucket` counts what vLLM keeps.
-                yield [(name, torch.from_dlpack(tensor.detach()) if self.is_load_stable else tensor.detach().clone())]
+                yield [
+                    (
+                        name,
+                        torch.from_dlpack(tensor.detach())
+                        if self.is_load_stable
+                        else tensor.detach().clone(),
+                    )
+                ]
             return
         if self.setup.device.type == "cuda":
             for entries, content in pack(weights, self.bucket_bytes):
-                torch.cuda.current_stream(content.device).synchronize()  # the other process has streams of its own
+                torch.cuda.current_stream(
+                    content.device
+                ).synchronize()  # the other process has streams of its own
                 handle = content.untyped_storage()._share_cuda_()
                 place = [content.storage_offset(), content.numel()]
                 yield {"handle": handle, "place": place, "entries": entries}
@@ -321,7 +369,9 @@ class VLLMEngine(ThirdPartyEngine):
                 return GroupCore(self.library, self.arguments, self.setup.group)
             if not is_beside and rollout.tensor_model_parallel_size == 1:
                 return InProcessCore(self.library, self.arguments, self.setup.device)
-            return ProcessCore(self.library, self.arguments, self.setup.config.trainer.stall_timeout_s)
+            return ProcessCore(
+                self.library, self.arguments, self.setup.config.trainer.stall_timeout_s
+            )
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
@@ -332,12 +382,20 @@ class VLLMEngine(ThirdPartyEngine):
         told, is_on_cpu = self.arguments, self.setup.device.type == "cpu"
         where = "in the worker's process"
         if self.setup.group is not None:
-            where = f"in the processes of {told['tensor_parallel_size']} ranks, which hold it together"
+            where = (
+                f"in the processes of {told['tensor_parallel_size']} ranks, which hold it together"
+            )
         if not self.core.is_in_process:
             where = f"in processes of its own ({told['tensor_parallel_size']})"
-        lora = f" and the adapter beside them, with room for rank {self.adapter.room_for_rank}" if self.adapter else ""
+        lora = (
+            f" and the adapter beside them, with room for rank {self.adapter.room_for_rank}"
+            if self.adapter
+            else ""
+        )
         cache = told.get("kv_cache_memory_bytes")
-        eager = "nothing is compiled" + (", for that takes longer than it saves on a CPU" if is_on_cpu else "")
+        eager = "nothing is compiled" + (
+            ", for that takes longer than it saves on a CPU" if is_on_cpu else ""
+        )
         missing = "".join(f"; without {part}" for part in self.missing_parts)
         return (
             f"vllm {self.library.version} {where}, on a copy of the weights{lora}; "
@@ -346,16 +404,24 @@ class VLLMEngine(ThirdPartyEngine):
             f"{'' if self.can_sleep else '; memory is kept while training'}{missing}"
         )
 
-    def _requests(self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]) -> list[Request]:
+    def _requests(
+        self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
+    ) -> list[Request]:
         self._require_ready(prompts, sampling, images)
         if any(images) and not self.is_vision:
             got = f"a prompt with images, for {self.arguments['model']}"
             fix = "Leave out the images, or take another actor_rollout_ref.model.path."
-            raise RolloutError("vllm.generate", got=got, expected="a vision-language model", fix=fix)
+            raise RolloutError(
+                "vllm.generate", got=got, expected="a vision-language model", fix=fix
+            )
         adapter = None if self._slot is None else self._slot.request
         beside = self.setup.config.async_training
         # What older weights have left in the KV cache serves none that begins with newer ones.
-        salt = {"cache_salt": str(self.weight_version)} if beside.enable and beside.kv_on_update == "keep" else {}
+        salt = (
+            {"cache_salt": str(self.weight_version)}
+            if beside.enable and beside.kv_on_update == "keep"
+            else {}
+        )
         requests = []
         for prompt, params, one in zip(prompts, sampling, images, strict=True):
             given: dict[str, Any] = {"prompt_token_ids": list(prompt)} | salt
@@ -363,7 +429,9 @@ class VLLMEngine(ThirdPartyEngine):
                 media = {"image": list(one.pictures), "video": list(one.videos)}
                 media = {name: values for name, values in media.items() if values}
                 given |= {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": media}
-            told = sampling_of(params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds)
+            told = sampling_of(
+                params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds
+            )
             requests.append(Request(given, told, adapter, None if one is None else prompt))
         return requests
 
@@ -376,8 +444,13 @@ class VLLMEngine(ThirdPartyEngine):
         except Exception as error:  # vLLM's failures have no class in common
             if self.core.is_lost:
                 raise died(self.name, self.title, f"has ended: {first_line(error)}") from error
-            got, fix = f"{self.title}, which failed: {first_line(error)}", "Its own message stands in the log above."
-            where = f"{self.name}.generate" + (f", {self.setup.group}" if self.setup.group is not None else "")
+            got, fix = (
+                f"{self.title}, which failed: {first_line(error)}",
+                "Its own message stands in the log above.",
+            )
+            where = f"{self.name}.generate" + (
+                f", {self.setup.group}" if self.setup.group is not None else ""
+            )
             raise RolloutError(where, got=got, expected="responses", fix=fix) from error
 
 
@@ -402,14 +475,23 @@ class WorkerExtension:
             if "handle" in bucket:
                 storage = torch.UntypedStorage._new_shared_cuda(*bucket["handle"])
                 offset, size = bucket["place"]
-                content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+                content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+                    storage, offset, (size,), (1,)
+                )
             else:
-                content = torch.from_file(bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8)
-            weights = ((name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content))
+                content = torch.from_file(
+                    bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8
+                )
+            weights = (
+                (name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content)
+            )
         else:
             weights = iter(bucket)
         begin, _, configured = layerwise_reload()
-        model, model_type = self.model_runner.get_model(), self.model_config.hf_text_config.model_type
+        model, model_type = (
+            self.model_runner.get_model(),
+            self.model_config.hf_text_config.model_type,
+        )
         with configured(self.vllm_config):
             if self.quadriga_marks is None:
                 forget_packed_experts(model, model_type)
@@ -421,7 +503,9 @@ class WorkerExtension:
                 # What vLLM keeps of a module that is not complete, and this tensor.
                 self.quadriga_held = [one for one in self.quadriga_held if not one[0].expired()]
                 num_bytes = sum(size for _, size in self.quadriga_held) + tensor.nbytes
-                self.quadriga_rebuilt = max(self.quadriga_rebuilt, (num_bytes, name.rpartition(".")[0]))
+                self.quadriga_rebuilt = max(
+                    self.quadriga_rebuilt, (num_bytes, name.rpartition(".")[0])
+                )
                 self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
                 with torch.no_grad():
                     model.load_weights(one_by_one(name, tensor, model_type))
@@ -447,7 +531,9 @@ class WorkerExtension:
         if not isinstance(states, dict):
             got = "a vLLM whose model runner does not say what it has drawn (model_runner.requests)"
             fix = "Set async_training.in_flight=finish, or generate with native."
-            raise WeightSyncError(f"{WHERE}, beside training", got=got, expected="0.32, or one like it", fix=fix)
+            raise WeightSyncError(
+                f"{WHERE}, beside training", got=got, expected="0.32, or one like it", fix=fix
+            )
         return {name: len(state.output_token_ids) for name, state in states.items()}
 
     def clear_cache(self) -> None:
@@ -459,7 +545,9 @@ class WorkerExtension:
         """The fingerprint of each matrix of an adapter, as this process reads it."""
         files = AdapterFiles(Path(folder))
         self.quadriga_shape = read_adapter(Path(folder))
-        self.quadriga_factors = {name: files.read(name).clone() for name in files.shapes}  # the file goes away
+        self.quadriga_factors = {
+            name: files.read(name).clone() for name in files.shapes
+        }  # the file goes away
         return {name: tensor_fingerprint(tensor) for name, tensor in self.quadriga_factors.items()}
 
     def missing_factors(self) -> list[str]:
@@ -473,7 +561,12 @@ class WorkerExtension:
             return []
         num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
         sizes = {shape.rank, -(-shape.rank // num_ranks)}
-        held = {tensor_fingerprint(part) for a, b in layers for size in sizes for part in (a[:size], b[:, :size])}
+        held = {
+            tensor_fingerprint(part)
+            for a, b in layers
+            for size in sizes
+            for part in (a[:size], b[:, :size])
+        }
         dtype = layers[0][0].dtype
         missing = []
         for name, tensor in factors.items():

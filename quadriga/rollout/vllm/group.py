@@ -76,7 +76,9 @@ class GroupCore(InProcessCore):
         if self._submit([call]):
             if self._worker is None:
                 device = self.group.device
-                on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+                on_device = (
+                    partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+                )
                 self._worker = ThreadPoolExecutor(1, "vllm", initializer=on_device)
             self._turn = self._worker.submit(self._run)
         return await waiting
@@ -89,12 +91,19 @@ class GroupCore(InProcessCore):
     def follow(self) -> None:
         """Of a member: what the leader says, until the batch is over."""
         with torch.compiler.set_stance(self._stance):
-            while not isinstance(told := self.group.hear(is_idle=not self.engine.has_unfinished_requests()), int):
+            while not isinstance(
+                told := self.group.hear(is_idle=not self.engine.has_unfinished_requests()), int
+            ):
                 self._take(told or Step({}, []))
         checksum, self._checksum = self._checksum, 0
         if told != checksum:
-            got, fix = "other tokens than the leader's", "The ranks compute with other weights, or on other devices."
-            raise EngineError(f"vllm, {self.group}", got=got, expected="the same on all ranks", fix=fix)
+            got, fix = (
+                "other tokens than the leader's",
+                "The ranks compute with other weights, or on other devices.",
+            )
+            raise EngineError(
+                f"vllm, {self.group}", got=got, expected="the same on all ranks", fix=fix
+            )
 
     def release(self) -> None:
         """Of the leader: abort what is not finished, and tell the members that the batch is over."""
@@ -127,14 +136,20 @@ class GroupCore(InProcessCore):
             with torch.compiler.set_stance(self._stance):
                 while step := self._next_step():
                     self.group.tell(step if any(step) else None)
-                    outputs = unfinished_outputs(self.engine, step.given_up) if step.given_up else []
+                    outputs = (
+                        unfinished_outputs(self.engine, step.given_up) if step.given_up else []
+                    )
                     for output in outputs + self._take(step):
                         with self._lock:
                             call = self._open.pop(output.request_id)
                         self._end(call, output)
         except BaseException as error:
             with self._lock:
-                failed, self._open, self._inbox = [*self._open.values(), *self._inbox.values()], {}, {}
+                failed, self._open, self._inbox = (
+                    [*self._open.values(), *self._inbox.values()],
+                    {},
+                    {},
+                )
                 self._is_running, self._has_failed = False, True
             for call in failed:  # every caller gets the error, raised where it waits
                 if call.future.set_running_or_notify_cancel():
@@ -144,18 +159,28 @@ class GroupCore(InProcessCore):
 
     def _next_step(self) -> Step | None:
         with self._lock:
-            given_up = [name for name, call in self._open.items() if call.is_given_up or call.future.cancelled()]
+            given_up = [
+                name
+                for name, call in self._open.items()
+                if call.is_given_up or call.future.cancelled()
+            ]
             added, self._inbox = self._inbox, {}
             self._open |= added
             self._is_running = bool(self._open)
-        return Step({name: call.request for name, call in added.items()}, given_up) if self._is_running else None
+        return (
+            Step({name: call.request for name, call in added.items()}, given_up)
+            if self._is_running
+            else None
+        )
 
     def _take(self, step: Step) -> list[Any]:
         """Add, give up and step, as each rank does. Returns vLLM's outputs of the requests that are done."""
         if step.given_up:
             self.engine.abort_request(step.given_up)
         for name, request in step.added.items():
-            self.engine.add_request(name, request.prompt, request.sampling, lora_request=request.adapter)
+            self.engine.add_request(
+                name, request.prompt, request.sampling, lora_request=request.adapter
+            )
         outputs = self.engine.step() if self.engine.has_unfinished_requests() else []
         for output in outputs:
             self._checksum = zlib.crc32(

@@ -27,10 +27,16 @@ MIXTURES = {
     "mixtral": "block_sparse_moe",
 }
 """Mixtures of experts that 0.32 computes as training does, by `model_type`, and what it calls router with experts."""
-_INSTALL = f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
+_INSTALL = (
+    f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
+)
 
 # What vLLM reads from the environment when it is imported. A variable that is set already stays as it is.
-_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
@@ -86,7 +92,9 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
 
 
-def one_by_one(name: str, weight: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+def one_by_one(
+    name: str, weight: torch.Tensor, model_type: str
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A weight under the names of files, which vLLM's models load: of a layer's experts, [E, ...], each by itself."""
     if model_type in MIXTURES:
         name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
@@ -103,10 +111,19 @@ def one_by_one(name: str, weight: torch.Tensor, model_type: str) -> Iterator[tup
 def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
     """Let a load pack the experts of a mixture for a CPU, which vLLM does only as it makes their kernel: later weights
     it would copy, as they come, into the place of packed ones. Raises RolloutError: its kernels are elsewhere."""
-    layers = [module for module in model.modules() if hasattr(getattr(module, "quant_method", None), "moe_kernel")]
+    layers = [
+        module
+        for module in model.modules()
+        if hasattr(getattr(module, "quant_method", None), "moe_kernel")
+    ]
     if model_type in MIXTURES and not layers:
         got = f"vLLM {installed(*DISTRIBUTIONS)[1]}, which keeps the kernels of experts elsewhere (moe_kernel)"
-        raise RolloutError(f"{WHERE}, weights", got=got, expected="0.32, or one like it", fix="Generate with native.")
+        raise RolloutError(
+            f"{WHERE}, weights",
+            got=got,
+            expected="0.32, or one like it",
+            fix="Generate with native.",
+        )
     for layer in layers:
         if next(layer.parameters()).device.type == "cpu":
             layer.quant_method.moe_kernel = None
@@ -144,7 +161,11 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
 
     class Executor(base):
         def _distributed_args(self) -> tuple[str, int, int]:
-            method, rank = super()._distributed_args()[:2] if group is None else (f"file:///{group[0]}", group[1])
+            method, rank = (
+                super()._distributed_args()[:2]
+                if group is None
+                else (f"file:///{group[0]}", group[1])
+            )
             return method, rank, device.index or 0
 
     return Executor
@@ -154,13 +175,19 @@ def unfinished_outputs(engine: Any, names: Container[str]) -> list[Any]:
     """What an engine in this process has of those of these requests that are not done, as outputs of aborted ones."""
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
     states = engine.output_processor.request_states.values()
-    return [one.make_request_output([], None, aborted, None) for one in states if one.external_req_id in names]
+    return [
+        one.make_request_output([], None, aborted, None)
+        for one in states
+        if one.external_req_id in names
+    ]
 
 
 def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
     """The tensors of the KV cache of vLLM's worker; empty if this version has them elsewhere."""
     tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
-    if not isinstance(tensors, list) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    if not isinstance(tensors, list) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in tensors
+    ):
         return ()
     return tensors
 
@@ -172,6 +199,10 @@ def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """
     found = []
     for module in worker.model_runner.get_model().modules():
-        pairs = zip(getattr(module, "lora_a_stacked", ()), getattr(module, "lora_b_stacked", ()), strict=False)
+        pairs = zip(
+            getattr(module, "lora_a_stacked", ()),
+            getattr(module, "lora_b_stacked", ()),
+            strict=False,
+        )
         found += [(a[0, 0], b[0, 0]) for a, b in pairs if a.dim() == b.dim() == 4]
     return found

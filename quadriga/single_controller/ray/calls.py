@@ -24,13 +24,26 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from quadriga.descendants import start_of
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.single_controller.ray import cluster, transport
-from quadriga.single_controller.ray.errors import CrashLog, Failure, WorkerName, cause_of_death, crash_log
+from quadriga.single_controller.ray.errors import (
+    CrashLog,
+    Failure,
+    WorkerName,
+    cause_of_death,
+    crash_log,
+)
 from quadriga.single_controller.ray.process import ProcessAddress, Status
 
 REPORT_EVERY_S = 30.0
@@ -87,9 +100,18 @@ class _Loss:
         is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
         if is_unreadable or isinstance(error, RayTaskError):
             # The process lives: Ray could not bring the arguments there or the output back.
-            told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
-            where, got = f"{call.worker} failed in {call.method}", f"{told} (called with {call.arguments()})"
-            failed = WorkerError(where, got, "arguments and a result that can be pickled here and unpickled there")
+            told = (
+                str(error.client_exc)
+                if is_unreadable
+                else f"{type(error.cause).__name__}: {error.cause}"
+            )
+            where, got = (
+                f"{call.worker} failed in {call.method}",
+                f"{told} (called with {call.arguments()})",
+            )
+            failed = WorkerError(
+                where, got, "arguments and a result that can be pickled here and unpickled there"
+            )
             failed.worker = str(call.worker)
             failed.add_note(f"\nRay says:\n{error}")
             return failed
@@ -99,7 +121,9 @@ class _Loss:
         # Nothing can be read on a node that is gone.
         if address is not None and not isinstance(error, NodeDiedError):
             try:
-                log = cluster.run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
+                log = cluster.run_on_node(
+                    address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S
+                )
             except RayError as failure:
                 log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
         oom_kills = address.oom_kills if address else log.oom_kills
@@ -108,7 +132,9 @@ class _Loss:
         died = WorkerLostError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
         died.worker = str(call.worker)
         if log.last_lines:
-            died.add_note(f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:")
+            died.add_note(
+                f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:"
+            )
             died.add_note("\n".join(f"  {line}" for line in log.last_lines))
         return died
 
@@ -150,7 +176,9 @@ def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
     outcomes: dict[Call, Any] = {}
     for ref, output in wait.outputs.items():
         has_failed = isinstance(output, _FAILED)
-        outcomes[wait.calls[ref]] = output.as_error() if has_failed else transport.unpack_result(output, borrow=True)
+        outcomes[wait.calls[ref]] = (
+            output.as_error() if has_failed else transport.unpack_result(output, borrow=True)
+        )
     return outcomes
 
 
@@ -183,7 +211,9 @@ class _Wait:
                     self.outputs[ref] = _Loss(self.calls[ref], error)
         return not self.pending() or bool(self.failed())
 
-    def go_on(self, report_every_s: float, emit: Callable[[str], None] = print, *, for_one: bool = False) -> None:
+    def go_on(
+        self, report_every_s: float, emit: Callable[[str], None] = print, *, for_one: bool = False
+    ) -> None:
         """Wait until all have come or one has failed; with `for_one` until one has come."""
         if self.is_over(0):
             return
@@ -198,9 +228,16 @@ class _Wait:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
         host, port = cluster.head_address()
         if cluster.is_cluster_lost():
-            where, got = f"Ray cluster at {host}:{port}", f"no answer from its head while waiting for {self.what}"
-            fix = "A run starts its own cluster again; one that it joined has to be started by hand."
-            raise WorkerLostError(where, got=got, expected="a cluster that stays up until the run ends", fix=fix)
+            where, got = (
+                f"Ray cluster at {host}:{port}",
+                f"no answer from its head while waiting for {self.what}",
+            )
+            fix = (
+                "A run starts its own cluster again; one that it joined has to be started by hand."
+            )
+            raise WorkerLostError(
+                where, got=got, expected="a cluster that stays up until the run ends", fix=fix
+            )
         addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
         ports = {(address.node, address.raylet_port) for address in addresses.values()}
         lost = {node for node in ports if cluster.is_lost(*node)}
@@ -213,7 +250,9 @@ class _Wait:
         start = time.monotonic()
         while pending := self.pending():
             waited_s = time.monotonic() - start
-            have_lost_peers = all(_cause_first(failure)[0] == _LOST_PEER for failure in self.failed())
+            have_lost_peers = all(
+                _cause_first(failure)[0] == _LOST_PEER for failure in self.failed()
+            )
             if waited_s > (PEER_LOST_GRACE_S if have_lost_peers else GRACE_S):
                 break
             ray.wait(pending, timeout=POLL_S)
@@ -232,7 +271,9 @@ class _Wait:
             done.setdefault(call.worker.role, []).append(call.worker.rank)
         has_several = len({call.worker.role for call in self.calls.values()}) > 1
         ranks_at: dict[tuple[str, str], list[int]] = {}
-        for call, status in zip(late, ask_status([call.actor for call in late], STATUS_LIMIT_S), strict=True):
+        for call, status in zip(
+            late, ask_status([call.actor for call in late], STATUS_LIMIT_S), strict=True
+        ):
             if status is None:
                 phase = "silent: the process does not say" if call.address else "not started"
             elif not status.method:
@@ -242,9 +283,12 @@ class _Wait:
             else:
                 phase = f"at {status.phase}"
             ranks_at.setdefault((call.worker.role, phase), []).append(call.worker.rank)
-        there = ", ".join(f"{f'{role} ' * has_several}{_ranks(ranks)}" for role, ranks in done.items())
+        there = ", ".join(
+            f"{f'{role} ' * has_several}{_ranks(ranks)}" for role, ranks in done.items()
+        )
         missing = "; ".join(
-            f"{f'{role} ' * has_several}{_ranks(ranks)} {phase}" for (role, phase), ranks in ranks_at.items()
+            f"{f'{role} ' * has_several}{_ranks(ranks)} {phase}"
+            for (role, phase), ranks in ranks_at.items()
         )
         return f"{there or 'no rank'} answered; not yet: {missing or 'none'}"
 
@@ -280,7 +324,9 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(
+        "-".join(map(str, span)) for span in spans
+    )
 
 
 def _asked_again(call: Call) -> RayError | None:
@@ -311,20 +357,28 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         # The connection is over, and with it what this process started; `ray.kill` would begin a new one.
         return
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
-    addresses: list[ProcessAddress] = [address for ref in ready if (address := _value(ref)) is not None]
+    addresses: list[ProcessAddress] = [
+        address for ref in ready if (address := _value(ref)) is not None
+    ]
     # Without its head Ray kills nothing, and waits for a minute before it says so.
     has_head = not cluster.is_cluster_lost()
     patience_s = RAY_KILLS_S if has_head else 0.0
     for actor in actors if has_head else ():
         ray.kill(actor, no_restart=True)
     left: list[str] = []
-    for node_id, node, raylet_port in {(each.node_id, each.node, each.raylet_port) for each in addresses}:
-        processes = [(address.pid, address.started) for address in addresses if address.node_id == node_id]
+    for node_id, node, raylet_port in {
+        (each.node_id, each.node, each.raylet_port) for each in addresses
+    }:
+        processes = [
+            (address.pid, address.started) for address in addresses if address.node_id == node_id
+        ]
         alive: list[int] = []
         # Elsewhere a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
         if node_id == cluster.own_node_id() or (has_head and cluster.responds(node, raylet_port)):
             try:
-                alive = cluster.run_on_node(node_id, _end, processes, patience_s, limit_s=NODE_LIMIT_S)
+                alive = cluster.run_on_node(
+                    node_id, _end, processes, patience_s, limit_s=NODE_LIMIT_S
+                )
             except RayError as error:
                 # Else the node is gone, and what ran there with it.
                 alive = [pid for pid, _ in processes] if isinstance(error, GetTimeoutError) else []
@@ -338,7 +392,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """Kill a process wherever it is, and note why for who waits for it. RayError: its node did not do it."""
     _KILLED[address] = got, fix
-    cluster.run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
+    cluster.run_on_node(
+        address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S
+    )
 
 
 def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:

@@ -56,14 +56,19 @@ _RAYS_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0  # time for a node to take a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The preface of a client, and its settings, none; the server's first frame has its own, of type 4."""
-SECOND_LOOK_S = 1.0  # nothing is given up on one look: a second one, this much later, must see the same
+SECOND_LOOK_S = (
+    1.0  # nothing is given up on one look: a second one, this much later, must see the same
+)
 
 # ---- joining ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def cluster(
-    arguments: Mapping[str, Any], num_processes: int, timeline_file: str | None = None, num_nodes: int = 1
+    arguments: Mapping[str, Any],
+    num_processes: int,
+    timeline_file: str | None = None,
+    num_nodes: int = 1,
 ) -> Iterator[str]:
     """Join or start a cluster, and leave or end it with the block. Gives the address of its head. A process that is
     connected to a cluster already stays connected to it, and runs there.
@@ -78,13 +83,19 @@ def cluster(
     the address, or one of another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        raise WorkerError("ray", ray.__version__, f"{LEAST_RAY} or later", "pip install -U -e '.[ray]'")
+        raise WorkerError(
+            "ray", ray.__version__, f"{LEAST_RAY} or later", "pip install -U -e '.[ray]'"
+        )
     given = dict(arguments)
     address = str(given.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
     if address == "local":
         # Cores as OpenMP counts them: without the quota of a control group.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         started = {"num_cpus": max(cores, num_processes), "include_dashboard": False}
         given = started | {"_system_config": OWN_CLUSTER} | given
     else:
@@ -96,14 +107,20 @@ def cluster(
         expected = "1: the cluster that a run starts for itself is this machine alone"
         fix = f"`ray start` makes one of several machines, and {ADDRESS_KEY}=auto (or RAY_ADDRESS=auto) joins it; on "
         fix += "this machine alone set trainer.nnodes=1."
-        raise ConfigError("trainer.nnodes", f"{num_nodes} machines, and no address of a cluster", expected, fix)
+        raise ConfigError(
+            "trainer.nnodes", f"{num_nodes} machines, and no address of a cluster", expected, fix
+        )
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
         stack.callback(ray.shutdown)
         if address == "local":
             _OWN.append(_OwnCluster(given, where))
-            stack.push(lambda kind, *_: _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit)))
+            stack.push(
+                lambda kind, *_: _OWN.pop().end(
+                    is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit)
+                )
+            )
         else:
             _connect(address, given, where)
         yield ray.get_runtime_context().gcs_address
@@ -118,7 +135,10 @@ class _OwnCluster:
     def __init__(self, arguments: dict[str, Any], where: str, former: Sequence[str] = ()) -> None:
         self.arguments, self.where = arguments, where
         # Ray makes the folder of a session before this one again.
-        self.sessions = [*former, str(_connect("local", arguments, where).address_info["session_dir"])]
+        self.sessions = [
+            *former,
+            str(_connect("local", arguments, where).address_info["session_dir"]),
+        ]
         started = ray._private.worker._global_node.all_processes
         self._parts = [started[name][0].process for name in ("gcs_server", "raylet")]
         self._sweeper = beside("_end_sessions_behind", os.getpid(), self.sessions)
@@ -152,7 +172,9 @@ def renew_own_cluster() -> None:
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:
-    batch["lines"] = [line for line in batch["lines"] if not any(words in line for words in _RAYS_NOISE)]
+    batch["lines"] = [
+        line for line in batch["lines"] if not any(words in line for words in _RAYS_NOISE)
+    ]
 
 
 @contextmanager
@@ -183,11 +205,24 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
     except Exception as error:  # Ray raises a bare Exception where a node does not start in time
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has both, a line each for Ray and Python: the cluster's, then ours.
-            values = [line.partition(":")[2].strip() for line in str(error).splitlines() if line.startswith("    ")]
-            theirs, ours = (f"Ray {of_ray} on Python {of_python}" for of_ray, of_python in (values[:2], values[2:4]))
+            values = [
+                line.partition(":")[2].strip()
+                for line in str(error).splitlines()
+                if line.startswith("    ")
+            ]
+            theirs, ours = (
+                f"Ray {of_ray} on Python {of_python}"
+                for of_ray, of_python in (values[:2], values[2:4])
+            )
             fix = "Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`."
-            raise WorkerError(f"Ray cluster at {address}", theirs, f"{ours}, as this process has", fix) from error
-        reason = " ".join(str(error.__cause__ or error).split()).partition(" Traceback (most")[0].rstrip(".:")
+            raise WorkerError(
+                f"Ray cluster at {address}", theirs, f"{ours}, as this process has", fix
+            ) from error
+        reason = (
+            " ".join(str(error.__cause__ or error).split())
+            .partition(" Traceback (most")[0]
+            .rstrip(".:")
+        )
         if address == "local":
             fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."
             where, expected = "ray_kwargs.ray_init", "a cluster on this machine"
@@ -207,7 +242,8 @@ def forwarded_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and not any(word in name for word in _SECRET)
+        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES)
+        and not any(word in name for word in _SECRET)
     }
 
 
@@ -219,9 +255,13 @@ def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> d
         raise WorkerError(where, got=f"'{address}'", expected="HOST:PORT, auto or local", fix=fix)
     # Ray itself has two minutes' patience with an address where nothing is, and ten with another program's.
     if address != "auto" and not is_head(*_host_and_port(address)):
-        found = "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
+        found = (
+            "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
+        )
         fix = "`ray start --head --port=PORT` starts one; without an address one is started for the run."
-        raise WorkerError(where, f"'{address}', where {found}", "the address of a Ray cluster that is up", fix)
+        raise WorkerError(
+            where, f"'{address}', where {found}", "the address of a Ray cluster that is up", fix
+        )
     theirs = dict(given or {})
     variables = forwarded_variables() | theirs.pop("env_vars", {})
     directory = os.getcwd()
@@ -277,7 +317,9 @@ def own_node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> Any:
+def run_on_node(
+    node_id: str, function: Callable[..., Any], *args: Any, limit_s: float = 60.0
+) -> Any:
     """The result of a function of ours on a node; `limit_s` counts the start of a process there, if it is another one.
     Raises ray.exceptions.RayError: the node is not there, or did not respond in time."""
     if node_id == own_node_id():
@@ -292,12 +334,21 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
     Raises WorkerError: Ray still counts on one after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
-        alive = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]]
+        alive = [
+            (node["NodeManagerAddress"], node["NodeManagerPort"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
         lost = [address for address, port in alive if not responds(address, port)]
         if not lost:
             return
         if time.monotonic() > deadline:
-            where, got = "nodes of the Ray cluster", f"no answer from {', '.join(lost)}, which Ray counts on"
+            where, got = (
+                "nodes of the Ray cluster",
+                f"no answer from {', '.join(lost)}, which Ray counts on",
+            )
             fix = "`ray status` shows what Ray counts on; end Ray on that node (`ray stop`)."
-            raise WorkerError(where, got=got, expected="nodes that answer, or that Ray has given up", fix=fix)
+            raise WorkerError(
+                where, got=got, expected="nodes that answer, or that Ray has given up", fix=fix
+            )
         time.sleep(SECOND_LOOK_S)

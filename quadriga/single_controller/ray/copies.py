@@ -49,7 +49,10 @@ class Keeper:
             os.close(self._files.popitem()[1])
         needed, free = sum(sizes.values()), available_bytes()
         if needed > free / 2:
-            return {}, f"they need {needed / GIB:.2f} GiB and may have half of the {free / GIB:.2f} GiB that are free"
+            return (
+                {},
+                f"they need {needed / GIB:.2f} GiB and may have half of the {free / GIB:.2f} GiB that are free",
+            )
         for owner, size in sizes.items():
             self._files[owner] = os.memfd_create("quadriga-state-copy")
             os.truncate(self._files[owner], size)
@@ -57,7 +60,10 @@ class Keeper:
 
     def whole(self) -> dict[Owner, list[int]]:
         """The steps of which there are whole copies."""
-        return {owner: whole_steps(np.frombuffer(mmap(file, 0), np.uint8)) for owner, file in self._files.items()}
+        return {
+            owner: whole_steps(np.frombuffer(mmap(file, 0), np.uint8))
+            for owner, file in self._files.items()
+        }
 
     def read(self, owner: Owner, step: int, start: int, size: int) -> np.ndarray | None:
         """Bytes [size] of a step's slot; None while it has another step, or half of one."""
@@ -75,7 +81,9 @@ class Keeper:
             slot[:8] = 0
             # Backwards: what says that it is whole comes last.
             for start in reversed(range(0, len(slot), MIRROR_BYTES)):
-                while (content := ray.get(source.read.remote(owner, step, start, MIRROR_BYTES))) is None:
+                while (
+                    content := ray.get(source.read.remote(owner, step, start, MIRROR_BYTES))
+                ) is None:
                     if time.monotonic() > deadline:
                         return
                     time.sleep(0.02)
@@ -94,7 +102,9 @@ class _Memory:
         """Bytes [size] of a slot, in a worker."""
         nodes, own = self.nodes[part, rank], own_node_id() if self.keepers else HERE
         if own not in nodes:
-            return bytearray(ray.get(self.keepers[nodes[0]].read.remote((part, rank), step, start, size)))
+            return bytearray(
+                ray.get(self.keepers[nodes[0]].read.remote((part, rank), step, start, size))
+            )
         with open(self.paths[own][part, rank], "r+b") as file:
             return slot_of(memoryview(mmap(file.fileno(), 0)), step)[start : start + size]
 
@@ -223,7 +233,9 @@ class StateCopies:
             return getattr(self._keepers.setdefault(node, Keeper()), method)(*args)
         if node not in self._keepers:
             where = NodeAffinitySchedulingStrategy(node, soft=False)
-            process = ray.remote(num_cpus=0)(Keeper).options(max_concurrency=4, scheduling_strategy=where)
+            process = ray.remote(num_cpus=0)(Keeper).options(
+                max_concurrency=4, scheduling_strategy=where
+            )
             self._keepers[node] = process.remote()
         return ray.get(getattr(self._keepers[node], method).remote(*args))
 

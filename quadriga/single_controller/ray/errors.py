@@ -29,7 +29,9 @@ NUM_LAST_LINES = 20  # how much of a dead process's standard error is shown
 _PACKAGE = Path(errors.__file__).parent
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
 # ---- a method that raised -----------------------------------------------------------------------
-_LEFT_ALONE = re.compile(r"gloo/transport|Connection (closed|reset) by|ncclRemoteError|communicator was aborted")
+_LEFT_ALONE = re.compile(
+    r"gloo/transport|Connection (closed|reset) by|ncclRemoteError|communicator was aborted"
+)
 """What the back ends of collectives, which raise a bare RuntimeError, say where another process left one."""
 
 
@@ -58,7 +60,9 @@ class Failure:
     arguments: str  # with what, data by shape
     summary: str  # type and message of the exception
     location: str  # file, line and function of the innermost frame that is no library's
-    trace: str  # the formatted traceback, without the frames that only brought the call to the worker
+    trace: (
+        str  # the formatted traceback, without the frames that only brought the call to the worker
+    )
     time_s: float  # wall clock time of the exception, in seconds
     running_s: float  # for how long the method ran
     # The exception, if it is one of Quadriga's own or a PeerLostError by what caused it; its `worker` is the one that
@@ -66,7 +70,9 @@ class Failure:
     error: QuadrigaError | None = None
 
     @classmethod
-    def of(cls, error: BaseException, worker: WorkerName, method: str, arguments: str, running_s: float) -> "Failure":
+    def of(
+        cls, error: BaseException, worker: WorkerName, method: str, arguments: str, running_s: float
+    ) -> "Failure":
         """The failure that an exception is."""
         first = error.__traceback__
         while first is not None and not is_of_interest(first.tb_frame.f_code.co_filename):
@@ -81,7 +87,9 @@ class Failure:
             ours = kind(str(error.where), got=got, expected=expected, fix=fix)
             ours.worker = error.worker
         elif _is_left_alone(error):
-            ours = PeerLostError("a collective", got=str(error).partition("\n")[0], expected="all ranks to take part")
+            ours = PeerLostError(
+                "a collective", got=str(error).partition("\n")[0], expected="all ranks to take part"
+            )
         return cls(
             worker,
             method,
@@ -105,9 +113,13 @@ class Failure:
             error = self.error
         else:
             found = self.error
-            error = type(found)(f"{where}: {found.where}", got=found.got, expected=found.expected, fix=found.fix)
+            error = type(found)(
+                f"{where}: {found.where}", got=found.got, expected=found.expected, fix=found.fix
+            )
         error.worker = error.worker or str(self.worker)
-        error.add_note(f"\n{self.worker}, process {self.worker.pid}, called with {self.arguments}:\n{self.trace}")
+        error.add_note(
+            f"\n{self.worker}, process {self.worker.pid}, called with {self.arguments}:\n{self.trace}"
+        )
         return error
 
     def __str__(self) -> str:
@@ -164,7 +176,9 @@ _SIGNALS = {
     "Floating point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
-_RAY_OUT_OF_MEMORY = re.compile(r"Memory on the node \(.*?\).*? was ([\d.]+\w+)(?: used)? / ([\d.]+\w+)", re.DOTALL)
+_RAY_OUT_OF_MEMORY = re.compile(
+    r"Memory on the node \(.*?\).*? was ([\d.]+\w+)(?: used)? / ([\d.]+\w+)", re.DOTALL
+)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LESS_MEMORY = (
     "Give the node more memory, put fewer processes on it, or lower the micro-batches; `RAY_memory_usage_threshold`, "
@@ -192,7 +206,9 @@ class CrashLog:
     """What is found on a dead process's node."""
 
     last_lines: tuple[str, ...] = ()  # the end of its standard error
-    oom_kills: int = 0  # how many processes the kernel has killed for lack of memory since the node was booted
+    oom_kills: int = (
+        0  # how many processes the kernel has killed for lack of memory since the node was booted
+    )
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
@@ -212,13 +228,17 @@ def crash_log(log: str) -> CrashLog:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     # Ray's marks for its log monitor, and the fault handler's list of C extensions, are of no use to a reader.
-    told = [line for line in lines if line.strip() and not line.startswith((":", "Extension modules: "))]
+    told = [
+        line for line in lines if line.strip() and not line.startswith((":", "Extension modules: "))
+    ]
     reports = [number for number, line in enumerate(told) if line.startswith("Fatal Python error")]
     num_lines = max(NUM_LAST_LINES, len(told) - reports[-1]) if reports else NUM_LAST_LINES
     return CrashLog(tuple(told[-num_lines:]), oom_kills())
 
 
-def cause_of_death(error: RayError, log: CrashLog, oom_kills_before: int, pid: int) -> tuple[str, str]:
+def cause_of_death(
+    error: RayError, log: CrashLog, oom_kills_before: int, pid: int
+) -> tuple[str, str]:
     """The best explanation of a process's end, and what to do about it ("": nothing to be said).
     `oom_kills_before`: the kernel's count of such kills when the process started."""
     text = str(error)
@@ -248,7 +268,9 @@ def cause_of_death(error: RayError, log: CrashLog, oom_kills_before: int, pid: i
 
 def _fatal_error(lines: tuple[str, ...]) -> str:
     """The signal that the fault handler reports at the end of standard error, and where; "" if it reports none."""
-    starts = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    starts = [
+        number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")
+    ]
     if not starts:
         return ""
     report = lines[starts[-1] :]

@@ -38,11 +38,25 @@ from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
 from quadriga.single_controller.resource_pool import THREADS, share_of_cores
 from quadriga.single_controller.worker import Worker, WorkerPlace
-from quadriga.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, WorkerGroups, describe_arguments
+from quadriga.single_controller.worker_group import (
+    ClassWithInitArgs,
+    W,
+    WorkerGroup,
+    WorkerGroups,
+    describe_arguments,
+)
 
 # Options of an actor that its group decides.
 _OF_THE_GROUP = frozenset(
-    {"num_cpus", "num_gpus", "resources", "scheduling_strategy", "placement_group", "name", "lifetime"}
+    {
+        "num_cpus",
+        "num_gpus",
+        "resources",
+        "scheduling_strategy",
+        "placement_group",
+        "name",
+        "lifetime",
+    }
 )
 
 
@@ -52,17 +66,29 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
     def __init__(self, cls: type[W] | ActorClass, *args: Any, **kwargs: Any) -> None:
         self.options: dict[str, Any] = {}
         if isinstance(cls, ActorClass):
-            self.options = {key: value for key, value in cls._default_options.items() if value is not None}
+            self.options = {
+                key: value for key, value in cls._default_options.items() if value is not None
+            }
             # `ray.remote` derives a class of its own from the one that it is given.
             cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
         taken = ", ".join(sorted(_OF_THE_GROUP & set(self.options)))
         if taken:
             where, got = "RayClassWithInitArgs", f"a class with the options {taken} of ray.remote"
             fix = "Shares of a device follow from RayResourcePool.max_colocate_count."
-            raise WorkerError(where, got=got, expected="options that the pool and the group do not decide", fix=fix)
+            raise WorkerError(
+                where,
+                got=got,
+                expected="options that the pool and the group do not decide",
+                fix=fix,
+            )
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
-            got, fix = getattr(cls, "__name__", repr(cls)), "Derive it from quadriga.single_controller.Worker."
-            raise WorkerError("RayClassWithInitArgs", got=got, expected="a class of workers", fix=fix)
+            got, fix = (
+                getattr(cls, "__name__", repr(cls)),
+                "Derive it from quadriga.single_controller.Worker.",
+            )
+            raise WorkerError(
+                "RayClassWithInitArgs", got=got, expected="a class of workers", fix=fix
+            )
         super().__init__(cls, *args, **kwargs)
 
 
@@ -80,13 +106,17 @@ def create_colocated_worker_cls(
     if not class_dict:
         raise WorkerError("create_colocated_worker_cls", got="no roles", expected="at least one")
     roles = {str(role): entry for role, entry in class_dict.items()}
-    together = RayClassWithInitArgs(type("WorkerDict", (WorkerDict,), {"roles": roles, "__module__": __name__}))
+    together = RayClassWithInitArgs(
+        type("WorkerDict", (WorkerDict,), {"roles": roles, "__module__": __name__})
+    )
     for role, entry in roles.items():
         for key, value in entry.options.items():
             if together.options.setdefault(key, value) != value:
                 where = f"create_colocated_worker_cls: option {key}"
                 got = f"{value!r} of {role}, {together.options[key]!r} before it"
-                raise WorkerError(where, got=got, expected="one value, for the roles share their processes")
+                raise WorkerError(
+                    where, got=got, expected="one value, for the roles share their processes"
+                )
     return together
 
 
@@ -106,7 +136,9 @@ class WorkerProcesses:
         self.bundles, share = pool.take_share(name)
         counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {
-            node: share_of_cores(run_on_node(node, num_usable_cores), count, pool.neighbours.get(node, count))
+            node: share_of_cores(
+                run_on_node(node, num_usable_cores), count, pool.neighbours.get(node, count)
+            )
             for node, count in counts.items()
         }
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
@@ -126,8 +158,13 @@ class WorkerProcesses:
         process = ray.remote(**share, **fixed, **given)(WorkerProcess)
         self._processes = [
             process.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
-                runtime_env={**runtime_env, "env_vars": {**threads[bundle.node_id].environment(), **chosen}},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    bundle.placement_group, bundle.index
+                ),
+                runtime_env={
+                    **runtime_env,
+                    "env_vars": {**threads[bundle.node_id].environment(), **chosen},
+                },
             )
             for bundle in self.bundles
         ]
@@ -152,7 +189,11 @@ class WorkerProcesses:
         process has started: as long as the cluster lacks the resources."""
         calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
         if self.is_ended:
-            raise WorkerError(f"{self.name}[rank {rank}]", got="a restart", expected="a group that is not shut down")
+            raise WorkerError(
+                f"{self.name}[rank {rank}]",
+                got="a restart",
+                expected="a group that is not shut down",
+            )
         self.actors[rank] = self._processes[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
         self.load_refs[rank] = self._load(self.actors[rank])
@@ -166,7 +207,9 @@ class WorkerProcesses:
     def loads(self) -> list[Call]:
         """The imports of each process that has started."""
         pairs = zip(self.starts(), self.addresses, self.load_refs, strict=True)
-        return [replace(start, ref=ref, address=address, method="load") for start, address, ref in pairs]
+        return [
+            replace(start, ref=ref, address=address, method="load") for start, address, ref in pairs
+        ]
 
     def _load(self, actor: Any) -> Any:
         """Have a process import the modules of its workers while this one still prepares what these are built of. What
@@ -206,7 +249,10 @@ class RayWorkerGroup(WorkerGroup[W]):
         self.processes = processes or WorkerProcesses(
             self.name, resource_pool, entry.options, roles or {self.name: entry}
         )
-        self._roles = {role: RayWorkerGroup(resource_pool, part, role, self.processes) for role, part in roles.items()}
+        self._roles = {
+            role: RayWorkerGroup(resource_pool, part, role, self.processes)
+            for role, part in roles.items()
+        }
         if roles:
             self.methods = {
                 f"{role}_{method}": registration
@@ -228,7 +274,16 @@ class RayWorkerGroup(WorkerGroup[W]):
             if isinstance(message.body, bytes):
                 header = f"{group.name}\n{method}\n".encode() + message.body
             ref = (actor.call_beside if is_beside else actor.call).remote(header, *message.refs)
-            started.append(Call(ref, actor, address, worker, method, partial(describe_arguments, *per_rank[number])))
+            started.append(
+                Call(
+                    ref,
+                    actor,
+                    address,
+                    worker,
+                    method,
+                    partial(describe_arguments, *per_rank[number]),
+                )
+            )
         return started
 
     resolve = staticmethod(calls.resolve)
@@ -258,7 +313,11 @@ class RayWorkerGroup(WorkerGroup[W]):
         unknown = sorted(role for role in prefix_set if role not in self._roles)
         if unknown:
             where = f"{self.name}.spawn"
-            raise WorkerError(where, got=f"{unknown}", expected=f"roles among {list(self._roles) or 'none: one role'}")
+            raise WorkerError(
+                where,
+                got=f"{unknown}",
+                expected=f"roles among {list(self._roles) or 'none: one role'}",
+            )
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
     def shutdown(self) -> None:
@@ -285,12 +344,16 @@ class RayWorkerGroups(WorkerGroups):
         runtime_env: Mapping[str, Any] | None = None,
         devices: Mapping[str, int] | None = None,
     ) -> None:
-        use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        use_gpu = settings.device == "cuda" or (
+            settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        )
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._of_pools: dict[str, RayWorkerGroup[Any]] = {}
         self._heartbeat: Heartbeat | None = None
         # One group to a pool: each process has its whole share of the machine.
-        self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1, devices=devices)
+        self._manager = ResourcePoolManager(
+            pools, roles, use_gpu, max_colocate_count=1, devices=devices
+        )
         try:
             renew_own_cluster()
             # Ray would still place processes on a node that has just been lost.
@@ -305,13 +368,17 @@ class RayWorkerGroups(WorkerGroups):
                 together.options["runtime_env"] = dict(runtime_env or {})
                 self._of_pools[name] = RayWorkerGroup(pool, together)
                 self.groups |= self._of_pools[name].spawn(inside)
-            self._heartbeat = Heartbeat([group.processes.starts for group in self._of_pools.values()], settings)
+            self._heartbeat = Heartbeat(
+                [group.processes.starts for group in self._of_pools.values()], settings
+            )
         except BaseException:
             self.end()
             raise
 
     def await_start(self) -> None:
-        calls.resolve([load for group in self._of_pools.values() for load in group.processes.loads()])
+        calls.resolve(
+            [load for group in self._of_pools.values() for load in group.processes.loads()]
+        )
 
     def describe(self) -> dict[str, str]:
         chosen = {}

@@ -53,9 +53,16 @@ class Heartbeat:
     `settings`: `stall_timeout_s` and `phase_timeout_s` are read."""
 
     def __init__(
-        self, starts: Sequence[Callable[[], list[Call]]], settings: TrainerConfig, emit: Callable[[str], None] = print
+        self,
+        starts: Sequence[Callable[[], list[Call]]],
+        settings: TrainerConfig,
+        emit: Callable[[str], None] = print,
     ) -> None:
-        self.stall_s, self.phase_s, self.emit = settings.stall_timeout_s, settings.phase_timeout_s, emit
+        self.stall_s, self.phase_s, self.emit = (
+            settings.stall_timeout_s,
+            settings.phase_timeout_s,
+            emit,
+        )
         self._starts, self._known = starts, set[Any]()
         self._watched: list[_Watched] = []
         self._is_over = threading.Event()
@@ -83,7 +90,12 @@ class Heartbeat:
                     self._watched.remove(each)
 
     def _take_started(self) -> None:
-        new = {start.ref: start for group in self._starts for start in group() if start.ref not in self._known}
+        new = {
+            start.ref: start
+            for group in self._starts
+            for start in group()
+            if start.ref not in self._known
+        }
         ready, _ = ray.wait(list(new), num_returns=len(new), timeout=0) if new else ([], [])
         self._known.update(ready)
         for start in map(new.__getitem__, ready):
@@ -91,7 +103,9 @@ class Heartbeat:
             with suppress(RayError):
                 address: ProcessAddress = ray.get(start.ref)
                 worker = replace(start.worker, node=address.node, pid=address.pid)
-                self._watched.append(_Watched(start.actor, worker, address, start.actor.status.remote()))
+                self._watched.append(
+                    _Watched(start.actor, worker, address, start.actor.status.remote())
+                )
 
     def _look(self, process: _Watched) -> None:
         ready, _ = ray.wait([process.question], timeout=0)
@@ -121,15 +135,21 @@ class Heartbeat:
         workers_at: dict[str, list[str]] = {}
         for ref in ready:
             workers_at.setdefault(ray.get(ref), []).append(str(refs[ref]))
-        told = [f"{process.worker}: {name} has taken {status.running_s:.0f} s, {limit}; all processes stand here:"]
+        told = [
+            f"{process.worker}: {name} has taken {status.running_s:.0f} s, {limit}; all processes stand here:"
+        ]
         told += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
         self.emit("\n".join([*told, *(f"{refs[ref]}: no answer" for ref in silent)]))
-        self._kill(process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}.")
+        self._kill(
+            process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}."
+        )
 
     def _state(self, process: _Watched) -> str:
         """What the kernel says of a process, in brackets; "" for nothing of note."""
         try:
-            state = run_on_node(process.address.node_id, state_of, process.address.pid, limit_s=NODE_LIMIT_S)
+            state = run_on_node(
+                process.address.node_id, state_of, process.address.pid, limit_s=NODE_LIMIT_S
+            )
         except RayError as error:
             return f" (its node does not say why: {type(error).__name__})"
         return f" ({state})" if state else ""

@@ -17,7 +17,12 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from quadriga.errors import WorkerError
 from quadriga.single_controller.ray.cluster import await_lost_nodes, is_cluster_lost
-from quadriga.single_controller.resource_pool import NodeResources, ResourcePool, address_order, choose_nodes
+from quadriga.single_controller.resource_pool import (
+    NodeResources,
+    ResourcePool,
+    address_order,
+    choose_nodes,
+)
 
 # The resources of what has just ended come back within a fraction of a second; Ray reports them with some delay.
 RELEASE_S = 3.0
@@ -40,14 +45,19 @@ def cluster_nodes() -> list[NodeResources]:
     free = ray._private.state.available_resources_per_node()
     return [
         NodeResources(
-            node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], node["Resources"])
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"],
+            free.get(node["NodeID"], node["Resources"]),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def check_resources(pools: Mapping[str, Sequence[int]], each: Mapping[str, float]) -> dict[str, list[NodeResources]]:
+def check_resources(
+    pools: Mapping[str, Sequence[int]], each: Mapping[str, float]
+) -> dict[str, list[NodeResources]]:
     """A node of the cluster for each node of each pool, chosen by `choose_nodes`.
     Raises WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment."""
     await_lost_nodes()
@@ -59,7 +69,9 @@ def check_resources(pools: Mapping[str, Sequence[int]], each: Mapping[str, float
         except WorkerError as error:
             if time.monotonic() > deadline:
                 raise
-            idle = [NodeResources(node.node_id, node.address, node.total, node.total) for node in nodes]
+            idle = [
+                NodeResources(node.node_id, node.address, node.total, node.total) for node in nodes
+            ]
             try:
                 choose_nodes(pools, each, idle)
             except WorkerError:
@@ -88,10 +100,19 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes)
         if max_colocate_count < 1:
-            raise WorkerError("RayResourcePool.max_colocate_count", str(max_colocate_count), "at least 1 group")
+            raise WorkerError(
+                "RayResourcePool.max_colocate_count", str(max_colocate_count), "at least 1 group"
+            )
         self.device_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
-        self.num_devices, self.device_on_nodes = num_devices, [count * num_devices for count in process_on_nodes]
-        self.use_gpu, self.name, self.max_colocate_count = use_gpu, name_prefix or "pool", max_colocate_count
+        self.num_devices, self.device_on_nodes = (
+            num_devices,
+            [count * num_devices for count in process_on_nodes],
+        )
+        self.use_gpu, self.name, self.max_colocate_count = (
+            use_gpu,
+            name_prefix or "pool",
+            max_colocate_count,
+        )
         self._prefix = name_prefix
         # Processes of all pools that take turns with this one, its own included, by the id of their node.
         self.neighbours: Mapping[str, int] = {}
@@ -126,7 +147,9 @@ class RayResourcePool(ResourcePool):
             where = f"resource pool {self.name} {self.device_on_nodes}"
             got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s still {states}; {found}"
             fix = "Another program took them at the same moment: `ray list placement-groups` shows it."
-            raise WorkerError(where, got=got, expected="the resources that were free before", fix=fix)
+            raise WorkerError(
+                where, got=got, expected="the resources that were free before", fix=fix
+            )
         self._bundles = [
             Bundle(group, index, node.node_id)
             for group, (node, count) in zip(groups, parts, strict=True)
@@ -146,11 +169,18 @@ class RayResourcePool(ResourcePool):
         """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
         Raises WorkerError: the cluster has not enough, or as many groups as may share the pool are there already."""
         bundles = self.bundles()
-        full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
+        full = next(
+            (bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None
+        )
         if full:
-            where, got = f"resource pool {self.name}", f"{group} as one more group with {', '.join(full.groups)}"
+            where, got = (
+                f"resource pool {self.name}",
+                f"{group} as one more group with {', '.join(full.groups)}",
+            )
             fix = "Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls."
-            raise WorkerError(where, got=got, expected=f"at most {self.max_colocate_count} groups", fix=fix)
+            raise WorkerError(
+                where, got=got, expected=f"at most {self.max_colocate_count} groups", fix=fix
+            )
         for bundle in bundles:
             bundle.groups.append(group)
         # Rounded down to Ray's precision: seven sevenths must not be more than one.
@@ -160,7 +190,9 @@ class RayResourcePool(ResourcePool):
     @property
     def placement_groups(self) -> list[Any]:
         """The placement groups, in the order of their nodes' addresses; none before the resources are taken."""
-        return list({bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values())
+        return list(
+            {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values()
+        )
 
     def close(self) -> None:
         """Give the resources back; Ray ends the processes that still use them."""
@@ -186,20 +218,33 @@ class ResourcePoolManager:
         max_colocate_count: int = 10,
         devices: Mapping[str, int] | None = None,
     ) -> None:
-        self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
+        self.resource_pool_spec = {
+            name: list(counts) for name, counts in resource_pool_spec.items()
+        }
         self.mapping = dict(mapping)
         self._roles = ", ".join(map(str, mapping)) or "none"
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 expected = f"one of {', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}"
-                fix = "Name the pool in trainer.resource_pools, or map the role to one that is there."
-                raise WorkerError(f"pool of the role {role}", got=repr(pool), expected=expected, fix=fix)
+                fix = (
+                    "Name the pool in trainer.resource_pools, or map the role to one that is there."
+                )
+                raise WorkerError(
+                    f"pool of the role {role}", got=repr(pool), expected=expected, fix=fix
+                )
         unused = [name for name in self.resource_pool_spec if name not in self.mapping.values()]
         if unused:
             where, got = f"resource pool {unused[0]}", f"no role on it; roles: {self._roles}"
-            raise WorkerError(where, got=got, expected="at least one", fix="Leave the pool out, or map a role to it.")
+            raise WorkerError(
+                where,
+                got=got,
+                expected="at least one",
+                fix="Leave the pool out, or map a role to it.",
+            )
         self.pools = {
-            name: RayResourcePool(counts, use_gpu, name, max_colocate_count, (devices or {}).get(name, 1))
+            name: RayResourcePool(
+                counts, use_gpu, name, max_colocate_count, (devices or {}).get(name, 1)
+            )
             for name, counts in self.resource_pool_spec.items()
         }
 
@@ -208,7 +253,9 @@ class ResourcePoolManager:
         Raises WorkerError: the cluster has not enough for all of them together; nothing is taken then."""
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):
-            check_resources({pool.name: pool.device_on_nodes for pool in pools}, pools[0].device_resources)
+            check_resources(
+                {pool.name: pool.device_on_nodes for pool in pools}, pools[0].device_resources
+            )
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours
@@ -217,7 +264,12 @@ class ResourcePoolManager:
     def get_resource_pool(self, role: str) -> RayResourcePool:
         if role not in self.mapping:
             where, fix = f"role {role}", f"Map it to one of the pools {', '.join(self.pools)}."
-            raise WorkerError(where, got="no pool", expected=f"one of the roles with a pool: {self._roles}", fix=fix)
+            raise WorkerError(
+                where,
+                got="no pool",
+                expected=f"one of the roles with a pool: {self._roles}",
+                fix=fix,
+            )
         return self.pools[self.mapping[role]]
 
     def get_n_gpus(self) -> int:

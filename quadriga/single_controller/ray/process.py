@@ -63,7 +63,9 @@ class ProcessAddress:
     pid: int  # the process on the node
     started: bytes  # its start in the kernel's clock ticks: pids are used again
     log: str  # the file on the node that takes its standard error
-    oom_kills: int  # the kernel's count of processes killed for lack of memory when this one started
+    oom_kills: (
+        int  # the kernel's count of processes killed for lack of memory when this one started
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,11 @@ class _Running:
         # A coroutine that waits has left its thread, which shows the event loop alone.
         suspended: list[FrameType] = []
         coroutine = self.coroutine
-        while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None and not coroutine.cr_running:
+        while (
+            inspect.iscoroutine(coroutine)
+            and coroutine.cr_frame is not None
+            and not coroutine.cr_running
+        ):
             suspended.append(coroutine.cr_frame)
             coroutine = coroutine.cr_await
         yield from reversed(suspended)
@@ -115,7 +121,9 @@ class WorkerProcess:
         # All threads: the one that computes is not the one that a signal meets.
         faulthandler.enable(all_threads=True)
         keep_modules()
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="life", daemon=True).start()
+        threading.Thread(
+            target=_end_with_parent, args=(os.getppid(),), name="life", daemon=True
+        ).start()
 
     def __repr__(self) -> str:
         # Ray puts it before each line that the process prints.
@@ -133,7 +141,9 @@ class WorkerProcess:
             node=node,
             port=port,
             node_id=node_id,
-            raylet_port=next(each["NodeManagerPort"] for each in ray.nodes() if each["NodeID"] == node_id),
+            raylet_port=next(
+                each["NodeManagerPort"] for each in ray.nodes() if each["NodeID"] == node_id
+            ),
             pid=os.getpid(),
             started=start_of(os.getpid()),
             log=os.readlink("/proc/self/fd/2"),
@@ -151,7 +161,9 @@ class WorkerProcess:
         """Build the worker of a role. Returns why it could not be built: calls to it return the same failure."""
         # What torch.distributed and others read.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
-        self._names[role] = WorkerName(role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid())
+        self._names[role] = WorkerName(
+            role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid()
+        )
 
         with self._run(role, "__init__") as running, placed(place):
             running.arguments = entry.args, entry.kwargs
@@ -162,7 +174,9 @@ class WorkerProcess:
             self._not_built[role] = running.outcome
         return running.outcome
 
-    def call(self, header: bytes | tuple[str, str, Any], *values: Any, is_shown: bool = True) -> Any:
+    def call(
+        self, header: bytes | tuple[str, str, Any], *values: Any, is_shown: bool = True
+    ) -> Any:
         """Call a method of a role's worker. Returns its output, packed, or a Failure.
         `header`: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
         `values`: what the message's references stand for. `is_shown`: whether `status` tells of it."""
@@ -173,21 +187,33 @@ class WorkerProcess:
             role, method, body = header
         if role in self._not_built:
             return self._not_built[role]
-        with self._run(role, method, is_shown=is_shown) as running, PhaseTimer.mark(f"{role}.{method}"):
+        with (
+            self._run(role, method, is_shown=is_shown) as running,
+            PhaseTimer.mark(f"{role}.{method}"),
+        ):
             if role not in self._workers:
-                raise WorkerError(f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}")
+                raise WorkerError(
+                    f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}"
+                )
             running.arguments = args, kwargs = transport.unpack(body, values)
             output = getattr(self._workers[role], method)(*args, **kwargs)
             if inspect.iscoroutine(output):
                 running.coroutine = output
                 output = asyncio.run(output)
             if inspect.isgenerator(output) or inspect.isasyncgen(output):
-                raise WorkerError(f"{role}.{method}", got="a generator", expected="an output", fix="Return a list.")
+                raise WorkerError(
+                    f"{role}.{method}",
+                    got="a generator",
+                    expected="an output",
+                    fix="Return a list.",
+                )
             try:
                 running.outcome = transport.pack_result(output)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 got, expected = f"{type(error).__name__}: {error}", "a result that can be pickled"
-                raise WorkerError(f"output of {role}.{method}", got=got, expected=expected) from error
+                raise WorkerError(
+                    f"output of {role}.{method}", got=got, expected=expected
+                ) from error
         return running.outcome
 
     @ray.method(concurrency_group="beside")
@@ -223,8 +249,13 @@ class WorkerProcess:
             yield running
         except BaseException as error:
             # SystemExit and KeyboardInterrupt too: what a worker raises is its result, and the driver's to judge.
-            name = self._names.get(role) or WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
-            running_s, given = time.monotonic() - running.start, describe_arguments(*running.arguments)
+            name = self._names.get(role) or WorkerName(
+                role, self._rank, self._rank + 1, pid=os.getpid()
+            )
+            running_s, given = (
+                time.monotonic() - running.start,
+                describe_arguments(*running.arguments),
+            )
             running.outcome = Failure.of(error, name, method, given, running_s)
         finally:
             if is_shown:
@@ -233,7 +264,11 @@ class WorkerProcess:
 
 def state_of(pid: int) -> str:
     """What the kernel says about a process of this node that does not answer; "" for nothing of note."""
-    states = {b"T": "stopped by a signal", b"t": "stopped by a debugger", b"D": "waits for a device"}
+    states = {
+        b"T": "stopped by a signal",
+        b"t": "stopped by a debugger",
+        b"D": "waits for a device",
+    }
     return states.get(stat_of(pid)[0], "")
 
 

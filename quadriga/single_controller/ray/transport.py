@@ -85,12 +85,16 @@ class _Pickler(cloudpickle.Pickler):
         self.parts: list[_Part] = []
         self._of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
         # Not a method: a cycle with the pickler would keep the objects until the next garbage collection.
-        super().__init__(file, protocol=5, buffer_callback=partial(_take, self.parts, self._of_tensors))
+        super().__init__(
+            file, protocol=5, buffer_callback=partial(_take, self.parts, self._of_tensors)
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that is no built-in."""
         is_column = type(obj) is _Column
-        if is_column or (type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized):
+        if is_column or (
+            type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
+        ):
             tensor = obj.tensor if is_column else obj
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             memory = bytes_of(plain)
@@ -111,7 +115,9 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _take(
-    parts: list[_Part], of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]], buffer: pickle.PickleBuffer
+    parts: list[_Part],
+    of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]],
+    buffer: pickle.PickleBuffer,
 ) -> bool:
     memory = buffer.raw()
     if id(buffer) in of_tensors:
@@ -230,7 +236,10 @@ class Outbox:
                 address, size = part.key if locations else (0, 0)
                 start, location = 0, locations.get((address, size))
                 if part.root is not None and id(part.root) in locations:
-                    start, location = address - part.root.untyped_storage().data_ptr(), locations[id(part.root)]
+                    start, location = (
+                        address - part.root.untyped_storage().data_ptr(),
+                        locations[id(part.root)],
+                    )
                 if location is None:
                     places.append(part.memory.tobytes())
                 else:
@@ -246,14 +255,32 @@ class Outbox:
             if self._session != (session := self.session()):
                 self._kept.clear()
                 self._session = session
-            roots = {id(part.root): part.root for draft in drafts for part in draft.parts if part.root is not None}
+            roots = {
+                id(part.root): part.root
+                for draft in drafts
+                for part in draft.parts
+                if part.root is not None
+            }
             entries = {key: self._kept.get(root) for key, root in roots.items()}
-            kept = {key: entry[1] for key, entry in entries.items() if entry and entry[0] == stamp_of(roots[key])}
-        missing = [(draft, part) for draft in drafts for part in draft.parts if id(part.root) not in kept]
-        if sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing) <= INLINE_UP_TO_BYTES:
+            kept = {
+                key: entry[1]
+                for key, entry in entries.items()
+                if entry and entry[0] == stamp_of(roots[key])
+            }
+        missing = [
+            (draft, part) for draft in drafts for part in draft.parts if id(part.root) not in kept
+        ]
+        if (
+            sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
+            <= INLINE_UP_TO_BYTES
+        ):
             return kept
         # A put costs more than a few kilobytes inside a message.
-        streams = {id(draft.parts[0]) for draft in drafts if draft.parts[0].memory.nbytes <= INLINE_UP_TO_BYTES}
+        streams = {
+            id(draft.parts[0])
+            for draft in drafts
+            if draft.parts[0].memory.nbytes <= INLINE_UP_TO_BYTES
+        }
         return kept | self._put([each for each in missing if id(each[1]) not in streams])
 
     def _put(self, missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, Location]:
@@ -264,7 +291,10 @@ class Outbox:
         items: dict[Any, _Item] = {}
         for draft, part in missing:
             storage = None if part.root is None else part.root.untyped_storage()
-            is_whole = storage is not None and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
+            is_whole = (
+                storage is not None
+                and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
+            )
             key = id(part.root) if is_whole else part.key
             if key not in items and is_whole and part.root is not None:
                 memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -318,8 +348,12 @@ def pack_result(value: Any) -> Any:
     except _NeedsRayError:
         return value
     if stream.memory.nbytes + sum(part.memory.nbytes for part in parts) <= INLINE_UP_TO_BYTES:
-        return pickle.dumps((stream.memory.tobytes(), [part.memory.tobytes() for part in parts]), protocol=5)
-    return PackedResult(stream.memory, [part.memory for part in parts], [part.is_column for part in parts])
+        return pickle.dumps(
+            (stream.memory.tobytes(), [part.memory.tobytes() for part in parts]), protocol=5
+        )
+    return PackedResult(
+        stream.memory, [part.memory for part in parts], [part.is_column for part in parts]
+    )
 
 
 def unpack_result(value: Any, borrow: bool = False) -> Any:
@@ -358,7 +392,9 @@ def release_pages() -> None:
         with open("/proc/self/maps", encoding="utf-8") as lines:
             # 7f8f7c000000-7f8fbc000000 rw-s 00000000 00:1b 34    /dev/shm/plasmaIbiKHf (deleted)
             fields = [line.split(maxsplit=5) for line in lines]
-        found = [each[0].split("-") for each in fields if each[1].endswith("s") and _STORE in each[-1]]
+        found = [
+            each[0].split("-") for each in fields if each[1].endswith("s") and _STORE in each[-1]
+        ]
         _mappings[:] = [(int(start, 16), int(end, 16)) for start, end in found]
     for start, end in _mappings:
         advise(start, end - start, _MADV_DONTNEED)

@@ -43,7 +43,10 @@ IN_GROUPS = f"{ROLLOUT}.tensor_model_parallel_size=2"
 
 
 def test_a_deterministic_group_has_the_numbers_of_one_process(
-    ray_cluster: str, train: Callable[..., Path], metric_lines: Callable[[Path], Lines], teacher: Path
+    ray_cluster: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], Lines],
+    teacher: Path,
 ) -> None:
     """Two ranks with a shard of the weights each, which get new weights while they generate, and a teacher in a process
     of its own: the numbers of one process to float32 rounding, validation too. The run goes on from a checkpoint of one
@@ -65,7 +68,10 @@ def test_a_deterministic_group_has_the_numbers_of_one_process(
         "trainer.placement.teacher=scoring",
         "trainer.resource_pools.scoring=[1]",
     )
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
+    source = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={alone / 'global_step_2'}",
+    )
     lines = metric_lines(train(*options, *APART, IN_GROUPS, *pools, *source, run="apart"))
     expected = metric_lines(alone)[2:]
     assert [line["step"] for line in lines] == [3, 4, 5, 6]
@@ -74,7 +80,10 @@ def test_a_deterministic_group_has_the_numbers_of_one_process(
         assert ours.keys() - set(BY_TIME) == theirs.keys() - set(BY_TIME)
         assert "actor/distillation_loss" in ours
         for name in theirs.keys() - set(BY_TIME):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (
+                name,
+                theirs["step"],
+            )
 
 
 def test_a_driver_that_is_killed_leaves_what_was_under_way(
@@ -89,8 +98,17 @@ def test_a_driver_that_is_killed_leaves_what_was_under_way(
     With weights that stay as they are each step learns from the responses of one process, to float32 rounding, whenever
     it was; those that the checkpoint has begun keep their tokens.
     """
-    still = (*ON, "async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=0", f"{ROLLOUT}.max_num_seqs=2")
-    long = ("data.max_response_length=128", f"{ROLLOUT}.ignore_eos=True", "trainer.total_training_steps=9")
+    still = (
+        *ON,
+        "async_training.max_staleness=2",
+        "actor_rollout_ref.actor.optim.lr=0",
+        f"{ROLLOUT}.max_num_seqs=2",
+    )
+    long = (
+        "data.max_response_length=128",
+        f"{ROLLOUT}.ignore_eos=True",
+        "trainer.total_training_steps=9",
+    )
     options = (*still, *long, "trainer.save_freq=1")
     expected = metric_lines(train(*options, "trainer.save_freq=-1", run="one process"))
     process = start_on(ray_cluster, *options, *APART, "trainer.resource_pools.generation=[2]")
@@ -102,7 +120,10 @@ def test_a_driver_that_is_killed_leaves_what_was_under_way(
     process.kill()
     process.wait()
     assert_nothing_left()
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / f'global_step_{step}'}")
+    source = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path / 'run' / f'global_step_{step}'}",
+    )
     run = train(*options, *source, run="resumed")
     lines = metric_lines(run)
     assert [line["step"] for line in lines] == list(range(step + 1, 10))
@@ -121,14 +142,28 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
 ) -> None:
     """Killed while it generates, in a run whose schedule is deterministic: the responses are those of the run left
     alone, each once."""
-    keys = (*ON, *APART, "trainer.resource_pools.generation=[2]", "async_training.preset=one_step_off")
-    keys = (*keys, "async_training.deterministic=True", "data.max_response_length=96", f"{ROLLOUT}.ignore_eos=True")
+    keys = (
+        *ON,
+        *APART,
+        "trainer.resource_pools.generation=[2]",
+        "async_training.preset=one_step_off",
+    )
+    keys = (
+        *keys,
+        "async_training.deterministic=True",
+        "data.max_response_length=96",
+        f"{ROLLOUT}.ignore_eos=True",
+    )
     alone = train(*keys, f"trainer.rollout_data_dir={tmp_path / 'alone_rows'}", run="alone")
     take, start, killed = AsyncBatches.take, RemoteStream.start, list[int]()
 
     def begun(stream: RemoteStream, groups: Any, *others: Any) -> None:
         start(stream, groups, *others)
-        if stream.rank == 1 and not killed and any(rows.meta_info["global_steps"] == 3 for rows in groups.values()):
+        if (
+            stream.rank == 1
+            and not killed
+            and any(rows.meta_info["global_steps"] == 3 for rows in groups.values())
+        ):
             killed.append(stream._group.processes.addresses[1].pid)
             threading.Timer(0.05, os.kill, (killed[0], signal.SIGKILL)).start()
 
@@ -139,13 +174,20 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
 
     monkeypatch.setattr(RemoteStream, "start", begun)
     monkeypatch.setattr(AsyncBatches, "take", late)
-    lines = metric_lines(train(*keys, f"trainer.rollout_data_dir={tmp_path / 'rows'}", run="disturbed"))
+    lines = metric_lines(
+        train(*keys, f"trainer.rollout_data_dir={tmp_path / 'rows'}", run="disturbed")
+    )
     assert killed and "rollout engine 1 is lost, 1 are left" in caplog.text
     counts = {name: sum(line.get(name, 0.0) for line in lines) for name in RESTARTED}
     assert counts["async/restarted_groups"] >= 1 and counts["rollout/engine_restarts"] == 1
     for step in range(1, 7):
-        ours, theirs = ((tmp_path / f / f"{step}.jsonl").read_text().splitlines() for f in ("rows", "alone_rows"))
-        assert [json.loads(line)["output"] for line in ours] == [json.loads(line)["output"] for line in theirs]
+        ours, theirs = (
+            (tmp_path / f / f"{step}.jsonl").read_text().splitlines()
+            for f in ("rows", "alone_rows")
+        )
+        assert [json.loads(line)["output"] for line in ours] == [
+            json.loads(line)["output"] for line in theirs
+        ]
     assert len(lines) == len(metric_lines(alone)) == 6
 
 
@@ -160,7 +202,11 @@ def test_a_group_that_loses_a_rank_restarts_the_run(
     """From its checkpoint, with what was under way there, to the numbers of one process."""
     options = (*ON, "async_training.max_staleness=2", "async_training.deterministic=True", *SMALL)
     options = (*options, "trainer.save_freq=1")
-    expected, call, killed = metric_lines(train(*options, run="alone")), RemoteStream._call, list[int]()
+    expected, call, killed = (
+        metric_lines(train(*options, run="alone")),
+        RemoteStream._call,
+        list[int](),
+    )
 
     def dies(stream: RemoteStream, method: str, *args: Any, **kwargs: Any) -> None:
         call(stream, method, *args, **kwargs)

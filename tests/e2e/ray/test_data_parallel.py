@@ -67,12 +67,17 @@ def assert_near(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         names = {name for name in left if not name.startswith(OF_THE_LAYOUT)}
         assert names == {name for name in right if not name.startswith(OF_THE_LAYOUT)}
         for name in names:
-            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (name, left["step"])
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (
+                name,
+                left["step"],
+            )
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:
     """The actors of the last checkpoints, to 1e-4."""
-    left, right = (open_weights(run / f"global_step_{NUM_STEPS}" / "actor") for run in (ours, theirs))
+    left, right = (
+        open_weights(run / f"global_step_{NUM_STEPS}" / "actor") for run in (ours, theirs)
+    )
     assert sorted(left.shapes) == sorted(right.shapes)
     for name in right.shapes:
         weight = right.read(name)
@@ -82,7 +87,12 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 @pytest.fixture
 def keys(judges: Path, teacher: Path) -> tuple[str, ...]:
     """Of every run here."""
-    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}", f"distillation.path={teacher}")
+    return (
+        *COMMON,
+        *RAGGED,
+        f"reward_model.model.path={judges / 'other'}",
+        f"distillation.path={teacher}",
+    )
 
 
 @pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow)])
@@ -103,9 +113,12 @@ def test_two_processes_learn_what_one_does(
     two = train(*TWO, *keys, dump, f"trainer.placement={placement}")
     assert "chats rendered by its own template" in capfd.readouterr().out
     assert_near(metric_lines(two), metric_lines(one))
-    assert {"balance/imbalance", "reward/rm_score/mean", "reward/rule_score/mean", "critic/vf_loss"} <= {
-        *metric_lines(two)[0]
-    }
+    assert {
+        "balance/imbalance",
+        "reward/rm_score/mean",
+        "reward/rule_score/mean",
+        "critic/vf_loss",
+    } <= {*metric_lines(two)[0]}
     for ours, theirs in zip(dumps(two), dumps(one), strict=True):
         assert [row["output"] for row in ours] == [row["output"] for row in theirs]
     assert_same_weights(two, one)
@@ -125,14 +138,19 @@ def test_processes_that_share_rows_go_on_where_one_stopped(
     """Actor, reference and critic over two processes each; both generate, and the rows go to both for training. A
     checkpoint knows nothing of how many processes wrote it."""
     one = alone(*keys)
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={one / 'global_step_2'}")
+    source = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={one / 'global_step_2'}",
+    )
     two = train(*TWO, *keys, *source, f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
     assert_near(metric_lines(two), [line for line in metric_lines(one) if line["step"] > 2])
     assert_same_weights(two, one)
 
 
 @pytest.mark.slow
-def test_replicas_learn_what_one_does(keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines) -> None:
+def test_replicas_learn_what_one_does(
+    keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines
+) -> None:
     """Each process has replicated weights, and generates with those that it trains."""
     one = alone(*keys)
     two = train(*TWO, *keys, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
@@ -145,7 +163,14 @@ def test_two_processes_generate_what_one_does(
 ) -> None:
     """`quadriga generate`: the same texts, of rows that no two processes share evenly."""
     rows = [{"prompt": [{"role": "user", "content": f"say a {number}"}]} for number in range(5)]
-    words = ["generate", str(home / "model"), "--data", str(write(tmp_path / "prompts.parquet", rows)), "--n", "3"]
+    words = [
+        "generate",
+        str(home / "model"),
+        "--data",
+        str(write(tmp_path / "prompts.parquet", rows)),
+        "--n",
+        "3",
+    ]
     words += ["data.max_response_length=6", "data.max_prompt_length=32"]
     for name, places in (("one", ()), ("two", TWO)):
         assert main([*words, *places, "--output", str(tmp_path / name)]) == 0

@@ -129,14 +129,18 @@ def make() -> Iterator[Make]:
 
     def build(size: int, *arguments: object) -> RayWorkerGroup[Clumsy]:
         pool = RayResourcePool([size])
-        made.append((pool, RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy, *arguments), name="actor")))
+        made.append(
+            (pool, RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy, *arguments), name="actor"))
+        )
         return made[-1][1]
 
     yield build
     for pool, group in made:
         addresses = group.processes.addresses
         group.shutdown()
-        assert [address.pid for address in addresses if start_of(address.pid) == address.started] == []
+        assert [
+            address.pid for address in addresses if start_of(address.pid) == address.started
+        ] == []
         pool.close()
 
 
@@ -240,11 +244,17 @@ def test_a_worker_that_cannot_be_built_says_why_and_the_other_roles_of_the_proce
     try:
         views = both.spawn({"actor", "critic"})
         critic = views["critic"]
-        for error in (error_of(lambda: critic.execute_all("process")), error_of(lambda: critic.later().get())):
+        for error in (
+            error_of(lambda: critic.execute_all("process")),
+            error_of(lambda: critic.later().get()),
+        ):
             assert "critic[rank 1/2 on " in str(error)
             assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
             assert "called with 1" in str(error)
-        assert views["actor"].execute_all("raise_on_one", "") == ["rank 0 is well", "rank 1 is well"]
+        assert views["actor"].execute_all("raise_on_one", "") == [
+            "rank 0 is well",
+            "rank 1 is well",
+        ]
     finally:
         both.shutdown()
         pool.close()
@@ -265,18 +275,25 @@ def until(sign: Path, is_told: Callable[[str], bool]) -> tuple[list[str], Callab
     return said, emit
 
 
-def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_error_ends_it_at_once(make, tmp_path):
+def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_error_ends_it_at_once(
+    make, tmp_path
+):
     """Ranks 0 and 2 hang in a collective for which rank 1 comes late, and then not at all."""
     group = make(3)
     group.execute_all("join")
-    said, emit = until(tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report)
+    said, emit = until(
+        tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report
+    )
 
     started = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
     error = error_of(lambda: calls.resolve(started, report_every_s=0.5, emit=emit))
 
     assert str(error).startswith("actor[rank 1/3 on ")
     assert "ValueError: of rank 1" in str(error)
-    assert re.match(r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ", said[-1])
+    assert re.match(
+        r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ",
+        said[-1],
+    )
     assert "in Clumsy.add_up, inside torch/distributed/distributed_c10d.py:" in said[-1]
     assert re.search(r"; rank 1 at \S*clumsy\.py:\d+ in Clumsy\.add_up", said[-1])
     states = calls.ask_status(group.processes.actors, 5.0)
@@ -286,7 +303,11 @@ def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_err
 def test_a_coroutine_that_waits_is_found_where_it_waits(group, tmp_path):
     said, emit = until(tmp_path / "sign", lambda report: "_wait_for" in report)
 
-    calls.resolve(group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2), report_every_s=0.5, emit=emit)
+    calls.resolve(
+        group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2),
+        report_every_s=0.5,
+        emit=emit,
+    )
 
     assert "in Clumsy._wait_for" in said[-1]
 
@@ -327,7 +348,10 @@ def test_a_process_that_ends_without_a_word_is_named(make):
     error = error_of(lambda: make(1).execute_all("end", "exit status"))
 
     assert str(error).startswith("actor[rank 0/1 on ")
-    assert "died in end: got it ended without a word, as after SIGKILL or os._exit() (called with " in str(error)
+    assert (
+        "died in end: got it ended without a word, as after SIGKILL or os._exit() (called with "
+        in str(error)
+    )
 
 
 def test_a_process_killed_between_calls_is_found_by_the_next_one(make):
@@ -359,7 +383,9 @@ group = t.RayWorkerGroup(t.RayResourcePool([1]), t.RayClassWithInitArgs(t.Clumsy
 print("processes", *worker, child, flush=True)
 time.sleep(600)
 """
-    driver = subprocess.Popen(with_the_tests(sys.executable, "-c", program), stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        with_the_tests(sys.executable, "-c", program), stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     line = next(line for line in driver.stdout if line.startswith("processes "))
     worker, worker_start, child = map(int, line.split()[1:])
@@ -389,16 +415,22 @@ def test_two_nodes(told):
     )
 
 
-def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_processes(told, breaking_cluster):
+def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_processes(
+    told, breaking_cluster
+):
     lines = dict(line.partition(" ")[::2] for line in told)
     processes = [tuple(map(int, line.split()[1:])) for line in told if line.startswith("process")]
 
     assert {"first", "then"} <= lines.keys(), told
     assert re.match(
-        r"actor\[rank \d/3 on 127\.0\.0\.2\] died in sleep: got its node is gone \(called with 600\.0\)", lines["first"]
+        r"actor\[rank \d/3 on 127\.0\.0\.2\] died in sleep: got its node is gone \(called with 600\.0\)",
+        lines["first"],
     )
     assert lines["then"].startswith("Ray cluster at ")
-    assert "got no answer from its head while waiting for actor.sleep on 1 rank, expected" in lines["then"]
+    assert (
+        "got no answer from its head while waiting for actor.sleep on 1 rank, expected"
+        in lines["then"]
+    )
     assert breaking_cluster.returncode == 1
     assert len(processes) == 4
     assert all(is_gone(pid, started) for pid, started in processes)

@@ -35,7 +35,9 @@ from quadriga.single_controller.ray import (
 ray = pytest.importorskip("ray")
 
 
-def reverse_split(group: Any, data: DataProto) -> tuple[list[list[DataProto]], dict[str, list[Any]]]:
+def reverse_split(
+    group: Any, data: DataProto
+) -> tuple[list[list[DataProto]], dict[str, list[Any]]]:
     """A mode of one's own: the last rank has the first rows."""
     return [data.chunk(group.world_size)[::-1]], {}
 
@@ -59,9 +61,21 @@ class Teller(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def where(self) -> dict[str, Any]:
         """Place, process and environment."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
         environment = {name: os.environ[name] for name in names} | {"collects": gc.isenabled()}
-        return {"place": self.place, "pid": os.getpid(), "node": ray.util.get_node_ip_address(), **environment}
+        return {
+            "place": self.place,
+            "pid": os.getpid(),
+            "node": ray.util.get_node_ip_address(),
+            **environment,
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def told(self, value: object, *, more: object = None) -> tuple[Any, ...]:
@@ -94,7 +108,9 @@ class Teller(Worker):
         self.num_calls += 1
         seen = {"x": data.batch["x"] * scale, "rank": torch.full((len(data),), self.rank)}
         metrics = {"rows": len(data)}
-        return DataProto.from_dict(seen, {"uid": data.non_tensor_batch["uid"]}, meta_info={"metrics": metrics})
+        return DataProto.from_dict(
+            seen, {"uid": data.non_tensor_batch["uid"]}, meta_info={"metrics": metrics}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def rows_later(self, data: DataProto, scale: int = 2) -> DataProto:
@@ -157,7 +173,10 @@ class Heir(Teller):
 def together(ray_cluster: str) -> Iterator[RayWorkerGroup[Any]]:
     """4 processes with two roles in each; the second has two model-parallel ranks to each data-parallel one."""
     pool = RayResourcePool([4], name_prefix="shared", max_colocate_count=3)
-    roles = {"actor": RayClassWithInitArgs(Teller, "a"), "critic": RayClassWithInitArgs(Teller, "c", model_parallel=2)}
+    roles = {
+        "actor": RayClassWithInitArgs(Teller, "a"),
+        "critic": RayClassWithInitArgs(Teller, "c", model_parallel=2),
+    }
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
     yield group
     group.shutdown()
@@ -169,7 +188,10 @@ def parts(ray_cluster: str) -> Iterator[list[RayWorkerGroup[Teller]]]:
     """Groups of 1 and of 2 processes."""
     pools = [RayResourcePool([size]) for size in (1, 2)]
     groups = [
-        RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Teller)), name=f"part{pool.world_size}") for pool in pools
+        RayWorkerGroup(
+            pool, RayClassWithInitArgs(ray.remote(Teller)), name=f"part{pool.world_size}"
+        )
+        for pool in pools
     ]
     yield groups
     for group, pool in zip(groups, pools, strict=True):
@@ -178,13 +200,17 @@ def parts(ray_cluster: str) -> Iterator[list[RayWorkerGroup[Teller]]]:
 
 
 @pytest.fixture(scope="module")
-def groups(together: RayWorkerGroup[Any], parts: list[RayWorkerGroup[Teller]]) -> dict[str, RayWorkerGroup[Teller]]:
+def groups(
+    together: RayWorkerGroup[Any], parts: list[RayWorkerGroup[Teller]]
+) -> dict[str, RayWorkerGroup[Teller]]:
     """All of them by name."""
     return {"one": parts[0], "two": parts[1], "four": together.spawn({"actor"})["actor"]}
 
 
 @pytest.fixture(params=["one", "two", "four"])
-def group(request: pytest.FixtureRequest, groups: dict[str, RayWorkerGroup[Teller]]) -> RayWorkerGroup[Teller]:
+def group(
+    request: pytest.FixtureRequest, groups: dict[str, RayWorkerGroup[Teller]]
+) -> RayWorkerGroup[Teller]:
     """Each of the groups in turn."""
     return groups[request.param]
 
@@ -197,7 +223,9 @@ def critic(together: RayWorkerGroup[Any]) -> RayWorkerGroup[Teller]:
 
 def data(count: int, **options: Any) -> DataProto:
     """Rows that know their number."""
-    return DataProto.from_dict({"x": torch.arange(count)}, {"uid": [f"u{n}" for n in range(count)]}, **options)
+    return DataProto.from_dict(
+        {"x": torch.arange(count)}, {"uid": [f"u{n}" for n in range(count)]}, **options
+    )
 
 
 def check_rows(result: DataProto, count: int, ranks: list[int], scale: int = 2) -> None:
@@ -217,15 +245,32 @@ def owners(count: int, size: int) -> list[int]:
 
 
 def test_every_process_knows_its_place(group: RayWorkerGroup[Teller]) -> None:
-    answers, size, master = group.as_worker().where(), group.world_size, group.processes.addresses[0]
+    answers, size, master = (
+        group.as_worker().where(),
+        group.world_size,
+        group.processes.addresses[0],
+    )
     for rank, answer in enumerate(answers):
         place = answer["place"]
-        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (rank, size, rank, size)
-        assert (answer["RANK"], answer["LOCAL_RANK"], answer["WORLD_SIZE"]) == (str(rank), str(rank), str(size))
+        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (
+            rank,
+            size,
+            rank,
+            size,
+        )
+        assert (answer["RANK"], answer["LOCAL_RANK"], answer["WORLD_SIZE"]) == (
+            str(rank),
+            str(rank),
+            str(size),
+        )
         assert (place.master_addr, place.master_port) == (master.node, master.port)
         assert (answer["MASTER_ADDR"], answer["MASTER_PORT"]) == (master.node, str(master.port))
-    assert [answer["pid"] for answer in answers] == [address.pid for address in group.processes.addresses]
-    assert all(answer["collects"] for answer in answers), "the garbage collector is on once modules are imported"
+    assert [answer["pid"] for answer in answers] == [
+        address.pid for address in group.processes.addresses
+    ]
+    assert all(answer["collects"] for answer in answers), (
+        "the garbage collector is on once modules are imported"
+    )
 
 
 def test_roles_share_their_processes(together: RayWorkerGroup[Any]) -> None:
@@ -233,10 +278,14 @@ def test_roles_share_their_processes(together: RayWorkerGroup[Any]) -> None:
     pids = {role: [answer["pid"] for answer in group.where()] for role, group in roles.items()}
     assert pids["actor"] == pids["critic"] and len(set(pids["actor"])) == 4
     assert [roles[role].told(1)[2][:2] for role in ("actor", "critic")] == [(2, "a"), (2, "c")]
-    assert together.actor_told(1) == roles["actor"].told(1), "without spawn, methods bear the role in their name"
+    assert together.actor_told(1) == roles["actor"].told(1), (
+        "without spawn, methods bear the role in their name"
+    )
     check_rows(together.critic_rows_on_mesh(data(4)), 4, [0, 0, 2, 2])
     assert together.execute_all("critic_count") == roles["critic"].execute_all("count")
-    with pytest.raises(WorkerError, match=r"actor\+critic.spawn: got \['judge'\], expected roles among .*actor"):
+    with pytest.raises(
+        WorkerError, match=r"actor\+critic.spawn: got \['judge'\], expected roles among .*actor"
+    ):
         together.spawn({"actor", "judge"})
 
 
@@ -255,7 +304,9 @@ def test_modes_that_send_everything(group: RayWorkerGroup[Teller]) -> None:
 def test_modes_that_send_each_rank_its_own(group: RayWorkerGroup[Teller]) -> None:
     size = group.world_size
     values = [f"v{rank}" for rank in range(size)]
-    assert group.told_each(values, more=values) == [(rank, f"v{rank}", f"v{rank}") for rank in range(size)]
+    assert group.told_each(values, more=values) == [
+        (rank, f"v{rank}", f"v{rank}") for rank in range(size)
+    ]
     assert group.computed_each(list(range(size))) == [10 * rank for rank in range(size)]
 
 
@@ -264,10 +315,15 @@ def test_modes_that_split_rows(group: RayWorkerGroup[Teller], count: int) -> Non
     size = group.world_size
     result = group.rows(data(count), scale=3)
     check_rows(result, count, owners(count, size), scale=3)
-    assert sum(result.meta_info["metrics"]["rows"]) == count and len(result.meta_info["metrics"]["rows"]) == size
+    assert (
+        sum(result.meta_info["metrics"]["rows"]) == count
+        and len(result.meta_info["metrics"]["rows"]) == size
+    )
     assert sum(group.num_rows(data(count))) == count
     assert group.nothing(data(count)) is None
-    check_rows(group.rows_reversed(data(count)), count, [size - 1 - rank for rank in owners(count, size)])
+    check_rows(
+        group.rows_reversed(data(count)), count, [size - 1 - rank for rank in owners(count, size)]
+    )
     padded = group.rows(data(count, auto_padding=True))
     assert len(padded) == count and len(set(padded.meta_info["metrics"]["rows"])) == 1
     # What comes back is the caller's own.
@@ -279,7 +335,9 @@ def test_functions(group: RayWorkerGroup[Teller]) -> None:
     def label(worker: Teller, chunk: DataProto) -> DataProto:
         return worker.rows(chunk, scale=5)
 
-    check_rows(group.execute_with_func_generator(label, data(7)), 7, owners(7, group.world_size), scale=5)
+    check_rows(
+        group.execute_with_func_generator(label, data(7)), 7, owners(7, group.world_size), scale=5
+    )
     assert group.execute_func_rank_zero(lambda text: text.upper(), "ray") == "RAY"
 
 
@@ -300,18 +358,30 @@ def test_mesh(critic: RayWorkerGroup[Teller], count: int) -> None:
     assert critic.execute_all("count") == [calls + 2 for calls in before], "every rank takes part"
 
 
-def test_a_mode_registered_by_a_user(groups: dict[str, RayWorkerGroup[Teller]], monkeypatch) -> None:
+def test_a_mode_registered_by_a_user(
+    groups: dict[str, RayWorkerGroup[Teller]], monkeypatch
+) -> None:
     """The mode is the driver's business: the processes do not know it."""
     monkeypatch.setattr(Dispatch, "members", dict(Dispatch.members))
     mode = register_dispatch_mode("FIRST_HALF")
     update_dispatch_mode(
-        mode, lambda group, value: ([[value if rank < 2 else None for rank in range(group.world_size)]], {}), max_told
+        mode,
+        lambda group, value: (
+            [[value if rank < 2 else None for rank in range(group.world_size)]],
+            {},
+        ),
+        max_told,
     )
     method = register(dispatch_mode=mode)(Teller.told)
     monkeypatch.setattr(Teller, "told", method)
     actor = groups["four"]
     view = seen_as(Teller, actor)
-    assert view.told("x") == [(0, "a", "x", None), (1, "a", "x", None), (2, "a", None, None), (3, "a", None, None)]
+    assert view.told("x") == [
+        (0, "a", "x", None),
+        (1, "a", "x", None),
+        (2, "a", None, None),
+        (3, "a", None, None),
+    ]
 
 
 def seen_as(worker_class: type[Worker], group: RayWorkerGroup[Any]) -> RayWorkerGroup[Any]:
@@ -336,7 +406,9 @@ def test_a_future_goes_straight_into_another_group(
     third = critic.rows_on_mesh(second)
     check_rows(third, count, [2 * rank for rank in owners(count, 2)], scale=8)
     check_rows(second.get(), count, owners(count, 4), scale=4)
-    assert groups["four"].kinds(first).batch["is_future"].all(), "without materialize_futures the method gets it"
+    assert groups["four"].kinds(first).batch["is_future"].all(), (
+        "without materialize_futures the method gets it"
+    )
     check_rows(groups["one"].rows(first), count, [0] * count, scale=4)
 
 
@@ -354,9 +426,13 @@ def test_the_typed_handle(groups: dict[str, RayWorkerGroup[Teller]]) -> None:
 
 
 def test_a_method_without_register(groups: dict[str, RayWorkerGroup[Teller]]) -> None:
-    with pytest.raises(WorkerError, match=r"Teller.count: got a method without @register.*Add @register"):
+    with pytest.raises(
+        WorkerError, match=r"Teller.count: got a method without @register.*Add @register"
+    ):
         groups["two"].count()
-    with pytest.raises(WorkerError, match=r"part2.nonsense: got no such method, expected a registered one: .*rows"):
+    with pytest.raises(
+        WorkerError, match=r"part2.nonsense: got no such method, expected a registered one: .*rows"
+    ):
         groups["two"].as_worker().nonsense()
     heirs = seen_as(Heir, groups["one"])
     with pytest.raises(WorkerError, match=r"Heir.num_rows: .* an override needs it again"):
@@ -366,13 +442,24 @@ def test_a_method_without_register(groups: dict[str, RayWorkerGroup[Teller]]) ->
 def test_arguments_that_do_not_fit_the_mode(groups: dict[str, RayWorkerGroup[Teller]]) -> None:
     """The error names group, method, mode, argument and number of ranks."""
     two = groups["two"]
-    with pytest.raises(WorkerError, match=r"part2.told_each on 2 ranks \(.*ALL_TO_ALL\): per-rank argument more: got"):
+    with pytest.raises(
+        WorkerError,
+        match=r"part2.told_each on 2 ranks \(.*ALL_TO_ALL\): per-rank argument more: got",
+    ):
         two.told_each([1, 2], more=[1])
-    with pytest.raises(WorkerError, match=r"part2.rows on 2 ranks \(.*PROTO\): argument 0: got list, expected a Data"):
+    with pytest.raises(
+        WorkerError,
+        match=r"part2.rows on 2 ranks \(.*PROTO\): argument 0: got list, expected a Data",
+    ):
         two.rows([1, 2, 3])
-    with pytest.raises(WorkerError, match=r"part2.execute_with_func_generator on 2 .*got DataProto, expected a func"):
+    with pytest.raises(
+        WorkerError,
+        match=r"part2.execute_with_func_generator on 2 .*got DataProto, expected a func",
+    ):
         two.execute_with_func_generator(data(3))
-    with pytest.raises(WorkerError, match=r"part2.a_number on 2 .*output 0 of 2: got int, expected a DataProto"):
+    with pytest.raises(
+        WorkerError, match=r"part2.a_number on 2 .*output 0 of 2: got int, expected a DataProto"
+    ):
         two.a_number(data(3))
     with pytest.raises(WorkerError, match=r"part2\[rank ./2 on .* failed in rows: got TypeError"):
         two.as_worker().rows(data(3), 1, 2)

@@ -14,7 +14,12 @@ import clumsy  # noqa: E402
 from clumsy import Clumsy, error_of  # noqa: E402
 from quadriga.config.trainer import TrainerConfig  # noqa: E402
 from quadriga.errors import WorkerLostError  # noqa: E402
-from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, heartbeat  # noqa: E402
+from quadriga.single_controller.ray import (  # noqa: E402
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    heartbeat,
+)
 from watching import wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -28,7 +33,9 @@ def _workers_travel() -> Iterator[None]:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[RayWorkerGroup[Clumsy], list[str]]]]:
+def watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[RayWorkerGroup[Clumsy], list[str]]]]:
     """`watched(**settings)`: a group of two processes, looked at twice a second, and what is said of them."""
     monkeypatch.setattr(heartbeat, "EVERY_S", 0.5)
     monkeypatch.setattr(heartbeat, "NAMED_AFTER_S", 2.0)
@@ -39,7 +46,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Ray
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy), name="actor")
         assert len(group.processes.addresses) == 2
         open_ones.append(
-            (heartbeat.Heartbeat([group.processes.starts], TrainerConfig(**settings), told.append), group, pool)
+            (
+                heartbeat.Heartbeat(
+                    [group.processes.starts], TrainerConfig(**settings), told.append
+                ),
+                group,
+                pool,
+            )
         )
         return group, told
 
@@ -59,11 +72,15 @@ def test_a_stopped_process_is_named_and_then_killed(watched) -> None:
     error = error_of(lambda: group.resolve(calls))
     assert type(error) is WorkerLostError
     assert str(error).startswith("actor[rank 1/2 on ")
-    assert "died in sleep: got no answer of its control thread for 10 s (stopped by a signal)" in str(error)
+    assert (
+        "died in sleep: got no answer of its control thread for 10 s (stopped by a signal)"
+        in str(error)
+    )
     assert str(error).endswith("It was killed: trainer.stall_timeout_s is 10.")
     (line,) = told
     assert (
-        f", process {pid}, has not answered for 2 s (stopped by a signal); after 10 s (trainer.stall_timeout_s)" in line
+        f", process {pid}, has not answered for 2 s (stopped by a signal); after 10 s (trainer.stall_timeout_s)"
+        in line
     )
     assert group.resolve(calls[:1]) == [None]
 
@@ -82,7 +99,10 @@ def test_a_process_that_goes_on_in_time_is_left_alone(watched) -> None:
 
 def test_a_call_over_its_limit_is_shown_with_all_stacks_and_ends(watched) -> None:
     group, told = watched(phase_timeout_s=3)
-    calls = [*group.start_all("sleep", [((0.1,), {})] * 2), *group.start_all("sleep", [((600.0,), {})])]
+    calls = [
+        *group.start_all("sleep", [((0.1,), {})] * 2),
+        *group.start_all("sleep", [((600.0,), {})]),
+    ]
     error = error_of(lambda: group.resolve(calls))
     assert type(error) is WorkerLostError
     assert "died in sleep: got actor.sleep not done after " in str(error)

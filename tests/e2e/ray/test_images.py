@@ -13,8 +13,18 @@ import pytest
 
 from tests.e2e.colors import of_studio, write_studio
 
-COMMON = ("trainer.total_training_steps=2", "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.optim.eps=1.0")
-SAME = ("critic/score/mean", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "response_length/mean")
+COMMON = (
+    "trainer.total_training_steps=2",
+    "actor_rollout_ref.rollout.n=3",
+    "actor_rollout_ref.actor.optim.eps=1.0",
+)
+SAME = (
+    "critic/score/mean",
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/kl_loss",
+    "response_length/mean",
+)
 
 
 @pytest.mark.slow
@@ -23,9 +33,17 @@ def test_two_processes_take_the_steps_of_one(train: Callable[..., Path], tmp_pat
     """With shared weights, a divergence from a reference, and the rollout on a copy. Also with a pool of its own
     for the rollout, to which images travel, and weights too."""
     (tmp_path / "studio").mkdir()
-    own = (*of_studio(write_studio(tmp_path / "studio")), *COMMON, "actor_rollout_ref.actor.use_kl_loss=True")
+    own = (
+        *of_studio(write_studio(tmp_path / "studio")),
+        *COMMON,
+        "actor_rollout_ref.actor.use_kl_loss=True",
+    )
     expected = lines(train(*own, run="alone"))
-    shared = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
+    shared = (
+        "trainer.backend=ray",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+    )
     apart = (
         "trainer.backend=ray",
         "trainer.placement={actor: training, ref: training, rollout: generation}",
@@ -42,4 +60,7 @@ def test_two_processes_take_the_steps_of_one(train: Callable[..., Path], tmp_pat
 
 def lines(run: Path) -> list[dict[str, Any]]:
     """Of the metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]

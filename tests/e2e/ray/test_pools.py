@@ -33,31 +33,48 @@ def test_a_pool_gives_back_what_it_took(ray_cluster: str) -> None:
 def test_no_place_for_one_more_group(ray_cluster: str) -> None:
     small = RayResourcePool([1], name_prefix="small", max_colocate_count=1)
     small.take_share("first")
-    with pytest.raises(WorkerError, match=r"pool small: got second as one more group with first, expected at most 1"):
+    with pytest.raises(
+        WorkerError,
+        match=r"pool small: got second as one more group with first, expected at most 1",
+    ):
         RayWorkerGroup(small, RayClassWithInitArgs(Counter), name="second")
     small.close()
 
 
 def test_a_pool_larger_than_the_cluster(ray_cluster: str) -> None:
     with pytest.raises(
-        WorkerError, match=r"pool big \[99\]: .* of 9 CPU free, expected 99 CPU on one node: 90 CPU missing"
+        WorkerError,
+        match=r"pool big \[99\]: .* of 9 CPU free, expected 99 CPU on one node: 90 CPU missing",
     ):
         RayWorkerGroup(RayResourcePool([99], name_prefix="big"), RayClassWithInitArgs(Counter))
     with pytest.raises(
-        WorkerError, match=r"of 0 GPU, \d of 9 CPU free, expected 1 GPU, 1 CPU on one node: 1 GPU missing"
+        WorkerError,
+        match=r"of 0 GPU, \d of 9 CPU free, expected 1 GPU, 1 CPU on one node: 1 GPU missing",
     ):
         RayResourcePool([1], use_gpu=True, name_prefix="gpus").bundles()
-    with pytest.raises(WorkerError, match=r"pool . \[5\] beside . \[5\]: got .* CPU free, expected 5 CPU free"):
-        ResourcePoolManager({"a": [5], "b": [5]}, {"actor": "a", "critic": "b"}).create_resource_pool()
+    with pytest.raises(
+        WorkerError, match=r"pool . \[5\] beside . \[5\]: got .* CPU free, expected 5 CPU free"
+    ):
+        ResourcePoolManager(
+            {"a": [5], "b": [5]}, {"actor": "a", "critic": "b"}
+        ).create_resource_pool()
     states = {group["state"] for group in ray.util.placement_group_table().values()}
     assert not states & {"PENDING", "PREPARED"}, "nothing was asked of Ray that it could not give"
 
 
 def test_roles_and_pools() -> None:
-    manager = ResourcePoolManager({"a": [2], "b": [1, 1]}, {"actor": "a", "rollout": "a", "critic": "b"})
-    assert manager.get_resource_pool("rollout") is manager.get_resource_pool("actor") is manager.pools["a"]
+    manager = ResourcePoolManager(
+        {"a": [2], "b": [1, 1]}, {"actor": "a", "rollout": "a", "critic": "b"}
+    )
+    assert (
+        manager.get_resource_pool("rollout")
+        is manager.get_resource_pool("actor")
+        is manager.pools["a"]
+    )
     assert manager.get_n_gpus() == 4
-    wide = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "rollout": "b"}, devices={"b": 3})
+    wide = ResourcePoolManager(
+        {"a": [2], "b": [1]}, {"actor": "a", "rollout": "b"}, devices={"b": 3}
+    )
     assert (wide.get_n_gpus(), wide.pools["b"].world_size) == (5, 1)
     [bundle], share = wide.create_resource_pool()["b"].take_share("group")
     taken = ray.util.placement_group_table(bundle.placement_group)["bundles"][bundle.index]
@@ -65,7 +82,9 @@ def test_roles_and_pools() -> None:
     wide.close()
     with pytest.raises(WorkerError, match=r"role judge: got no pool.*actor, rollout, critic"):
         manager.get_resource_pool("judge")
-    with pytest.raises(WorkerError, match=r"pool of the role critic: got 'c', expected one of a, b"):
+    with pytest.raises(
+        WorkerError, match=r"pool of the role critic: got 'c', expected one of a, b"
+    ):
         ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "critic": "c"})
     with pytest.raises(WorkerError, match="resource pool b: got no role on it; roles: actor"):
         ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a"})

@@ -21,7 +21,10 @@ COMMON = (
 )
 ACTOR = "actor_rollout_ref.actor"
 TP, PP = f"{ACTOR}.tensor_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_size=2"
-APART = ["trainer.placement={actor: training, rollout: generation}", "trainer.resource_pools.generation=[2]"]
+APART = [
+    "trainer.placement={actor: training, rollout: generation}",
+    "trainer.resource_pools.generation=[2]",
+]
 OFFLOAD = [f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"]
 LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.optim.lr=5e-2"]
 
@@ -36,7 +39,14 @@ LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.optim.lr=5e-2"]
         pytest.param(4, 2, [TP, PP], [], "async", marks=pytest.mark.slow),
         pytest.param(4, 4, [TP, PP], [], "sync", marks=pytest.mark.slow),
     ],
-    ids=["tp 2", "a pool of its own", "two groups, an adapter", "fsdp 2 x tp 2", "tp 2 x pp 2", "tp 2 x pp 2 to 4"],
+    ids=[
+        "tp 2",
+        "a pool of its own",
+        "two groups, an adapter",
+        "fsdp 2 x tp 2",
+        "tp 2 x pp 2",
+        "tp 2 x pp 2 to 4",
+    ],
 )
 def test_groups_learn_what_one_process_does(
     ranks: int,
@@ -58,7 +68,9 @@ def test_groups_learn_what_one_process_does(
     run = train("trainer.backend=ray", groups, *keys, *layout, f"trainer.n_gpus_per_node={ranks}")
     output = capfd.readouterr().out
     assert f"in groups of {size} ranks, each with a shard of the weights" in output
-    assert ("param_offload moves nothing: the rollout computes with these weights" in output) == (OFFLOAD[0] in layout)
+    assert ("param_offload moves nothing: the rollout computes with these weights" in output) == (
+        OFFLOAD[0] in layout
+    )
     assert ("on processes of its own" in output) == (layout == APART)
     require_equal(metric_lines(run), metric_lines(one))
 
@@ -93,7 +105,11 @@ def test_a_run_that_loses_a_rank_of_a_group_starts_again(
     keys = (*COMMON, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.mode=async")
     one = alone(*keys)
     capfd.readouterr()
-    rows = (f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows", "trainer.state_copies=False")
+    rows = (
+        f"data.custom_cls.path={tmp_path / 'rows.py'}",
+        "data.custom_cls.name=Rows",
+        "trainer.state_copies=False",
+    )
     groups = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     run = train("trainer.backend=ray", groups, *keys, TP, *rows, "trainer.n_gpus_per_node=2")
     assert (tmp_path / "killed").exists()
@@ -107,4 +123,7 @@ def require_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> N
     for left, right in zip(ours, theirs, strict=True):
         for name in left.keys() & right.keys() - {"actor/packed_tokens"}:
             if not name.startswith(("balance/", "timing", "perf/")):
-                assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (name, left["step"])
+                assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (
+                    name,
+                    left["step"],
+                )

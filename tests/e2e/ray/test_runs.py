@@ -189,14 +189,25 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 def check_trace(apart: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     """At least 95 % of the operators of one process, each in its role's; phases and calls lie where they happened."""
-    theirs, ours = (Counter(one["name"] for one in events if one.get("cat") == "cpu_op") for events in (alone, apart))
+    theirs, ours = (
+        Counter(one["name"] for one in events if one.get("cat") == "cpu_op")
+        for events in (alone, apart)
+    )
     assert (ours & theirs).total() >= 0.95 * theirs.total() > 1000
     titles = {one["pid"]: one["args"]["name"] for one in apart if one["name"] == "process_name"}
-    assert sorted(titles.values()) == ["actor_rollout[0]", "critic[0]", "driver", "ref[0]", "teacher[0]"]
+    assert sorted(titles.values()) == [
+        "actor_rollout[0]",
+        "critic[0]",
+        "driver",
+        "ref[0]",
+        "teacher[0]",
+    ]
 
     def marked(name: str) -> tuple[str, float, float]:
         """Process, start and end of the one block of a name."""
-        (one,) = [one for one in apart if one.get("cat") == "user_annotation" and one["name"] == name]
+        (one,) = [
+            one for one in apart if one.get("cat") == "user_annotation" and one["name"] == name
+        ]
         return titles[one["pid"]], one["ts"], one["ts"] + one["dur"]
 
     phases = {name: marked(name) for name in ("step", "gen", "prepare", "update_critic")}
@@ -216,17 +227,28 @@ def test_the_first_role_that_fails_is_named_and_nothing_goes_on(
     ray_cluster: str, arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The actor would compute for ever, and is waited for first."""
-    words = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    words = (
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
     passes = patched(tmp_path, "compute_log_prob", "compute_ref_log_prob", fails=True)
-    config = load_config(arguments(*words, passes, "trainer.backend=ray", "trainer.placement=apart")).config
-    with pytest.raises(WorkerError, match=r"^ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"):
+    config = load_config(
+        arguments(*words, passes, "trainer.backend=ray", "trainer.placement=apart")
+    ).config
+    with pytest.raises(
+        WorkerError, match=r"^ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"
+    ):
         TaskRunner().run(config)
     assert_nothing_left()
 
 
-def test_pool_that_the_cluster_has_not(ray_cluster: str, arguments: Callable[..., list[str]]) -> None:
+def test_pool_that_the_cluster_has_not(
+    ray_cluster: str, arguments: Callable[..., list[str]]
+) -> None:
     """It is said at once, what is there and what is missing, and nothing was started."""
     config = load_config(arguments("trainer.backend=ray", "trainer.n_gpus_per_node=10")).config
-    with pytest.raises(WorkerError, match=r"resource pool all \[10\]: got .* has 9 of 9 CPU free.*: 1 CPU missing"):
+    with pytest.raises(
+        WorkerError, match=r"resource pool all \[10\]: got .* has 9 of 9 CPU free.*: 1 CPU missing"
+    ):
         TaskRunner().run(config)
     assert_nothing_left()

@@ -38,7 +38,10 @@ def test_a_standalone_rollout_gives_the_numbers_of_one_process(
     """
     alone = train(*KEYS, run="alone")
     capfd.readouterr()
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_1'}")
+    source = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={alone / 'global_step_1'}",
+    )
     apart = metric_lines(train(*KEYS, *APART, *source, run="apart"))
     output = capfd.readouterr().out
     assert "on processes of its own" in output and "2 on" in output and "resumed from" in output
@@ -47,4 +50,7 @@ def test_a_standalone_rollout_gives_the_numbers_of_one_process(
     for ours, theirs in zip(apart, metric_lines(alone)[1:], strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (name, theirs["step"])
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (
+                name,
+                theirs["step"],
+            )

@@ -70,7 +70,9 @@ def losing(tmp_path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("algorithm.adv_estimator=gae", "trainer.placement=apart"), marks=pytest.mark.slow),
+        pytest.param(
+            ("algorithm.adv_estimator=gae", "trainer.placement=apart"), marks=pytest.mark.slow
+        ),
         ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"),
     ],
     ids=["critic", "adapter"],
@@ -96,12 +98,18 @@ def test_run_that_lost_a_worker_equals_the_run_left_alone(
     # That of step 4 is made while step 5 goes on.
     assert second in [f"resumed from the copy of step {step} in memory" for step in (3, 4)]
     assert metric_lines(tmp_path / "disturbed") == metric_lines(alone)
-    assert (tmp_path / "disturbed" / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
-    for part in {"actor", "critic"} & {path.name for path in (alone / f"global_step_{NUM_STEPS}").iterdir()}:
+    assert (tmp_path / "disturbed" / "samples.jsonl").read_bytes() == (
+        alone / "samples.jsonl"
+    ).read_bytes()
+    for part in {"actor", "critic"} & {
+        path.name for path in (alone / f"global_step_{NUM_STEPS}").iterdir()
+    }:
         left, right = weights(tmp_path / "disturbed", part), weights(alone, part)
         assert left.keys() == right.keys()
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
-    files = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True).stdout
+    files = subprocess.run(
+        ["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True
+    ).stdout
     assert "quadriga-state-copy" not in files
 
 
@@ -146,16 +154,21 @@ def test_the_neighbour_of_a_lost_node_has_its_copies(
     """Both ranks go on on the node that is left, from the copy of a step before the loss."""
     on_ray = (*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=1", "trainer.nnodes=2")
     alone = train(*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", run="alone")
-    program = TWO_NODES.format(folder=str(ray_folder / "two"), arguments=arguments(*on_ray, run="disturbed"))
+    program = TWO_NODES.format(
+        folder=str(ray_folder / "two"), arguments=arguments(*on_ray, run="disturbed")
+    )
     done = subprocess.run(
         with_the_tests(sys.executable, "-c", program),
         capture_output=True,
         text=True,
         timeout=RUN_LOSES_A_NODE_S,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+        env=os.environ
+        | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^resumed from the copy of step [12] in memory$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(
+        r"^resumed from the copy of step [12] in memory$", done.stdout, re.MULTILINE
+    ), done.stdout
     assert "of its ranks and of those of the node before" in done.stdout
     assert metric_lines(tmp_path / "disturbed") == metric_lines(alone)

@@ -121,7 +121,11 @@ def test_killed_command(
 
     def left() -> list[str]:
         folders = [str(path) for path in (ray_folder / "own").glob("session_*")]
-        return [*titles(session_members(process.pid)).values(), *folders, *(set(os.listdir("/dev/shm")) - shared)]
+        return [
+            *titles(session_members(process.pid)).values(),
+            *folders,
+            *(set(os.listdir("/dev/shm")) - shared),
+        ]
 
     wait_for(lambda: not left(), lambda: str(left()))
 
@@ -129,10 +133,16 @@ def test_killed_command(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["raylet/raylet", "gcs/gcs_server"])
 def test_a_run_starts_its_own_cluster_again(
-    part: str, start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
+    part: str,
+    start_on: Start,
+    session_members: Callable[[int], list[int]],
+    ray_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """It ends by itself, with every step once."""
-    own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'again'}, object_store_memory: 100000000}}"
+    own = (
+        f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'again'}, object_store_memory: 100000000}}"
+    )
     process = start_on("", "trainer.save_freq=1", "trainer.total_training_steps=40", own)
     wait_for_steps(process, tmp_path / "run", 3)
     for pid, title in titles(session_members(process.pid)).items():
@@ -162,7 +172,10 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_a_lost_node_leaves(
-    start_on: Start, metric_lines: Callable[[Path], list[dict[str, Any]]], ray_folder: Path, tmp_path: Path
+    start_on: Start,
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    ray_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """One process in place of two: said loudly, and the numbers are those of two up to rounding."""
     program = TWO_NODES.format(folder=str(ray_folder / "two"))

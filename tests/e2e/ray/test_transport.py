@@ -55,7 +55,11 @@ def make_batch(rows: int = 40, value: float = 1.0) -> DataProto:
     """Columns of a few megabytes and pictures that rows share."""
     picture = {"pixels": torch.rand(3, 100, 100), "grid": np.arange(30_000)}
     return DataProto.from_dict(
-        {"x": torch.full((rows, 20_000), value), "y": torch.rand(rows, 20_000), "score": torch.rand(rows)},
+        {
+            "x": torch.full((rows, 20_000), value),
+            "y": torch.rand(rows, 20_000),
+            "score": torch.rand(rows),
+        },
         {"uid": list(map(str, range(rows))), "media": object_array([picture] * rows)},
         {"step": 1},
     )
@@ -64,7 +68,10 @@ def make_batch(rows: int = 40, value: float = 1.0) -> DataProto:
 def call(workers: list[Any], data: Any, factor: float, outbox: Outbox = OUTBOX) -> list[Any]:
     """Start `scale` on every worker; gives Ray's references."""
     messages = outbox.pack([((part, factor), {}) for part in data.chunk(len(workers))])
-    return [worker.scale.remote(each.body, *each.refs) for worker, each in zip(workers, messages, strict=True)]
+    return [
+        worker.scale.remote(each.body, *each.refs)
+        for worker, each in zip(workers, messages, strict=True)
+    ]
 
 
 def lent_outputs(refs: list[Any]) -> list[DataProto]:
@@ -74,7 +81,9 @@ def lent_outputs(refs: list[Any]) -> list[DataProto]:
 
 def bytes_in_store(address: str) -> int:
     """What Ray says that its store holds."""
-    return get_memory_info_reply(get_state_from_address(address)).store_stats.object_store_bytes_used
+    return get_memory_info_reply(
+        get_state_from_address(address)
+    ).store_stats.object_store_bytes_used
 
 
 def settled_bytes_in_store(address: str) -> int:
@@ -90,18 +99,24 @@ def settled_bytes_in_store(address: str) -> int:
 
 def shared_resident_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem")
+    )
 
 
 def test_there_and_back(workers: list[Any]) -> None:
     data = make_batch(rows=7)
     for factor in (2.0, 3.0):
         result = DataProto.concat(lent_outputs(call(workers, data, factor)))
-        assert torch.equal(result.batch["x"], data.batch["x"] * factor), "ranks wrote into their own memory"
+        assert torch.equal(result.batch["x"], data.batch["x"] * factor), (
+            "ranks wrote into their own memory"
+        )
         assert torch.equal(result.batch["y"], data.batch["y"]) and torch.equal(
             data.batch["x"], make_batch(7).batch["x"]
         )
-        assert deep_equal(result.non_tensor_batch, data.non_tensor_batch) and result.meta_info == {"step": 1}
+        assert deep_equal(result.non_tensor_batch, data.non_tensor_batch) and result.meta_info == {
+            "step": 1
+        }
         assert not any(map(is_lent, result.batch.values()))
         result.batch["x"].zero_()
         result.non_tensor_batch["media"][0]["pixels"].zero_()
@@ -117,14 +132,18 @@ def test_outputs_that_are_not_lent_outlive_the_store(workers: list[Any], ray_clu
     assert all(torch.equal(output.batch["x"], torch.full((20, 20_000), 5.0)) for output in outputs)
 
 
-def test_the_store_holds_after_twenty_steps_what_it_held_after_five(workers: list[Any], ray_cluster: str) -> None:
+def test_the_store_holds_after_twenty_steps_what_it_held_after_five(
+    workers: list[Any], ray_cluster: str
+) -> None:
     """Batches are made, written to, sent to two roles one after the other, and their results collected."""
     before = settled_bytes_in_store(ray_cluster)
     kept, results, used = make_batch(), [], []
     for step in range(1, 21):
         data = make_batch(value=float(step))
         for factor in (1.0, 2.0):
-            results = [DataProto.concat(lent_outputs(call(workers, part, factor))) for part in (data, kept)]
+            results = [
+                DataProto.concat(lent_outputs(call(workers, part, factor))) for part in (data, kept)
+            ]
             data.batch["x"].add_(1)
             kept.batch["y"].add_(1)
         if step in (5, 20):
@@ -134,7 +153,9 @@ def test_the_store_holds_after_twenty_steps_what_it_held_after_five(workers: lis
     assert settled_bytes_in_store(ray_cluster) == before
 
 
-def test_a_batch_for_several_roles_is_in_the_store_once(workers: list[Any], ray_cluster: str) -> None:
+def test_a_batch_for_several_roles_is_in_the_store_once(
+    workers: list[Any], ray_cluster: str
+) -> None:
     data = make_batch()
     before = settled_bytes_in_store(ray_cluster)
     columns = sum(column.nbytes for column in data.batch.values())
@@ -167,13 +188,17 @@ def test_a_future_is_resolved_by_the_rank_that_wants_its_rows(workers: list[Any]
     data = make_batch(rows=7)
     first = DataProtoFuture.concat(call(workers, data, 2.0), resolve=lent_outputs)
     result = DataProto.concat(lent_outputs(call(workers, first, 10.0)))
-    assert torch.equal(result.batch["x"], data.batch["x"] * 20) and torch.equal(result.batch["y"], data.batch["y"])
+    assert torch.equal(result.batch["x"], data.batch["x"] * 20) and torch.equal(
+        result.batch["y"], data.batch["y"]
+    )
     assert len(result.non_tensor_batch["media"]) == 7
 
 
 def test_references_inside_objects_are_counted_by_ray(workers: list[Any]) -> None:
     """Objects that hold Ray's references take Ray's own road, or their objects would be freed or leak."""
-    data = DataProto.from_dict({"x": torch.ones(2, 9000)}, {"ref": object_array([ray.put("one"), ray.put("two")])})
+    data = DataProto.from_dict(
+        {"x": torch.ones(2, 9000)}, {"ref": object_array([ray.put("one"), ray.put("two")])}
+    )
     result = DataProto.concat(lent_outputs(call(workers, data, 1.0)))
     del data
     gc.collect()

@@ -12,7 +12,9 @@ from quadriga.algorithms.aggregate import LOSS_AGG_MODES, LossCounts, agg_loss, 
 from quadriga.errors import ConfigError
 
 NAN = float("nan")
-LOSSES = torch.tensor([[1.0, 3.0, NAN, NAN], [5.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN], [1.0, 2.0, 3.0, 2.0]])
+LOSSES = torch.tensor(
+    [[1.0, 3.0, NAN, NAN], [5.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN], [1.0, 2.0, 3.0, 2.0]]
+)
 MASK = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
 
 
@@ -67,14 +69,18 @@ def test_unknown_mode() -> None:
     mode=st.sampled_from(LOSS_AGG_MODES),
     seed=st.integers(0, 9),
 )
-def test_any_split_sums_to_the_whole(lengths: list[int], cuts: list[int], mode: str, seed: int) -> None:
+def test_any_split_sums_to_the_whole(
+    lengths: list[int], cuts: list[int], mode: str, seed: int
+) -> None:
     """Value and gradient, in float64 to 1e-12, with the parts in their own order.
 
     Does not prove that an engine passes the right counts; tests/numerics does.
     """
     width = 5
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-    losses = torch.randn(len(lengths), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    losses = torch.randn(
+        len(lengths), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     whole_input, part_input = losses.clone().requires_grad_(), losses.clone().requires_grad_()
     whole = agg_loss(whole_input, mask, mode)
     counts = LossCounts.of(mask)
@@ -101,5 +107,7 @@ def test_weights_packed_like_tokens(mode: str) -> None:
     """Losses and weights without their padding give the same sum."""
     weights = token_weights(MASK, mode, batch_num_tokens=7, global_batch_size=3)
     kept = MASK.bool()
-    assert float((LOSSES[kept] * weights[kept]).sum()) == pytest.approx(float(agg_loss(LOSSES, MASK, mode)), rel=1e-6)
+    assert float((LOSSES[kept] * weights[kept]).sum()) == pytest.approx(
+        float(agg_loss(LOSSES, MASK, mode)), rel=1e-6
+    )
     assert not weights[~kept].any()

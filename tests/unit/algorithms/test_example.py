@@ -30,7 +30,9 @@ def test_tournament() -> None:
         "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]),
         "uid": np.array(["a", "a", "b", "a"], dtype=object),
     }
-    estimator = bind_options(get_adv_estimator_fn(f"{FOLDER / 'advantage.py'}:tournament"), shared={"gamma": 1.0})
+    estimator = bind_options(
+        get_adv_estimator_fn(f"{FOLDER / 'advantage.py'}:tournament"), shared={"gamma": 1.0}
+    )
     advantages, _ = estimate_advantages(estimator, fields)
     assert advantages.tolist() == [[-0.5, -0.5], [1.0, 0.0], [0.0, 0.0], [-0.5, -0.5]]
 
@@ -61,7 +63,9 @@ def test_data(tmp_path: Path) -> None:
     for row in train + val:
         animal = row["prompt"][0]["content"].partition(" in words")[0].split()[-1]
         assert animal[0] == row["reward_model"]["ground_truth"]
-    assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in val}
+    assert not {row["prompt"][0]["content"] for row in train} & {
+        row["prompt"][0]["content"] for row in val
+    }
 
 
 def test_keys_of_the_run() -> None:

@@ -39,14 +39,21 @@ def test_values_and_gradients(kind: str) -> None:
     base = kind.removesuffix("+")
     value, slope = BY_HAND[SAME_AS.get(base, base)]
     slope = BY_HAND["mse"][1] if kind.endswith("+") else slope
-    expected = torch.tensor([[value(d), slope(d)] for d in DIFFERENCE.tolist()], dtype=torch.float64)
+    expected = torch.tensor(
+        [[value(d), slope(d)] for d in DIFFERENCE.tolist()], dtype=torch.float64
+    )
     torch.testing.assert_close(torch.stack([result.detach(), log_prob.grad], dim=1), expected)
 
 
 def test_straight_through_value_is_exact() -> None:
     """Adding a carrier that is 0 must not disturb the value by a bit."""
-    log_prob, reference = torch.randn(100, generator=torch.Generator().manual_seed(0)), torch.zeros(100)
-    assert torch.equal(kl_penalty(log_prob, reference, "k3+"), kl_penalty(log_prob, reference, "k3"))
+    log_prob, reference = (
+        torch.randn(100, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(100),
+    )
+    assert torch.equal(
+        kl_penalty(log_prob, reference, "k3+"), kl_penalty(log_prob, reference, "k3")
+    )
 
 
 def test_low_variance_kl_is_bounded() -> None:
@@ -65,10 +72,14 @@ def test_estimates_on_average() -> None:
     weight = log_p.exp().detach()
     true = (log_p.exp() * (log_p - log_q)).sum()
     for kind in ("k1", "k3"):
-        assert (weight * kl_penalty(log_p, log_q, kind)).sum().item() == pytest.approx(true.item(), rel=1e-12)
+        assert (weight * kl_penalty(log_p, log_q, kind)).sum().item() == pytest.approx(
+            true.item(), rel=1e-12
+        )
     (true_gradient,) = torch.autograd.grad(true, logits, retain_graph=True)
     for kind in ("k2", "k1+", "k3+"):
-        (gradient,) = torch.autograd.grad((weight * kl_penalty(log_p, log_q, kind)).sum(), logits, retain_graph=True)
+        (gradient,) = torch.autograd.grad(
+            (weight * kl_penalty(log_p, log_q, kind)).sum(), logits, retain_graph=True
+        )
         torch.testing.assert_close(gradient, true_gradient)
 
 
@@ -121,5 +132,8 @@ def test_penalty_in_the_reward() -> None:
     controller = AdaptiveKLController(2.0, target_kl=0.1, horizon=10)
     rewards, metrics = apply_kl_penalty(scores, old, torch.zeros(3, 2), mask, controller, "kl")
     torch.testing.assert_close(rewards, torch.tensor([[-0.4, 0.2], [0.8, 0.0], [0.0, 0.0]]))
-    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.4 / 3), "actor/reward_kl_penalty_coeff": 2.0}
+    assert metrics == {
+        "actor/reward_kl_penalty": pytest.approx(0.4 / 3),
+        "actor/reward_kl_penalty_coeff": 2.0,
+    }
     assert controller.value == pytest.approx(2.0 * (1 + 0.2 * 3 / 10))

@@ -6,7 +6,13 @@ from math import exp, log
 import pytest
 import torch
 
-from quadriga.algorithms.masked import log_prob_mismatch, masked_mean, masked_sum, masked_whiten, spread
+from quadriga.algorithms.masked import (
+    log_prob_mismatch,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    spread,
+)
 
 NAN = float("nan")
 VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN], [NAN, NAN, NAN]])
@@ -32,7 +38,9 @@ def test_whiten() -> None:
     """1, 2, 6: mean 3, unbiased variance 7."""
     expected = torch.tensor([-2.0, -1.0, 3.0]) / 7**0.5
     torch.testing.assert_close(masked_whiten(VALUES, MASK)[MASK.bool()], expected)
-    torch.testing.assert_close(masked_whiten(VALUES, MASK, shift_mean=False)[MASK.bool()], expected + 3)
+    torch.testing.assert_close(
+        masked_whiten(VALUES, MASK, shift_mean=False)[MASK.bool()], expected + 3
+    )
     assert not masked_whiten(VALUES, MASK)[~MASK.bool()].any()
 
 
@@ -88,7 +96,9 @@ def test_k3_is_the_divergence_on_average() -> None:
     generator = torch.Generator().manual_seed(0)
     rollout, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     tokens = torch.multinomial(rollout, 200_000, replacement=True, generator=generator)[None]
-    found = log_prob_mismatch(trainer.log()[tokens], rollout.log()[tokens], torch.ones(tokens.shape))
+    found = log_prob_mismatch(
+        trainer.log()[tokens], rollout.log()[tokens], torch.ones(tokens.shape)
+    )
     divergence = float((rollout * (rollout / trainer).log()).sum())
     assert found["kl"] == pytest.approx(divergence, abs=2e-3)
     assert found["kl_k3"] == pytest.approx(divergence, abs=5e-4)

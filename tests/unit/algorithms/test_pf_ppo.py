@@ -36,5 +36,7 @@ def test_draws() -> None:
 
 def test_unknown_method() -> None:
     """The nearest name."""
-    with pytest.raises(ConfigError, match=r"reweight_method: got 'max_mim'.* Did you mean 'max_min'"):
+    with pytest.raises(
+        ConfigError, match=r"reweight_method: got 'max_mim'.* Did you mean 'max_min'"
+    ):
         pf_ppo_weights(SCORES, "max_mim")

@@ -40,7 +40,9 @@ def test_register_and_get() -> None:
 
 def test_unknown_name() -> None:
     """The key, what there is, and the nearest name."""
-    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: got 'grop', .*grpo.* Did you mean 'grpo'"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.adv_estimator: got 'grop', .*grpo.* Did you mean 'grpo'"
+    ):
         ADVANTAGES.find("grop")
 
 
@@ -76,7 +78,9 @@ def test_function_of_a_file(tmp_path: Path) -> None:
     assert get_adv_estimator_fn(f"{file}:plain")(3) == (3, 3)
     with pytest.raises(ConfigError, match="Say which function to take"):
         get_adv_estimator_fn(str(file))
-    with pytest.raises(ConfigError, match=r"adv_estimator: got no function 'plane'.*Did you mean 'plain'"):
+    with pytest.raises(
+        ConfigError, match=r"adv_estimator: got no function 'plane'.*Did you mean 'plain'"
+    ):
         get_adv_estimator_fn(f"{file}:plane")
     with pytest.raises(ConfigError, match="'scale' with a default"):
         get_adv_estimator_fn(f"{file}:unclear")
@@ -102,7 +106,9 @@ def test_bound_values() -> None:
 
 def test_unknown_option() -> None:
     """The nearest names are offered."""
-    with pytest.raises(ConfigError, match=r"algorithm: got the option 'sclae'.* Did you mean 'scale'\?"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm: got the option 'sclae'.* Did you mean 'scale'\?"
+    ):
         bind_options(example, {"sclae": 2})
     with pytest.raises(ConfigError, match="this algorithm has none"):
         bind_options(lambda rewards: rewards, {"sclae": 2})
@@ -137,7 +143,9 @@ def test_options_go_where_they_belong() -> None:
     assert set(loss.columns) == {"covariance_clipped"}
     assert loss.column_fields == {"old_log_prob", "advantages", "response_mask"}
     values = torch.tensor([[-1.0, -3.0]])
-    columns = loss.compute_columns({"old_log_prob": values, "advantages": values, "response_mask": torch.ones(1, 2)})
+    columns = loss.compute_columns(
+        {"old_log_prob": values, "advantages": values, "response_mask": torch.ones(1, 2)}
+    )
     assert columns["covariance_clipped"].tolist() == [[1, 1]]
 
 
@@ -148,8 +156,16 @@ def test_options_go_where_they_belong() -> None:
         ("ppo", {}, r"PPO is algorithm.adv_estimator=gae"),
         ("dapo", {}, r"got 'dapo'.* DAPO is .*clip_ratio_high=0.28.*filter_groups.enable=True"),
         ("gpso", {}, r"policy_loss.loss_mode: got 'gpso'.* Did you mean 'gspo'"),
-        ("sapo", {"tau_poss": 1.0}, r"policy_loss \(sapo\): got the option 'tau_poss', .*Did you mean 'tau_pos'"),
-        ("vanilla", {"tau_pos": 1.0}, r"policy_loss \(vanilla\): got the option 'tau_pos', expected one of clip_ratio"),
+        (
+            "sapo",
+            {"tau_poss": 1.0},
+            r"policy_loss \(sapo\): got the option 'tau_poss', .*Did you mean 'tau_pos'",
+        ),
+        (
+            "vanilla",
+            {"tau_pos": 1.0},
+            r"policy_loss \(vanilla\): got the option 'tau_pos', expected one of clip_ratio",
+        ),
         ("gpg", {"tau_pos": 1.0}, "this algorithm has none"),
         ("clip_cov", {"clip_cov_up": 1.0}, "Did you mean 'clip_cov_ub'"),
     ],
@@ -164,7 +180,9 @@ def test_bad_choices_of_an_estimator() -> None:
     """The same; an option without a default must be given."""
     with pytest.raises(ConfigError, match=r"adv_estimator: got 'gropo'.*'grpo'"):
         choose_estimator("gropo", {}, {})
-    with pytest.raises(ConfigError, match=r"adv_options \(gpg\): got the option 'f_nrom', .*'f_norm'"):
+    with pytest.raises(
+        ConfigError, match=r"adv_options \(gpg\): got the option 'f_nrom', .*'f_norm'"
+    ):
         choose_estimator("gpg", {"f_nrom": 1}, {})
     with pytest.raises(ConfigError, match="no value for the option 'gdpo_reward_keys'"):
         choose_estimator("gdpo", {}, {})
@@ -172,7 +190,9 @@ def test_bad_choices_of_an_estimator() -> None:
 
 def test_given_goes_before_shared() -> None:
     """The section's setting is a default for the option."""
-    estimator = choose_estimator("grpo", {"epsilon": 0.0}, {"norm_adv_by_std_in_grpo": False, "gamma": 1.0})
+    estimator = choose_estimator(
+        "grpo", {"epsilon": 0.0}, {"norm_adv_by_std_in_grpo": False, "gamma": 1.0}
+    )
     advantages, _ = estimator.function(torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), ["a", "a"])
     assert advantages.tolist() == [[0.5], [-0.5]]
 
@@ -180,7 +200,9 @@ def test_given_goes_before_shared() -> None:
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     """From a file, with options of its own; nothing is known of rows without an advantage, so all are computed."""
     file = tmp_path / "mine.py"
-    file.write_text("def mine(log_prob, advantages, *, scale=1.0):\n    return -scale * advantages * log_prob, {}\n")
+    file.write_text(
+        "def mine(log_prob, advantages, *, scale=1.0):\n    return -scale * advantages * log_prob, {}\n"
+    )
     loss = choose_policy_loss(f"{file}:mine", {"scale": 2.0}, ACTOR)
     assert loss.fields == ("log_prob", "advantages") and not loss.needs_advantage
     assert loss.function(torch.ones(1), torch.ones(1))[0].item() == -2
@@ -196,12 +218,18 @@ def test_columns_of_the_batch(name: str) -> None:
     values = torch.tensor([[-1.0, -2.0, float("nan")], [float("nan")] * 3])
     for gains in (values, values * 0 - 1):
         marks = column(values.clone(), gains, mask)
-        assert marks.shape == mask.shape and not marks[~mask.bool()].any() and torch.isfinite(marks).all()
+        assert (
+            marks.shape == mask.shape
+            and not marks[~mask.bool()].any()
+            and torch.isfinite(marks).all()
+        )
 
 
 def test_traits() -> None:
     """A loss whose penalty does not ask for an advantage must see every row."""
-    assert {name for name in POLICY_LOSSES if not choose_policy_loss(name, {}, ACTOR).needs_advantage} == {
+    assert {
+        name for name in POLICY_LOSSES if not choose_policy_loss(name, {}, ACTOR).needs_advantage
+    } == {
         "dro",
         "kl_cov",
     }
@@ -225,10 +253,16 @@ def test_fields_by_name_and_mask() -> None:
 @pytest.mark.parametrize(
     ("estimator", "message"),
     [
-        (lambda reward, response_mask: reward, "reads reward, expected .*: response_mask, rollout_is_weights, scores"),
+        (
+            lambda reward, response_mask: reward,
+            "reads reward, expected .*: response_mask, rollout_is_weights, scores",
+        ),
         (lambda scores: scores, "got a Tensor, expected two tensors"),
         (lambda scores: (scores, scores), r"advantages of shape \[2\], expected \[2, 3\]"),
-        (lambda response_mask: (response_mask / 0, response_mask), "advantages that are not finite in 2 of 2"),
+        (
+            lambda response_mask: (response_mask / 0, response_mask),
+            "advantages that are not finite in 2 of 2",
+        ),
     ],
 )
 def test_refused(estimator, message: str) -> None:
@@ -241,10 +275,17 @@ def test_index_is_the_group_as_in_verl() -> None:
     """Rows of two files may share their number; responses to one prompt share their uid."""
 
     def centred(token_level_rewards, response_mask, index):
-        return token_level_rewards * torch.tensor([name == "a" for name in index])[:, None], token_level_rewards
+        return token_level_rewards * torch.tensor([name == "a" for name in index])[
+            :, None
+        ], token_level_rewards
 
     mask = torch.ones(2, 1)
-    fields = {"token_level_rewards": mask, "response_mask": mask, "uid": ["a", "b"], "index": [0, 0]}
+    fields = {
+        "token_level_rewards": mask,
+        "response_mask": mask,
+        "uid": ["a", "b"],
+        "index": [0, 0],
+    }
     assert estimate_advantages(centred, fields)[0].tolist() == [[1.0], [0.0]]
 
 
@@ -256,8 +297,14 @@ def test_index_is_the_group_as_in_verl() -> None:
             r"'mine', its result: got a Tensor, expected \(losses, diagnostics\).*QUADRIGA_VERL",
         ),
         ((torch.tensor(1.0), 0.1, 0.2, 0.3), r"got a tuple of 4, expected \(losses, diagnostics\)"),
-        ((torch.tensor(1.0), {}), r"got losses, a Tensor of shape \[\], expected a tensor of shape \[2, 3\].*the mean"),
-        ((torch.ones(2, 3), {"clipfrac": 0.1}), r"got clipfrac, a float, expected a tensor of shape \[2, 3\]"),
+        (
+            (torch.tensor(1.0), {}),
+            r"got losses, a Tensor of shape \[\], expected a tensor of shape \[2, 3\].*the mean",
+        ),
+        (
+            (torch.ones(2, 3), {"clipfrac": 0.1}),
+            r"got clipfrac, a float, expected a tensor of shape \[2, 3\]",
+        ),
     ],
 )
 def test_a_loss_is_per_token(result, message: str) -> None:

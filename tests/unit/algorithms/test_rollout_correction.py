@@ -68,9 +68,14 @@ def test_divergence_by_hand() -> None:
 
 def test_weights_and_rejection() -> None:
     """Ratios 0.5, 2, 1 and 2, truncated at 1.5; the second answer is rejected by its mean k1 of -log 2."""
-    settings = Settings(rollout_is="token", weight_bounds=(None, 1.5), rejections=(("seq_mean", "k1", 0.9, 1.1),))
+    settings = Settings(
+        rollout_is="token", weight_bounds=(None, 1.5), rejections=(("seq_mean", "k1", 0.9, 1.1),)
+    )
     changed, told = correct_rollout(COLUMNS, settings)
-    assert changed["rollout_is_weights"].tolist() == [pytest.approx([0.5, 1.5, 0, 1]), pytest.approx([1.5, 0, 0, 0])]
+    assert changed["rollout_is_weights"].tolist() == [
+        pytest.approx([0.5, 1.5, 0, 1]),
+        pytest.approx([1.5, 0, 0, 0]),
+    ]
     assert changed["response_mask"].tolist() == [[1, 1, 0, 1], [0, 0, 0, 0]]
     assert told["rollout_corr/rollout_rs_masked_fraction"] == 0.25
     assert told["rollout_corr/rollout_is_mean"] == pytest.approx(4.5 / 4)
@@ -79,10 +84,14 @@ def test_weights_and_rejection() -> None:
 
 def test_batch_normalisation() -> None:
     """Of answers 0.5 * 2 * 1 = 1 and 2: mean 1.5; of tokens (0.5 + 2 + 1 + 2) / 4."""
-    changed, told = correct_rollout(COLUMNS, Settings(rollout_is="sequence", rollout_is_batch_normalize=True))
+    changed, told = correct_rollout(
+        COLUMNS, Settings(rollout_is="sequence", rollout_is_batch_normalize=True)
+    )
     assert changed["rollout_is_weights"][:, 0].tolist() == pytest.approx([1 / 1.5, 2 / 1.5])
     assert told["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
-    changed, _ = correct_rollout(COLUMNS, Settings(rollout_is="token", rollout_is_batch_normalize=True))
+    changed, _ = correct_rollout(
+        COLUMNS, Settings(rollout_is="token", rollout_is_batch_normalize=True)
+    )
     assert changed["rollout_is_weights"][MASK.bool()].mean() == pytest.approx(1)
 
 
@@ -94,7 +103,11 @@ def test_metrics_only() -> None:
 
 def test_bypass_form_leaves_the_rest_to_the_loss() -> None:
     """Only the factor of normalisation, 1 / 1.5, is the batch's; without it nothing is."""
-    bypass = {"bypass_mode": True, "rollout_is": "sequence", "rejections": (("token", "k2", 0.0, 0.001),)}
+    bypass = {
+        "bypass_mode": True,
+        "rollout_is": "sequence",
+        "rejections": (("token", "k2", 0.0, 0.001),),
+    }
     assert correct_rollout(COLUMNS, Settings(**bypass))[0] == {}
     changed, _ = correct_rollout(COLUMNS, Settings(**bypass, rollout_is_batch_normalize=True))
     assert set(changed) == {"rollout_is_weights"}
@@ -123,7 +136,10 @@ MASK_WEIGHTS = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
 def test_golden_values_of_weights(level, bounds, expected: list[float]) -> None:
     """Outside the mask 0, whatever stands there."""
     weights = importance_weights(RATIO, MASK_WEIGHTS, level, bounds)
-    assert weights[MASK_WEIGHTS.bool()].tolist() == pytest.approx(expected) and not weights[~MASK_WEIGHTS.bool()].any()
+    assert (
+        weights[MASK_WEIGHTS.bool()].tolist() == pytest.approx(expected)
+        and not weights[~MASK_WEIGHTS.bool()].any()
+    )
 
 
 def test_mean_for_normalisation() -> None:
@@ -159,13 +175,17 @@ def test_metrics_of_tokens() -> None:
         "seq_fraction_high": 0.5,
         "seq_fraction_low": 0,
     }
-    assert told == {f"rollout_is_{name}": pytest.approx(value, rel=1e-6) for name, value in expected.items()}
+    assert told == {
+        f"rollout_is_{name}": pytest.approx(value, rel=1e-6) for name, value in expected.items()
+    }
 
 
 def test_metrics_of_answers_and_of_nothing() -> None:
     """Extremes and shares count each answer once: 2 and 8 against 3. Without a token there is nothing to tell."""
     told = weight_metrics(RATIO, MASK_WEIGHTS, "sequence", (None, 3.0))
-    assert told["rollout_is_max"] == pytest.approx(8) and told["rollout_is_ratio_fraction_high"] == 0.5
+    assert (
+        told["rollout_is_max"] == pytest.approx(8) and told["rollout_is_ratio_fraction_high"] == 0.5
+    )
     assert "rollout_is_oob_ratio" not in told
     assert weight_metrics(RATIO, MASK_WEIGHTS * 0, "token", (None, 3.0)) == {}
 
@@ -245,7 +265,10 @@ def test_golden_values_of_rejection(rule: Rejection, kept: list[int]) -> None:
     assert told["rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / 5)
     lost = [not all(kept[:3]), not all(kept[3:])]
     assert told["rollout_rs_seq_masked_fraction"] == sum(lost) / 2
-    assert told[f"rollout_rs_{rule.level}_{rule.kind}_masked_fraction"] == told["rollout_rs_masked_fraction"]
+    assert (
+        told[f"rollout_rs_{rule.level}_{rule.kind}_masked_fraction"]
+        == told["rollout_rs_masked_fraction"]
+    )
 
 
 def test_all_rules_must_be_kept() -> None:
@@ -261,17 +284,29 @@ def test_statistics_over_responses() -> None:
     _, told = keep_mask(RATIO_REJECTION, MASK_REJECTION, [Rejection("token", "k1", 0.95, 1.1)])
     expected = {"mean": -0.05, "std": 0.1 / 2**0.5, "max": 0, "min": -0.1, "max_deviation": 0.1}
     expected |= {"fraction_high": 0, "fraction_low": 0.5}
-    assert {name: told[f"rollout_rs_token_k1_seq_{name}"] for name in expected} == pytest.approx(expected, abs=1e-9)
-    _, told = keep_mask(RATIO_REJECTION[1:], MASK_REJECTION[1:], [Rejection("seq_mean", "k1", 0.9, 1.1)])
+    assert {name: told[f"rollout_rs_token_k1_seq_{name}"] for name in expected} == pytest.approx(
+        expected, abs=1e-9
+    )
+    _, told = keep_mask(
+        RATIO_REJECTION[1:], MASK_REJECTION[1:], [Rejection("seq_mean", "k1", 0.9, 1.1)]
+    )
     assert (
-        told["rollout_rs_seq_mean_k1_seq_mean"] == pytest.approx(-0.1) and told["rollout_rs_seq_mean_k1_seq_std"] == 0
+        told["rollout_rs_seq_mean_k1_seq_mean"] == pytest.approx(-0.1)
+        and told["rollout_rs_seq_mean_k1_seq_std"] == 0
     )
 
 
 def test_statistics() -> None:
     """Sums of k1 over the two answers that have tokens: 0 and -0.2, the second below log 0.9."""
     _, told = keep_mask(RATIO_REJECTION, MASK_REJECTION, [Rejection("seq_sum", "k1", 0.9, 1.1)])
-    expected = {"mean": -0.1, "std": 0.1, "max": 0, "min": -0.2, "fraction_high": 0, "fraction_low": 0.5}
+    expected = {
+        "mean": -0.1,
+        "std": 0.1,
+        "max": 0,
+        "min": -0.2,
+        "fraction_high": 0,
+        "fraction_low": 0.5,
+    }
     for name, value in expected.items():
         assert told[f"rollout_rs_seq_sum_k1_{name}"] == pytest.approx(value, abs=1e-9)
 
@@ -282,7 +317,9 @@ def test_nothing_to_reject() -> None:
         torch.equal(keep_mask(RATIO_REJECTION, MASK_REJECTION, [])[0], MASK_REJECTION)
         and keep_mask(RATIO_REJECTION, MASK_REJECTION, [])[1] == {}
     )
-    mask, told = keep_mask(RATIO_REJECTION, MASK_REJECTION * 0, [Rejection("token", "k1", 0.5, 2.0)])
+    mask, told = keep_mask(
+        RATIO_REJECTION, MASK_REJECTION * 0, [Rejection("token", "k1", 0.5, 2.0)]
+    )
     assert not mask.any() and told == {}
 
 
@@ -296,7 +333,9 @@ KINDS = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp
     upper=st.floats(1.01, 3.0),
     seed=st.integers(0, 10_000),
 )
-def test_rejection_equals_the_slow_reference(level: str, kind: str, upper: float, seed: int) -> None:
+def test_rejection_equals_the_slow_reference(
+    level: str, kind: str, upper: float, seed: int
+) -> None:
     """One answer at a time."""
     generator = torch.Generator().manual_seed(seed)
     ratio = torch.randn(4, 6, dtype=torch.float64, generator=generator)

@@ -33,7 +33,9 @@ def _at_the_readers_desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("_at_the_readers_desk")
 @pytest.mark.parametrize(("command", "output"), shown())
-def test_a_command_prints_what_the_page_says(command: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_prints_what_the_page_says(
+    command: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Files that do not exist and other things to know may follow what is shown."""
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:2] == ["quadriga", "config"]
@@ -58,7 +60,9 @@ def test_the_page_shows_a_plan_a_refusal_and_a_key() -> None:
 PROGRAMS = r"main_|sft_trainer|fsdp_sft|model_merger|fully_async_main|one_step_off_ppo"
 
 
-@pytest.mark.parametrize("key", re.findall(rf"`(?!key=|{PROGRAMS})([a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", PAGE))
+@pytest.mark.parametrize(
+    "key", re.findall(rf"`(?!key=|{PROGRAMS})([a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", PAGE)
+)
 def test_a_key_in_the_text_exists(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys may be named by their last part."""
     assert main(["keys", key]) == 0

@@ -19,7 +19,9 @@ WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "one", "two"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     options = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
@@ -38,7 +40,14 @@ def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
     file = folder / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, {"prompt": 5}]) + "{\n")
     said = inspected(
-        capsys, str(file), "--row", "1", "--rows", "1", f"data.tokenizer={folder}", "data.max_prompt_length=3"
+        capsys,
+        str(file),
+        "--row",
+        "1",
+        "--rows",
+        "1",
+        f"data.tokenizer={folder}",
+        "data.max_prompt_length=3",
     )
     for part in (
         "9 rows, 3",  # hundred bytes
@@ -56,7 +65,10 @@ def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
         assert part in said
     assert "characters of JSON (tokens with --model): " in inspected(capsys, str(file))
     said = inspected(capsys, str(file), "--row", "8", f"data.tokenizer={folder}")
-    assert "row 8 is one of the bad rows; --row N shows another\n" in said and "as the model gets it" not in said
+    assert (
+        "row 8 is one of the bad rows; --row N shows another\n" in said
+        and "as the model gets it" not in said
+    )
 
 
 def test_images_and_videos(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -76,7 +88,10 @@ def test_conversations(folder: Path, capsys: pytest.CaptureFixture):
     pq.write_table(pa.Table.from_pylist([{"messages": chat}]), folder / "rows.parquet")
     said = inspected(capsys, str(folder / "rows.parquet"), f"data.tokenizer={folder}")
     assert "  messages: list<element: struct<" in said
-    assert "5 tokens, of which 3, marked *, are learned:\n<user>|one|*<assistant>|*two|*<eos>\n" in said
+    assert (
+        "5 tokens, of which 3, marked *, are learned:\n<user>|one|*<assistant>|*two|*<eos>\n"
+        in said
+    )
 
 
 def test_what_cannot_be_shown(folder: Path, capsys: pytest.CaptureFixture):
@@ -87,7 +102,9 @@ def test_what_cannot_be_shown(folder: Path, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("content", ["", "two " * 1100])
-def test_conversations_of_which_none_can_be_learned(folder: Path, capsys: pytest.CaptureFixture, content: str):
+def test_conversations_of_which_none_can_be_learned(
+    folder: Path, capsys: pytest.CaptureFixture, content: str
+):
     """Each of them is bad, or too long."""
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
     file = folder / "rows.jsonl"

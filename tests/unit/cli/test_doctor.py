@@ -17,13 +17,27 @@ from tests.architectures import config_of, make_model
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the imports of extras, which take seconds and have tests of their own."""
     there = Capability("wandb", "0.30.0", True, "imports", "tracks runs")
-    gone = Capability("mlflow", "", False, "not installed; pip install -e '.[mlflow]'", "tracks runs")
-    monkeypatch.setattr(doctor, "probe_capabilities", lambda extras, *, try_all: [there, gone][: 1 if try_all else 2])
+    gone = Capability(
+        "mlflow", "", False, "not installed; pip install -e '.[mlflow]'", "tracks runs"
+    )
+    monkeypatch.setattr(
+        doctor,
+        "probe_capabilities",
+        lambda extras, *, try_all: [there, gone][: 1 if try_all else 2],
+    )
 
 
 def test_the_core_is_read_from_the_package_itself() -> None:
     found = {one.name: one for one in core_requirements()}
-    assert {"torch", "transformers", "tensordict", "torchdata", "datasets", "pyarrow", "pydantic"} <= found.keys()
+    assert {
+        "torch",
+        "transformers",
+        "tensordict",
+        "torchdata",
+        "datasets",
+        "pyarrow",
+        "pydantic",
+    } <= found.keys()
     assert str(found["torch"].specifier) == ">=2.11"
     assert "wandb" not in found
 
@@ -56,10 +70,15 @@ def test_this_environment_is_sound(quick, capsys) -> None:
     assert "mlflow" not in capsys.readouterr().out
 
 
-def test_a_missing_requirement_is_status_one(quick, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requirement_is_status_one(
+    quick, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "core_requirements", lambda: [Requirement("zebra>=1.0")])
     assert main([]) == 1
-    assert "NO   zebra          -            not installed; pip install 'zebra>=1.0'" in capsys.readouterr().out
+    assert (
+        "NO   zebra          -            not installed; pip install 'zebra>=1.0'"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_torch_that_does_not_load_is_said(quick, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +97,6 @@ def test_a_model_is_compared_with_transformers(capsys, tmp_path: Path) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "architecture: Gemma2ForCausalLM"
     assert printed[1].startswith("rows are computed packed, with shared prompts; ")
-    assert re.search(r"off by at most \de-0\d nats, 0.0001 allowed", printed[2]) and len(printed) == 3
+    assert (
+        re.search(r"off by at most \de-0\d nats, 0.0001 allowed", printed[2]) and len(printed) == 3
+    )

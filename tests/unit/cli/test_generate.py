@@ -25,6 +25,7 @@ def test_without_images_a_text_is_a_text() -> None:
 def test_more_images_than_places(prompts: list[str], images: list[str]) -> None:
     places = "".join(prompts).count("<")
     with pytest.raises(
-        ConfigError, match=f"got <image> {places} times in the prompts, and --image {len(images)} times"
+        ConfigError,
+        match=f"got <image> {places} times in the prompts, and --image {len(images)} times",
     ):
         dealt(prompts, images)

@@ -44,13 +44,19 @@ def test_a_command_gets_its_arguments_and_gives_its_status(command) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (ConfigError("data.seed", got="x", expected="y", fix="Fix it."), 2, "data.seed: got x, expected y. Fix it."),
+        (
+            ConfigError("data.seed", got="x", expected="y", fix="Fix it."),
+            2,
+            "data.seed: got x, expected y. Fix it.",
+        ),
         (RewardError("grader", got="an exception"), 1, "--traceback"),
         (KeyboardInterrupt(), 130, "quadriga train: interrupted\n"),
         (ModuleNotFoundError("No module named 'zebra'", name="zebra"), 1, "zebra is not installed"),
     ],
 )
-def test_an_error_is_said_without_a_traceback(command, capsys, error: BaseException, status: int, said: str) -> None:
+def test_an_error_is_said_without_a_traceback(
+    command, capsys, error: BaseException, status: int, said: str
+) -> None:
     command(raising(error))
     assert main(["train"]) == status
     printed = capsys.readouterr()
@@ -77,7 +83,9 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
         main(["train"])
 
 
-@pytest.mark.parametrize(("typed", "said"), [("trian", "Did you mean 'train'?"), ("zzz", "There are train, generate")])
+@pytest.mark.parametrize(
+    ("typed", "said"), [("trian", "Did you mean 'train'?"), ("zzz", "There are train, generate")]
+)
 def test_an_unknown_command_suggests_the_nearest(capsys, typed: str, said: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main([typed])
@@ -113,7 +121,10 @@ def test_help_names_every_command_and_loads_none() -> None:
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     show = f"'{sys.executable}' -m {command_line.__name__} config show"
     done = subprocess.run(
-        ["bash", "-c", f"{show} | head -1; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
+        ["bash", "-c", f"{show} | head -1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stderr == ""
     # The whole tree may fit into the pipe before the reader has left.

@@ -12,7 +12,18 @@ from quadriga.cli.prepare import main
 
 
 def test_data(tmp_path: Path, capsys):
-    arguments = ["data", "largest", "--output", str(tmp_path), "--num-train", "4", "--num-val", "2", "--seed", "5"]
+    arguments = [
+        "data",
+        "largest",
+        "--output",
+        str(tmp_path),
+        "--num-train",
+        "4",
+        "--num-val",
+        "2",
+        "--seed",
+        "5",
+    ]
     assert main(arguments) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"train: {tmp_path / 'train.parquet'}",
@@ -22,7 +33,8 @@ def test_data(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["data"], ["data", "largest"], ["model", "x"], ["data", "largest", "--seed", "x"]]
+    "arguments",
+    [[], ["data"], ["data", "largest"], ["model", "x"], ["data", "largest", "--seed", "x"]],
 )
 def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys):
     with pytest.raises(SystemExit) as caught:

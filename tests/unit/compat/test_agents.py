@@ -107,7 +107,9 @@ def test_the_interaction_of_gsm8k(tmp_path: Path) -> None:
         await teacher.start_interaction(ground_truth="4")
         said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "#### 5"}]
         replies = [await teacher.generate_response(said)]
-        replies.append(await teacher.generate_response([*said, {"role": "assistant", "content": "#### 4"}]))
+        replies.append(
+            await teacher.generate_response([*said, {"role": "assistant", "content": "#### 4"}])
+        )
         await teacher.finalize_interaction()
         return replies
 
@@ -142,7 +144,10 @@ class Places(Handler):
 
     def answer(self, body: Any) -> None:
         self.server.bodies.append(body)
-        documents = [{"document": {"contents": f"{query}\nis a place"}, "score": 1.0} for query in ("Nile", "Oslo")]
+        documents = [
+            {"document": {"contents": f"{query}\nis a place"}, "score": 1.0}
+            for query in ("Nile", "Oslo")
+        ]
         self.reply(200, {"result": [documents[: body["topk"]] for _ in body["queries"]]})
 
 
@@ -159,7 +164,9 @@ def test_the_search_tool(tmp_path: Path) -> None:
         wrong, _ = asyncio.run(first_said(tmp_path / "tools.yaml", query_list="a"))
         assert "must be a list" in wrong and len(server.bodies) == 1
     with pytest.raises(RolloutError, match=r"tool served, config\.retrieval_service_url: got ''"):
-        (tmp_path / "none.yaml").write_text(SERVED.format("search_tool.SearchTool", "topk: 2", kind))
+        (tmp_path / "none.yaml").write_text(
+            SERVED.format("search_tool.SearchTool", "topk: 2", kind)
+        )
         class_tools(str(tmp_path / "none.yaml"))
 
 
@@ -168,25 +175,41 @@ class Fusion(Handler):
 
     def answer(self, body: Any) -> None:
         self.server.bodies.append(body)
-        run = {"status": "Finished", "return_code": 1, "stdout": "4\n", "stderr": "late", "execution_time": 0.1}
+        run = {
+            "status": "Finished",
+            "return_code": 1,
+            "stdout": "4\n",
+            "stderr": "late",
+            "execution_time": 0.1,
+        }
         self.reply(200, {"status": "Failed", "message": "", "run_result": run})
 
 
 def test_the_sandbox_tool(tmp_path: Path) -> None:
     """Without a server programs run here, contained; errors are said, and so is what ended them."""
     code = "code: {type: string}, timeout: {type: number}"
-    (tmp_path / "here.yaml").write_text(SERVED.format("sandbox_fusion_tools.SandboxFusionTool", "a: 1", code))
+    (tmp_path / "here.yaml").write_text(
+        SERVED.format("sandbox_fusion_tools.SandboxFusionTool", "a: 1", code)
+    )
     for program, expected in (("print(2 + 2)", "4\n"), ("print(1); 1 / 0", "ZeroDivisionError")):
         assert expected in asyncio.run(first_said(tmp_path / "here.yaml", code=program))[0]
-    said, earned = asyncio.run(first_said(tmp_path / "here.yaml", code="while True: pass", timeout=1))
+    said, earned = asyncio.run(
+        first_said(tmp_path / "here.yaml", code="while True: pass", timeout=1)
+    )
     assert said in ("ended by its limit: time", "ended by its limit: wall") and earned is None
     with serving(Fusion, bodies=[]) as server:
         config = f"sandbox_fusion_url: '{server.url}/run_code', memory_limit_mb: 99"
-        (tmp_path / "there.yaml").write_text(SERVED.format("sandbox_fusion_tools.SandboxFusionTool", config, code))
+        (tmp_path / "there.yaml").write_text(
+            SERVED.format("sandbox_fusion_tools.SandboxFusionTool", config, code)
+        )
         said, _ = asyncio.run(first_said(tmp_path / "there.yaml", code="print(2 + 2)"))
         (body,) = server.bodies
     assert said == "4\nlate"
-    assert (body["code"], body["language"], body["memory_limit_MB"]) == ("print(2 + 2)", "python", 99)
+    assert (body["code"], body["language"], body["memory_limit_MB"]) == (
+        "print(2 + 2)",
+        "python",
+        99,
+    )
 
 
 def test_parsers_of_tool_calls() -> None:

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES, LossCounts, agg_loss
-from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, choose_estimator, choose_policy_loss
+from quadriga.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    choose_estimator,
+    choose_policy_loss,
+)
 from quadriga.compat.verl import VARIABLE
 from quadriga.compat.verl import algorithms as ours
 from quadriga.config import ActorConfig
@@ -75,7 +80,12 @@ def batch() -> dict[str, Any]:
     mask = (torch.arange(5) < lengths[:, None]).float()
     values = [torch.randn(4, 5, generator=generator) for _ in range(3)]
     old, log_prob = -values[0].abs(), -values[0].abs() + 0.2 * values[1]
-    return {"old_log_prob": old, "log_prob": log_prob, "advantages": values[2], "response_mask": mask}
+    return {
+        "old_log_prob": old,
+        "log_prob": log_prob,
+        "advantages": values[2],
+        "response_mask": mask,
+    }
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -96,12 +106,16 @@ def test_an_estimator(tmp_path: Path, by_name: bool) -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("scale", [None, 7.0])
-def test_micro_batches_of_a_scalar_loss_add_up(tmp_path: Path, mode: str, scale: float | None) -> None:
+def test_micro_batches_of_a_scalar_loss_add_up(
+    tmp_path: Path, mode: str, scale: float | None
+) -> None:
     """Value and gradient of the whole mini-batch, however it is cut: those of the loss per token."""
     (tmp_path / "mine.py").write_text(LOSS)
     given = {"loss_agg_mode": mode} | ({"loss_scale_factor": scale} if scale else {})
     config = ActorConfig(**given)
-    chosen = choose_policy_loss(f"{tmp_path / 'mine.py'}:mine", {}, {**dict(config), "config": config})
+    chosen = choose_policy_loss(
+        f"{tmp_path / 'mine.py'}:mine", {}, {**dict(config), "config": config}
+    )
     fields = batch()
     counts = LossCounts.of(fields["response_mask"])
     results = []
@@ -138,7 +152,9 @@ def returning(what: Any) -> Any:
 
 
 def test_the_form_of_four_scalars() -> None:
-    found = returning(lambda x: (x.mean(), torch.tensor(0.5), 0.25, 0.0))(config=ActorConfig(), **batch())[1]
+    found = returning(lambda x: (x.mean(), torch.tensor(0.5), 0.25, 0.0))(
+        config=ActorConfig(), **batch()
+    )[1]
     assert {name: value.unique().item() for name, value in found.items()} == {
         "pg_clipfrac": 0.5,
         "ppo_kl": 0.25,
@@ -151,7 +167,10 @@ def test_the_form_of_four_scalars() -> None:
     [
         (lambda x: (x, {}), r"got a loss of shape \[4, 5\], expected a scalar.*agg_loss"),
         (lambda x: (1.0, {}), "got float, expected a scalar"),
-        (lambda x: (x.mean(), {"actor/name": "high"}), "metric 'actor/name': got 'high', expected a number"),
+        (
+            lambda x: (x.mean(), {"actor/name": "high"}),
+            "metric 'actor/name': got 'high', expected a number",
+        ),
     ],
 )
 def test_what_is_no_loss_of_verls(what: Any, message: str) -> None:
@@ -160,7 +179,15 @@ def test_what_is_no_loss_of_verls(what: Any, message: str) -> None:
 
 
 def test_importance_weights_go_to_the_loss_or_are_refused() -> None:
-    def takes(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    def takes(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights=None,
+    ):
         return (log_prob * rollout_is_weights).mean(), {}
 
     weights = torch.full((4, 5), 2.0)
@@ -168,8 +195,12 @@ def test_importance_weights_go_to_the_loss_or_are_refused() -> None:
     doubled, _ = ours.our_loss(takes)(config=ActorConfig(), rollout_is_weights=weights, **fields)
     mask = fields["response_mask"]
     torch.testing.assert_close(agg_loss(doubled, mask, "token-mean"), 2 * fields["log_prob"].mean())
-    with pytest.raises(ConfigError, match="importance weights of the rollout, which it does not take"):
-        returning(lambda x: (x.mean(), {}))(config=ActorConfig(), rollout_is_weights=weights, **fields)
+    with pytest.raises(
+        ConfigError, match="importance weights of the rollout, which it does not take"
+    ):
+        returning(lambda x: (x.mean(), {}))(
+            config=ActorConfig(), rollout_is_weights=weights, **fields
+        )
 
 
 def test_ours_under_verls_names() -> None:
@@ -181,7 +212,9 @@ def test_ours_under_verls_names() -> None:
     assert plain[:, 0].tolist() == [-1.0, 1.0]
     config = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
     for name in ("grpo", ours.core_algos.AdvantageEstimator.GRPO_VECTORIZED):
-        found, _ = ours.get_adv_estimator_fn(name)(**arguments, config=config, reward_baselines=None)
+        found, _ = ours.get_adv_estimator_fn(name)(
+            **arguments, config=config, reward_baselines=None
+        )
         assert torch.equal(found, plain)
     assert "grpo" in ours.ADV_ESTIMATOR_REGISTRY and "none" not in ours.ADV_ESTIMATOR_REGISTRY
     with pytest.raises(ValueError, match=r"got 'none', expected one of .*grpo"):

@@ -66,7 +66,9 @@ def made(tmp_path: Path) -> Any:
     def make(name: str, **buffer: Any) -> RewardManager:
         kwargs = {"max_resp_len": 4, "overlong_buffer_cfg": BUFFER | buffer}
         config = Config(
-            reward_model=RewardModelConfig(reward_manager=f"{tmp_path / 'mine.py'}:{name}", reward_kwargs=kwargs),
+            reward_model=RewardModelConfig(
+                reward_manager=f"{tmp_path / 'mine.py'}:{name}", reward_kwargs=kwargs
+            ),
             custom_reward_function=CustomRewardFunctionConfig(path=str(tmp_path / "mine.py")),
             data=DataConfig(),
         )
@@ -84,7 +86,11 @@ def batch() -> DataProto:
     mask = torch.cat([torch.ones(4, 1), torch.arange(4) < lengths[:, None]], dim=1).long()
     columns = {"data_source": ["any"] * 4, "reward_model": [{"ground_truth": "5"}] * 4}
     arrays = {name: np.array(values, dtype=object) for name, values in columns.items()}
-    tensors = {"prompts": torch.ones(4, 1).long(), "responses": torch.ones(4, 4).long(), "attention_mask": mask}
+    tensors = {
+        "prompts": torch.ones(4, 1).long(),
+        "responses": torch.ones(4, 4).long(),
+        "attention_mask": mask,
+    }
     return DataProto.from_dict(tensors, arrays)
 
 
@@ -97,12 +103,18 @@ def test_over_long_responses_cost(made: Callable[..., RewardManager], name: str)
     assert output.extra["length"].tolist() == [1, 2, 3, 4]
     assert output.extra["overlong"].tolist() == [False, False, True, True]
     assert output.metrics["reward/extra/overlong_reward"].value == -0.75
-    with pytest.raises(ConfigError, match=r"overlong_buffer_cfg\.len: got 9, expected .* max_resp_len=4"):
+    with pytest.raises(
+        ConfigError, match=r"overlong_buffer_cfg\.len: got 9, expected .* max_resp_len=4"
+    ):
         made("Batch", len=9)(batch())
 
 
 def test_what_is_no_reward(made: Callable[..., RewardManager]) -> None:
-    with pytest.raises(RewardError, match=r"Text: got .*'high', expected a number.* expected a number for each"):
+    with pytest.raises(
+        RewardError, match=r"Text: got .*'high', expected a number.* expected a number for each"
+    ):
         made("Text")(batch())
-    with pytest.raises(RewardError, match=r"Short, reward_extra_info 'names': got 1 values, expected 4"):
+    with pytest.raises(
+        RewardError, match=r"Short, reward_extra_info 'names': got 1 values, expected 4"
+    ):
         made("Short")(batch())

@@ -22,7 +22,9 @@ def test_each_name_of_the_table() -> None:
         found = import_module(module)
         assert found.__all__ == list(names)
         for name in names:
-            assert callable(getattr(found, name)) or name.isupper() or name == "RawRewardFn", f"{module}.{name}"
+            assert callable(getattr(found, name)) or name.isupper() or name == "RawRewardFn", (
+                f"{module}.{name}"
+            )
 
 
 def test_no_module_is_covered_and_missing() -> None:
@@ -36,7 +38,10 @@ def test_no_module_is_covered_and_missing() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("from verl.workers.reward_manager import PrimeRewardManager", "reward_model.reward_manager=prime"),
+        (
+            "from verl.workers.reward_manager import PrimeRewardManager",
+            "reward_model.reward_manager=prime",
+        ),
         ("from verl.trainer.main_ppo import run_ppo", "quadriga verl main_ppo"),
         ("import verl.single_controller.base.megatron", "quadriga.single_controller"),
         ("import verl.utils.megatron_utils", "strategy=megatron"),
@@ -47,7 +52,9 @@ def test_no_module_is_covered_and_missing() -> None:
 )
 def test_a_missing_name_says_what_to_use(text: str, expected: str) -> None:
     name = r"\.".join(text.split()[1].split(".")[:3])
-    with pytest.raises(ImportError, match=rf"^(verl\.single_controller|{name}).*without this name.*{expected}"):
+    with pytest.raises(
+        ImportError, match=rf"^(verl\.single_controller|{name}).*without this name.*{expected}"
+    ):
         exec(text)
 
 

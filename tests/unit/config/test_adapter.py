@@ -26,13 +26,17 @@ def found(*overrides: str) -> tuple[dict[str, str], list[str]]:
 
 def test_an_adapter_by_its_rank_is_taken() -> None:
     assert found(RANK) == ({}, [])
-    assert found(RANK, f"{MODEL}.target_modules=[q_proj, v_proj]", f"{MODEL}.exclude_modules='.*7.*'") == ({}, [])
+    assert found(
+        RANK, f"{MODEL}.target_modules=[q_proj, v_proj]", f"{MODEL}.exclude_modules='.*7.*'"
+    ) == ({}, [])
 
 
 def test_details_without_an_adapter() -> None:
     problems, notices = found(f"{MODEL}.lora_alpha=32", f"{MODEL}.target_modules=[q_proj]")
     assert problems == {}
-    assert notices == [f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used, for {MODEL}.lora_rank is 0."]
+    assert notices == [
+        f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used, for {MODEL}.lora_rank is 0."
+    ]
 
 
 def test_nothing_to_train() -> None:
@@ -62,7 +66,10 @@ def test_an_adapter_to_start_from(tmp_path: Path) -> None:
     same = (f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=[q_proj]")
     assert found(start) == found(start, *same) == ({}, [])
     problems, _ = found(start, RANK, f"{MODEL}.lora_alpha=9", f"{MODEL}.target_modules=all-linear")
-    assert "got 8, with an adapter of rank 4 in lora_adapter_path, expected 0 or 4" in problems[f"{MODEL}.lora_rank"]
+    assert (
+        "got 8, with an adapter of rank 4 in lora_adapter_path, expected 0 or 4"
+        in problems[f"{MODEL}.lora_rank"]
+    )
     assert "got 9, with 8 in the adapter" in problems[f"{MODEL}.lora_alpha"]
     assert f"{MODEL}.target_modules" in problems
 
@@ -108,9 +115,18 @@ def test_ways(overrides: tuple[str, ...], is_alone: bool, reason: str) -> None:
             (f"{NAME}=native", f"{KEY}=false"),
             "got false, with actor_rollout_ref.rollout.name=native, expected null: on the",
         ),
-        ((f"{NAME}=native", f"{KEY}=true"), "expected null: on the actor's own modules it computes with the adapter"),
-        ((f"{NAME}=http", f"{KEY}=true"), "expected null: its servers keep the weights that they have"),
-        ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: sglang takes merged weights only"),
+        (
+            (f"{NAME}=native", f"{KEY}=true"),
+            "expected null: on the actor's own modules it computes with the adapter",
+        ),
+        (
+            (f"{NAME}=http", f"{KEY}=true"),
+            "expected null: its servers keep the weights that they have",
+        ),
+        (
+            (f"{NAME}=sglang", f"{KEY}=false"),
+            "expected null or true: sglang takes merged weights only",
+        ),
         ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: hf takes merged weights only"),
         (
             (VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"),
@@ -129,9 +145,15 @@ def test_float32_on_an_accelerator() -> None:
     """vLLM's kernels there take 16 bits: known once a process has started."""
     route = adapter_route(load_config((VLLM, RANK_ROUTE)).config, is_wide_on_accelerator=True)
     assert not route.is_alone and "16 bits only" in route.reason
-    with pytest.raises(ConfigError, match=r"got false.*16 bits only, and these weights are float32"):
-        adapter_route(load_config((VLLM, RANK_ROUTE, f"{KEY}=false")).config, is_wide_on_accelerator=True)
-    assert not adapter_route(load_config((RANK_ROUTE,)).config, is_wide_on_accelerator=True).is_alone
+    with pytest.raises(
+        ConfigError, match=r"got false.*16 bits only, and these weights are float32"
+    ):
+        adapter_route(
+            load_config((VLLM, RANK_ROUTE, f"{KEY}=false")).config, is_wide_on_accelerator=True
+        )
+    assert not adapter_route(
+        load_config((RANK_ROUTE,)).config, is_wide_on_accelerator=True
+    ).is_alone
 
 
 def test_the_rank_of_an_adapter_to_start_from(tmp_path: Path) -> None:
@@ -141,7 +163,13 @@ def test_the_rank_of_an_adapter_to_start_from(tmp_path: Path) -> None:
     assert [one.where for one in found if "lora" in one.where or str(tmp_path) in one.where] == [
         "actor_rollout_ref.model.lora_adapter_path"
     ]
-    facts = {"peft_type": "LORA", "r": 1024, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    facts = {
+        "peft_type": "LORA",
+        "r": 1024,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     assert "this one is 1024" in adapter_route(load_config((VLLM, start)).config).reason
@@ -155,6 +183,8 @@ def test_without_an_adapter_the_key_is_not_used() -> None:
 
 
 def test_nothing_generates_in_supervised_learning() -> None:
-    found, _ = training_findings(load_config(("model.lora_rank=4", "model.lora_merge=true"), task="sft").config)
+    found, _ = training_findings(
+        load_config(("model.lora_rank=4", "model.lora_merge=true"), task="sft").config
+    )
     [told] = [str(one) for one in found if one.where == KEY]
     assert "expected null: nothing generates" in told

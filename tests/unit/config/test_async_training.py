@@ -29,15 +29,24 @@ def findings(*changes: str) -> tuple[dict[str, str], str]:
 
 def test_presets_are_choices_of_keys() -> None:
     one_step_off = config("async_training.preset=one_step_off").async_training
-    assert (one_step_off.max_staleness, one_step_off.in_flight, one_step_off.on_stale) == (1, "finish", "wait")
-    bounded = config("async_training.preset=bounded", "async_training.max_staleness=4").async_training
+    assert (one_step_off.max_staleness, one_step_off.in_flight, one_step_off.on_stale) == (
+        1,
+        "finish",
+        "wait",
+    )
+    bounded = config(
+        "async_training.preset=bounded", "async_training.max_staleness=4"
+    ).async_training
     assert (bounded.max_staleness, bounded.in_flight) == (4, "continue")
 
 
 def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
     key = "algorithm.rollout_correction"
     assert config().algorithm.rollout_correction.rollout_is == "token"
-    assert config("algorithm.adv_estimator=rloo").algorithm.rollout_correction.preset == "decoupled_token_is"
+    assert (
+        config("algorithm.adv_estimator=rloo").algorithm.rollout_correction.preset
+        == "decoupled_token_is"
+    )
     assert config("async_training.max_staleness=0").algorithm.rollout_correction.rollout_is is None
     assert config(f"{key}.rollout_is=sequence").algorithm.rollout_correction.preset is None
     assert load_config([]).config.algorithm.rollout_correction.rollout_is is None
@@ -65,7 +74,10 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
             "actor_rollout_ref.rollout.name",
         ),
         (
-            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.data_parallel_size=2"],
+            [
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.data_parallel_size=2",
+            ],
             "actor_rollout_ref.rollout.data_parallel_size",
         ),
         (["actor_rollout_ref.rollout.skip.enable=True"], "actor_rollout_ref.rollout.skip.enable"),
@@ -74,8 +86,14 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
             "actor_rollout_ref.rollout.mode",
         ),
         (["async_training.replay=a.jsonl", "trainer.save_freq=5"], "async_training.replay"),
-        (["async_training.on_stale=drop", "algorithm.filter_groups.enable=True"], "async_training.on_stale"),
-        (["async_training.preset=streaming", "algorithm.filter_groups.enable=True"], "async_training.by_mini_batch"),
+        (
+            ["async_training.on_stale=drop", "algorithm.filter_groups.enable=True"],
+            "async_training.on_stale",
+        ),
+        (
+            ["async_training.preset=streaming", "algorithm.filter_groups.enable=True"],
+            "async_training.by_mini_batch",
+        ),
         (
             ["async_training.preset=streaming", "actor_rollout_ref.actor.shuffle=True"],
             "actor_rollout_ref.actor.shuffle",
@@ -97,16 +115,29 @@ def test_an_adapter_comes_to_vllm_merged() -> None:
 
 
 def test_ranks_of_their_own_generate_on_ray() -> None:
-    problems, notices = findings(*ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish")
+    problems, notices = findings(
+        *ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish"
+    )
     assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
-    one = (*ON_RAY[:2], "trainer.resource_pools.generation=[1]", "async_training.deterministic=True")
+    one = (
+        *ON_RAY[:2],
+        "trainer.resource_pools.generation=[1]",
+        "async_training.deterministic=True",
+    )
     assert findings(*one)[0] == findings(*IN_A_GROUP, "async_training.deterministic=True")[0] == {}
     assert findings(*IN_A_GROUP, *ON_VLLM, "actor_rollout_ref.model.lora_rank=4")[0] == {}
-    problems, _ = training_findings(config(*IN_A_GROUP, *ON_VLLM, "trainer.resource_pools.generation=[3, 1]"))
-    assert any("groups of 2, of 4 ranks, expected a number that divides the ranks that" in str(one) for one in problems)
+    problems, _ = training_findings(
+        config(*IN_A_GROUP, *ON_VLLM, "trainer.resource_pools.generation=[3, 1]")
+    )
+    assert any(
+        "groups of 2, of 4 ranks, expected a number that divides the ranks that" in str(one)
+        for one in problems
+    )
 
 
-@pytest.mark.parametrize("change", ["async_training.max_staleness=2", "async_training.on_stale=drop"])
+@pytest.mark.parametrize(
+    "change", ["async_training.max_staleness=2", "async_training.on_stale=drop"]
+)
 def test_there_are_checkpoints(change: str) -> None:
     assert findings("trainer.save_freq=5", change)[0] == {}
 
@@ -115,7 +146,9 @@ def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="What is dropped depends on what is slow"):
         config("async_training.on_stale=drop", "async_training.deterministic=True")
     for other in ("on_stale=drop", "max_staleness=0"):
-        with pytest.raises(ConfigError, match="expected on_stale=wait and max_staleness of at least 1"):
+        with pytest.raises(
+            ConfigError, match="expected on_stale=wait and max_staleness of at least 1"
+        ):
             config("async_training.preset=streaming", f"async_training.{other}")
 
 
@@ -126,5 +159,7 @@ def test_a_critic_reads_tokens_of_several_versions() -> None:
 def test_explain_says_what_overlaps() -> None:
     text = explain(config("async_training.max_staleness=2", "async_training.sync_every=3"))
     assert "up to 2 versions behind" in text and "up to 9 batches are under way" in text
-    assert "the responses to 256 prompts are complete" in explain(config("async_training.preset=streaming"))
+    assert "the responses to 256 prompts are complete" in explain(
+        config("async_training.preset=streaming")
+    )
     assert "Overlap" not in explain(load_config([]).config)

@@ -164,7 +164,10 @@ def test_a_command_line_of_verls_may_compare_a_response_with_nothing(ready: list
 def test_the_likeliest_token_several_times(ready: list[str]) -> None:
     """What would happen is said."""
     problems, _ = findings([*ready, "actor_rollout_ref.rollout.temperature=0"])
-    assert "All 8 responses to a prompt would be the same" in problems["actor_rollout_ref.rollout.temperature"]
+    assert (
+        "All 8 responses to a prompt would be the same"
+        in problems["actor_rollout_ref.rollout.temperature"]
+    )
 
 
 def test_no_answers_at_all(ready: list[str]) -> None:
@@ -175,7 +178,12 @@ def test_no_answers_at_all(ready: list[str]) -> None:
 def test_everything_comes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["actor_rollout_ref.rollout.temperature=0"], for_training=True)
-    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "rollout.temperature"):
+    for key in (
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "rollout.temperature",
+    ):
         assert key in str(caught.value)
 
 
@@ -204,7 +212,11 @@ def found(*overrides: str) -> Found:
 
 
 def test_a_classifier_with_one_label_is_taken(folder: Callable) -> None:
-    folder(architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"}, max_position_embeddings=4096)
+    folder(
+        architectures=["LlamaForSequenceClassification"],
+        id2label={"0": "LABEL_0"},
+        max_position_embeddings=4096,
+    )
     assert found(ON) == ({}, [])
     # By its name in a configuration, and where nothing is said of the architecture.
     folder(num_labels=1)
@@ -214,13 +226,18 @@ def test_a_classifier_with_one_label_is_taken(folder: Callable) -> None:
 @pytest.mark.parametrize(
     ("described", "said"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "names Qwen2ForCausalLM: it has no classification head"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            "names Qwen2ForCausalLM: it has no classification head",
+        ),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "a classifier with 2 labels"),
         ({"id2label": {"0": "bad", "1": "so", "2": "good"}}, "a classifier with 3 labels"),
         ({"num_labels": 5}, "a classifier with 5 labels"),
     ],
 )
-def test_what_cannot_score_is_refused(folder: Callable, described: dict[str, Any], said: str) -> None:
+def test_what_cannot_score_is_refused(
+    folder: Callable, described: dict[str, Any], said: str
+) -> None:
     folder(**described)
     problems, _ = found(ON)
     assert list(problems) == [PATH] and said in problems[PATH]
@@ -255,7 +272,9 @@ def test_lengths(folder: Callable) -> None:
 
 def test_how_passes_are_cut(folder: Callable) -> None:
     folder(num_labels=1)
-    _, (notice,) = found(ON, "reward_model.micro_batch_size_per_gpu=2", "reward_model.use_dynamic_bsz=True")
+    _, (notice,) = found(
+        ON, "reward_model.micro_batch_size_per_gpu=2", "reward_model.use_dynamic_bsz=True"
+    )
     assert notice.startswith("reward_model.micro_batch_size_per_gpu: not used")
     _, (notice,) = found(ON, "reward_model.forward_max_token_len_per_gpu=1000")
     assert "1000 tokens, but a sequence may have 1024" in notice
@@ -267,4 +286,7 @@ def test_both_scores_are_added_and_keys_without_a_model_are_not_used(folder: Cal
     _, (notice,) = found(ON, "custom_reward_function.path=reward.py")
     assert notice.endswith("the reward is the sum of both scores.")
     _, (notice,) = found("reward_model.max_length=7")
-    assert notice == "reward_model.model.path, reward_model.max_length: not used, for reward_model.enable is false."
+    assert (
+        notice
+        == "reward_model.model.path, reward_model.max_length: not used, for reward_model.enable is false."
+    )

@@ -20,9 +20,13 @@ READ = (
 
 def found(*changes: str) -> tuple[list[ConfigError], list[str]]:
     """What training with these settings of the engine is told about it."""
-    problems, notices = training_findings(load_config([f"{ROLLOUT}.{change}" for change in changes]).config)
+    problems, notices = training_findings(
+        load_config([f"{ROLLOUT}.{change}" for change in changes]).config
+    )
     mine = (f"{ROLLOUT}.name", *(f"{ROLLOUT}.{one}" for one in READ))
-    notices = [one for one in notices if one.startswith(mine) and "generation leaves out" not in one]
+    notices = [
+        one for one in notices if one.startswith(mine) and "generation leaves out" not in one
+    ]
     return [one for one in problems if one.where.startswith(mine)], notices
 
 
@@ -31,7 +35,9 @@ def findings(*changes: str) -> tuple[set[str], str]:
     problems, notices = found(*changes)
     keys = {one.where.removeprefix(f"{ROLLOUT}.") for one in problems}
     # Whether vLLM or SGLang is installed is not what these tests are about.
-    missing = [one for one in ("vllm", "sglang") if f"name={one}" in changes and find_spec(one) is None]
+    missing = [
+        one for one in ("vllm", "sglang") if f"name={one}" in changes and find_spec(one) is None
+    ]
     return keys - {"name"} if missing else keys, "\n".join(notices)
 
 
@@ -39,7 +45,12 @@ def findings(*changes: str) -> tuple[set[str], str]:
     "changes",
     [
         [],
-        ["name=vllm", "tensor_model_parallel_size=2", "gpu_memory_utilization=0.6", "enforce_eager=True"],
+        [
+            "name=vllm",
+            "tensor_model_parallel_size=2",
+            "gpu_memory_utilization=0.6",
+            "enforce_eager=True",
+        ],
         ["name=vllm", "temperature=0.7"],
         ["name=vllm", "top_p=0.9"],
         ["name=sglang", "temperature=0.7", "top_p=0.9", "cache_gigabytes=2"],
@@ -79,8 +90,19 @@ def test_refused(changes: list[str], key: str) -> None:
         (["gpu_memory_utilization=0.6"], "gpu_memory_utilization: not used, for"),
         (["enforce_eager=True", "name=hf"], "rollout.name is 'hf'"),
         (["name=http", "cache_gigabytes=2"], "cache_gigabytes: not used"),
-        (["name=vllm", "val_kwargs.do_sample=True", "val_kwargs.temperature=1", "val_kwargs.top_p=0.7"], "is nan"),
-        (["name=vllm", "top_p=0.9", "val_kwargs.do_sample=True", "val_kwargs.temperature=0.6"], "is nan"),
+        (
+            [
+                "name=vllm",
+                "val_kwargs.do_sample=True",
+                "val_kwargs.temperature=1",
+                "val_kwargs.top_p=0.7",
+            ],
+            "is nan",
+        ),
+        (
+            ["name=vllm", "top_p=0.9", "val_kwargs.do_sample=True", "val_kwargs.temperature=0.6"],
+            "is nan",
+        ),
     ],
 )
 def test_told(changes: list[str], words: str) -> None:
@@ -104,11 +126,15 @@ def test_a_server_of_sglang_needs_no_sglang_here() -> None:
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def _check(rollout: dict[str, Any], *, return_raw_chat: bool = True) -> tuple[list[ConfigError], list[str]]:
+def _check(
+    rollout: dict[str, Any], *, return_raw_chat: bool = True
+) -> tuple[list[ConfigError], list[str]]:
     """Problems and notices."""
     tree = {"data": {"return_raw_chat": return_raw_chat}, "actor_rollout_ref": {"rollout": rollout}}
     found = list(check_multi_turn(Config.model_validate(tree)))
-    return [one for one in found if isinstance(one, ConfigError)], [one for one in found if isinstance(one, str)]
+    return [one for one in found if isinstance(one, ConfigError)], [
+        one for one in found if isinstance(one, str)
+    ]
 
 
 @pytest.fixture
@@ -148,14 +174,30 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
     ("rollout", "expected"),
     [
         ({"multi_turn": {"enable": True}}, f"Set {_ROLLOUT}.mode=async."),
-        ({"mode": "async", "agent": {"default_agent_loop": "tool_agent"}}, f"Set {_ROLLOUT}.multi_turn.enable=True."),
-        ({"mode": "async", "agent": {"default_agent_loop": "tol_agent"}}, "Did you mean tool_agent?"),
-        ({"mode": "async", "multi_turn": {"enable": True, "format": "qwen3"}}, "Did you mean qwen3_coder?"),
+        (
+            {"mode": "async", "agent": {"default_agent_loop": "tool_agent"}},
+            f"Set {_ROLLOUT}.multi_turn.enable=True.",
+        ),
+        (
+            {"mode": "async", "agent": {"default_agent_loop": "tol_agent"}},
+            "Did you mean tool_agent?",
+        ),
+        (
+            {"mode": "async", "multi_turn": {"enable": True, "format": "qwen3"}},
+            "Did you mean qwen3_coder?",
+        ),
         ({"mode": "async", "agent": {"default_agent_loop": "zzz"}}, "agent.agent_loop_path"),
         ({"mode": "async", "agent": {"agent_loop_path": "no.py"}}, "There is no such file"),
-        ({"mode": "async", "multi_turn": {"enable": True, "function_tool_path": "no.py"}}, "There is no such file"),
         (
-            {"mode": "async", "multi_turn": {"enable": True}, "agent": {"default_agent_loop": "tool_agent"}},
+            {"mode": "async", "multi_turn": {"enable": True, "function_tool_path": "no.py"}},
+            "There is no such file",
+        ),
+        (
+            {
+                "mode": "async",
+                "multi_turn": {"enable": True},
+                "agent": {"default_agent_loop": "tool_agent"},
+            },
             "got neither tools nor user simulators",
         ),
     ],
@@ -174,19 +216,28 @@ def test_the_messages_of_prompts_are_needed() -> None:
 
 def test_a_yaml_file_with_a_mistake(files: dict[str, str]) -> None:
     """Its file, line and key are named, with everything else."""
-    (problem,) = _check({"mode": "async", "multi_turn": {"enable": True, "tool_config_path": files["bad.yaml"]}})[0]
+    (problem,) = _check(
+        {"mode": "async", "multi_turn": {"enable": True, "tool_config_path": files["bad.yaml"]}}
+    )[0]
     assert "bad.yaml, line 1" in str(problem) and "class_name: got nothing" in str(problem)
 
 
 def test_keys_without_effect() -> None:
     """Named in a notice, for what they are not used."""
     (turns, agent, trace) = _check(
-        {"multi_turn": {"format": "glm"}, "agent": {"default_agent_loop": "tool_agent"}, "trace_dir": "x"}
+        {
+            "multi_turn": {"format": "glm"},
+            "agent": {"default_agent_loop": "tool_agent"},
+            "trace_dir": "x",
+        }
     )[1]
     assert turns == f"{_ROLLOUT}.multi_turn.format: not used, for {_ROLLOUT}.mode is sync."
     assert agent.startswith(f"{_ROLLOUT}.agent.default_agent_loop: not used")
     assert trace.startswith(f"{_ROLLOUT}.trace_dir: not used")
     (unused,) = _check({"mode": "async", "multi_turn": {"max_user_turns": 3}})[1]
-    assert unused == f"{_ROLLOUT}.multi_turn.max_user_turns: not used, for {_ROLLOUT}.multi_turn.enable is false."
+    assert (
+        unused
+        == f"{_ROLLOUT}.multi_turn.max_user_turns: not used, for {_ROLLOUT}.multi_turn.enable is false."
+    )
     (single,) = _check({"mode": "async", "multi_turn": {"enable": True}})[1]
     assert "agent_name" in single

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config import BatchPlan, explain, keys_text, load_config, needs_old_log_prob_pass, needs_reference
+from quadriga.config import (
+    BatchPlan,
+    explain,
+    keys_text,
+    load_config,
+    needs_old_log_prob_pass,
+    needs_reference,
+)
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -22,14 +29,25 @@ def test_the_plan_of_a_step() -> None:
     )  # fmt: skip
     assert (plan.num_prompts, plan.num_sequences) == (10, 30)
     assert (plan.num_mini_batches, plan.num_optimizer_steps) == (3, 6)
-    assert (plan.mini_batch_sequences, plan.micro_batch_sequences, plan.num_micro_batches) == (12, 5, 3)
+    assert (plan.mini_batch_sequences, plan.micro_batch_sequences, plan.num_micro_batches) == (
+        12,
+        5,
+        3,
+    )
     assert plan.max_sequence_tokens == 1024
     assert not plan.is_on_policy
 
 
-@given(prompts=st.integers(1, 40), answers=st.integers(1, 5), mini=st.integers(1, 50), micro=st.integers(1, 30))
+@given(
+    prompts=st.integers(1, 40),
+    answers=st.integers(1, 5),
+    mini=st.integers(1, 50),
+    micro=st.integers(1, 30),
+)
 @settings(deadline=None, max_examples=30)
-def test_the_plan_counts_what_cutting_gives(prompts: int, answers: int, mini: int, micro: int) -> None:
+def test_the_plan_counts_what_cutting_gives(
+    prompts: int, answers: int, mini: int, micro: int
+) -> None:
     plan = BatchPlan(
         config(f"data.train_batch_size={prompts}", f"{ROLLOUT}.n={answers}", f"{ACTOR}.ppo_mini_batch_size={mini}",
                f"{ACTOR}.ppo_micro_batch_size_per_gpu={micro}")
@@ -52,7 +70,9 @@ def test_the_plan_counts_what_cutting_gives(prompts: int, answers: int, mini: in
         ([f"{ACTOR}.ppo_mini_batch_size=64"], False, False),
     ],
 )
-def test_which_passes_a_step_needs(overrides: list[str], needs_pass: bool, needs_model: bool) -> None:
+def test_which_passes_a_step_needs(
+    overrides: list[str], needs_pass: bool, needs_model: bool
+) -> None:
     found = config("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", *overrides)
     assert needs_old_log_prob_pass(found) == needs_pass
     assert needs_reference(found) == needs_model
@@ -64,9 +84,13 @@ def test_which_passes_a_step_needs(overrides: list[str], needs_pass: bool, needs
 def test_the_reference_of_an_adapter() -> None:
     """It is the actor, unless it has a pool of its own."""
     words = (f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4")
-    assert "one pass a step, for the loss, by the actor with its adapter off" in explain(config(*words))
+    assert "one pass a step, for the loss, by the actor with its adapter off" in explain(
+        config(*words)
+    )
     assert "adapter" not in explain(config(*words[:1]))
-    assert "adapter" not in explain(config(*words, "trainer.placement=apart", "trainer.backend=ray"))
+    assert "adapter" not in explain(
+        config(*words, "trainer.placement=apart", "trainer.backend=ray")
+    )
 
 
 def test_the_words() -> None:
@@ -95,25 +119,35 @@ def test_the_number_of_steps() -> None:
     assert "5 steps, over as many epochs as they take" in explain(bounded)
     assert "5 steps: 2 batches an epoch, 3 epochs" in explain(bounded, num_train_prompts=40)
     # Of both limits the first that is reached ends the run.
-    both = config("data.train_batch_size=16", "trainer.total_training_steps=50", "trainer.total_epochs=3")
+    both = config(
+        "data.train_batch_size=16", "trainer.total_training_steps=50", "trainer.total_epochs=3"
+    )
     assert "18 steps: 6 batches an epoch, 3 epochs" in explain(both, num_train_prompts=100)
     assert "at most 50 steps, over at most 3 epochs" in explain(both)
 
 
 def test_passes_bound_dynamic_sampling() -> None:
     """How many steps they make, nobody knows before."""
-    words = ("algorithm.filter_groups.enable=true", "data.train_batch_size=16", "data.gen_batch_size=32")
+    words = (
+        "algorithm.filter_groups.enable=true",
+        "data.train_batch_size=16",
+        "data.gen_batch_size=32",
+    )
     taken = "until 3 passes over the data are taken"
     found = explain(config(*words, "trainer.total_epochs=3"), num_train_prompts=100)
     assert f"\n  steps {taken} (3 batches each, at least one a step)" in found
     both = config(*words, "trainer.total_epochs=3", "trainer.total_training_steps=5")
     assert f"at most 5 steps {taken}\n" in explain(both)
-    assert "steps until 1 pass over the data are taken" not in explain(config(*words, "trainer.total_training_steps=5"))
+    assert "steps until 1 pass over the data are taken" not in explain(
+        config(*words, "trainer.total_training_steps=5")
+    )
 
 
 def test_a_critic_is_named_where_one_is_built() -> None:
     ppo = config("algorithm.adv_estimator=gae")
-    assert "critic: one pass a step, for values" in explain(ppo, None, ("token_level_rewards", "values"))
+    assert "critic: one pass a step, for values" in explain(
+        ppo, None, ("token_level_rewards", "values")
+    )
     assert "\n  critic:" not in explain(ppo, None, ("token_level_rewards",)) + explain(ppo)
 
 

@@ -51,7 +51,9 @@ def test_the_two_clips_follow_the_one() -> None:
     assert (both.clip_ratio_low, both.clip_ratio_high) == (0.1, 0.1)
     one = ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28)
     assert (one.clip_ratio_low, one.clip_ratio_high) == (0.1, 0.28)
-    over = load_config(["actor_rollout_ref.actor.clip_ratio_high=0.3", "actor_rollout_ref.actor.clip_ratio=0.1"]).config
+    over = load_config(
+        ["actor_rollout_ref.actor.clip_ratio_high=0.3", "actor_rollout_ref.actor.clip_ratio=0.1"]
+    ).config
     assert over.actor_rollout_ref.actor.clip_ratio_high == 0.3
 
 
@@ -84,7 +86,9 @@ def test_sizes_of_images_are_in_order() -> None:
 
 
 def test_paths_may_be_path_objects(tmp_path: Path) -> None:
-    assert DataConfig(train_files=[tmp_path / "a"], val_files=tmp_path).train_files == [str(tmp_path / "a")]
+    assert DataConfig(train_files=[tmp_path / "a"], val_files=tmp_path).train_files == [
+        str(tmp_path / "a")
+    ]
     assert TrainerConfig(default_local_dir=tmp_path).directory == tmp_path
 
 
@@ -113,7 +117,10 @@ def test_leaves_sections_and_open_dictionaries() -> None:
 def test_another_task_has_leaves_sections_and_open_dictionaries_of_its_own() -> None:
     assert leaf_of("optim.lr") is None
     assert leaf_of("optim.lr", "sft").default == 1e-5
-    assert leaf_of("data.apply_chat_template_kwargs.a.b", "sft").key == "data.apply_chat_template_kwargs"
+    assert (
+        leaf_of("data.apply_chat_template_kwargs.a.b", "sft").key
+        == "data.apply_chat_template_kwargs"
+    )
     assert "engine.fsdp_config" in section_keys("sft") - section_keys()
     assert nearest_keys("actor.optim.lr", "sft") == ["optim.lr"]
     assert nearest_keys("learning_rate", "sft") == ["optim.lr"]

@@ -21,7 +21,9 @@ FILES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 CONFIGS = [file for file in FILES if not file.name.startswith("sft")]
 
 
-def error_of(*overrides: str, files: tuple[Path, ...] = (), for_training: bool = False) -> ConfigError:
+def error_of(
+    *overrides: str, files: tuple[Path, ...] = (), for_training: bool = False
+) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides, files, for_training=for_training)
     return caught.value
@@ -42,8 +44,13 @@ def test_files_go_over_each_other_and_overrides_over_files(tmp_path: Path) -> No
 
 def test_open_dictionaries_merge(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("data:\n  apply_chat_template_kwargs: {enable_thinking: true, style: {tone: calm}}\n")
-    added = ["data.apply_chat_template_kwargs.enable_thinking=False", "+data.apply_chat_template_kwargs.style.size=2"]
+    file.write_text(
+        "data:\n  apply_chat_template_kwargs: {enable_thinking: true, style: {tone: calm}}\n"
+    )
+    added = [
+        "data.apply_chat_template_kwargs.enable_thinking=False",
+        "+data.apply_chat_template_kwargs.style.size=2",
+    ]
     kwargs = load_config(added, [file]).config.data.apply_chat_template_kwargs
     assert kwargs == {"enable_thinking": False, "style": {"tone": "calm", "size": 2}}
 
@@ -80,7 +87,9 @@ def test_a_key_like_no_other_brings_the_list() -> None:
 
 
 def test_every_error_comes_at_once_with_its_key() -> None:
-    error = error_of("data.seeed=1", "data.seed=x", "data.shuffle=yes", "trainer.save_freq=0", "nonsense")
+    error = error_of(
+        "data.seeed=1", "data.seed=x", "data.shuffle=yes", "trainer.save_freq=0", "nonsense"
+    )
     text = str(error)
     assert text.startswith("5 things in the configuration are wrong:")
     for key in (
@@ -106,14 +115,20 @@ def test_an_error_survives_pickling() -> None:
 
 
 def test_checks_between_keys_come_with_the_errors_of_single_keys() -> None:
-    text = str(error_of("data.max_prompt_length=0", "actor_rollout_ref.rollout.temperature=0", for_training=True))
+    text = str(
+        error_of(
+            "data.max_prompt_length=0", "actor_rollout_ref.rollout.temperature=0", for_training=True
+        )
+    )
     assert "data.max_prompt_length: got 0" in text
     assert "actor_rollout_ref.rollout.temperature: got 0" in text
     assert "actor_rollout_ref.model.path: got nothing" in text
 
 
 def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
-    text = str(error_of("data.train_files=${HOME}/x.parquet", "data.val_files=[1]", for_training=True))
+    text = str(
+        error_of("data.train_files=${HOME}/x.parquet", "data.val_files=[1]", for_training=True)
+    )
     assert text.count("data.train_files: ") == 1
     assert text.count("data.val_files: ") == 1
 
@@ -162,22 +177,32 @@ def test_none_in_python_is_null_in_yaml() -> None:
 
 
 def test_only_the_key_that_was_written_is_named() -> None:
-    assert error_of("actor_rollout_ref.actor.clip_ratio=-1").where == "actor_rollout_ref.actor.clip_ratio"
+    assert (
+        error_of("actor_rollout_ref.actor.clip_ratio=-1").where
+        == "actor_rollout_ref.actor.clip_ratio"
+    )
 
 
 def test_a_key_given_twice_the_last_holds_and_it_is_said() -> None:
     loaded = load_config(["data.seed=3", "data.shuffle=False", "++data.seed=4"])
     assert loaded.config.data.seed == 4
-    assert loaded.notices == ["data.seed stands twice on the command line; the last value holds: 4."]
+    assert loaded.notices == [
+        "data.seed stands twice on the command line; the last value holds: 4."
+    ]
 
 
 def test_an_error_in_a_file_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("data:\n  seed: 1\n  shuffle: maybe\n  sed: 3\ntrainer:\n  experiment_name: 42\n")
+    file.write_text(
+        "data:\n  seed: 1\n  shuffle: maybe\n  sed: 3\ntrainer:\n  experiment_name: 42\n"
+    )
     text = str(error_of(files=(file,)))
     assert f"data.shuffle ({file}, line 3): got 'maybe'" in text
     assert f"data.sed ({file}, line 4): got a key that does not exist" in text
-    assert f"trainer.experiment_name ({file}, line 6): got 42, expected text, not empty. Put text" in text
+    assert (
+        f"trainer.experiment_name ({file}, line 6): got 42, expected text, not empty. Put text"
+        in text
+    )
 
 
 def test_an_override_hides_the_place_of_the_file(tmp_path: Path) -> None:
@@ -192,7 +217,10 @@ def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
         "actor_rollout_ref.actor.optim.lr=1e-6",
         "data.train_files=[a.parquet, b.parquet]",
     ]
-    wanted += ["data.apply_chat_template_kwargs.when='2026-01-31'", "actor_rollout_ref.actor.clip_ratio=0.1"]
+    wanted += [
+        "data.apply_chat_template_kwargs.when='2026-01-31'",
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+    ]
     config = load_config(wanted).config
     file = tmp_path / "resolved.yaml"
     file.write_text(show(config))
@@ -215,7 +243,11 @@ def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
 def test_any_value_makes_the_round_trip(text: str, number: float, count: int, flag: bool) -> None:
     config = Config.model_validate(
         {
-            "trainer": {"experiment_name": f"run {text}".replace("..", "."), "seed": count, "val_only": flag},
+            "trainer": {
+                "experiment_name": f"run {text}".replace("..", "."),
+                "seed": count,
+                "val_only": flag,
+            },
             "actor_rollout_ref": {"actor": {"optim": {"lr": number}}},
             "reward_model": {"reward_kwargs": {"text": text, "list": [text, number, flag, None]}},
         }
@@ -251,16 +283,25 @@ def test_a_data_set_of_ones_own_has_keys_of_its_own() -> None:
     own = ["data.custom_cls.path=a.py", "data.custom_cls.name=A"]
     data = load_config([*own, "+data.tone={loud: 2}"]).config.data
     assert data.tone == data["tone"] == data.get("tone") == {"loud": 2}
-    assert "tone" in data and "prompt_key" in data and "other" not in data and data.get("other", 3) == 3
+    assert (
+        "tone" in data
+        and "prompt_key" in data
+        and "other" not in data
+        and data.get("other", 3) == 3
+    )
     assert data.get("prompt_key", "p") == "prompt"
-    with pytest.raises(AttributeError, match=r"data\.other: got a key that does not exist\. \+data\.other=VALUE"):
+    with pytest.raises(
+        AttributeError, match=r"data\.other: got a key that does not exist\. \+data\.other=VALUE"
+    ):
         _ = data.other
     assert pickle.loads(pickle.dumps(data)) == data
     with pytest.raises(ConfigError, match=r"data\.tone: got a key that does not exist"):
         load_config([*own, "data.tone=2"])
     with pytest.raises(ConfigError, match=r"Did you mean data\.train_batch_size"):
         load_config([*own, "+data.train_batchsize=2"])
-    with pytest.raises(ConfigError, match=r"expected no keys of your own without data\.custom_cls\.path"):
+    with pytest.raises(
+        ConfigError, match=r"expected no keys of your own without data\.custom_cls\.path"
+    ):
         load_config(["+data.tone=2"])
 
 

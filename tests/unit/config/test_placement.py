@@ -21,7 +21,9 @@ def placed(*overrides: str, has_reference: bool = True, has_critic: bool = True)
 
 def findings(*overrides: str) -> tuple[dict[str, str], str]:
     problems, notices = training_findings(load_config(overrides).config)
-    return {one.where: str(one) for one in problems if one.where.startswith("trainer.")}, "\n".join(notices)
+    return {one.where: str(one) for one in problems if one.where.startswith("trainer.")}, "\n".join(
+        notices
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,10 @@ def findings(*overrides: str) -> tuple[dict[str, str], str]:
         ("together", {"actor_rollout_ref": "all", "critic": "all"}),
         ("grouped", {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring"}),
         ("apart", {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic"}),
-        ("{actor_rollout: a, ref: b, critic: a}", {"actor_rollout": "a", "ref": "b", "critic": "a"}),
+        (
+            "{actor_rollout: a, ref: b, critic: a}",
+            {"actor_rollout": "a", "ref": "b", "critic": "a"},
+        ),
         ("{actor_rollout_ref: a, critic: b}", {"actor_rollout_ref": "a", "critic": "b"}),
         (
             "{actor: a, rollout: b, ref: a, critic: a}",
@@ -39,7 +44,9 @@ def findings(*overrides: str) -> tuple[dict[str, str], str]:
     ],
 )
 def test_roles_and_pools(placement: str, roles: dict[str, str]) -> None:
-    found = placed(f"trainer.placement={placement}", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
+    found = placed(
+        f"trainer.placement={placement}", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"
+    )
     assert found.roles == roles
     assert found.pools == {pool: [2, 2] for pool in roles.values()}
 
@@ -72,8 +79,12 @@ def test_in_one_process_nothing_else_counts() -> None:
         ("{actor_rollout_ref: a, critic: b, ROLE: c}", "c"),
     ],
 )
-@pytest.mark.parametrize(("role", "section"), [("reward_model", "reward_model"), ("teacher", "distillation")])
-def test_a_role_that_is_asked_for_has_a_pool(placement: str, pool: str, role: str, section: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "section"), [("reward_model", "reward_model"), ("teacher", "distillation")]
+)
+def test_a_role_that_is_asked_for_has_a_pool(
+    placement: str, pool: str, role: str, section: str
+) -> None:
     placement, pool = placement.replace("ROLE", role), pool.replace("ROLE", role)
     trainer = load_config([RAY, f"trainer.placement={placement}"]).config.trainer
     has = {"has_reference": False, "has_critic": True}
@@ -87,17 +98,27 @@ def test_a_role_that_is_asked_for_has_a_pool(placement: str, pool: str, role: st
 
 
 def test_a_reward_model_without_a_pool_is_refused() -> None:
-    problems, _ = findings(RAY, "reward_model.enable=True", "trainer.placement={actor_rollout_ref: a, critic: b}")
+    problems, _ = findings(
+        RAY, "reward_model.enable=True", "trainer.placement={actor_rollout_ref: a, critic: b}"
+    )
     assert "no pool for reward_model" in problems["trainer.placement"]
     assert "Add trainer.placement.reward_model=NAME" in problems["trainer.placement"]
-    words = ["distillation.enable=True", "distillation.path=org/teacher", "trainer.placement={actor_rollout_ref: a}"]
+    words = [
+        "distillation.enable=True",
+        "distillation.path=org/teacher",
+        "trainer.placement={actor_rollout_ref: a}",
+    ]
     problems, _ = findings(RAY, *words)
     assert "no pool for teacher, with distillation.enable=True" in problems["trainer.placement"]
 
 
-@pytest.mark.parametrize(("missing", "given"), [("critic", "{actor_rollout_ref: a}"), ("ref", "{actor_rollout: a}")])
+@pytest.mark.parametrize(
+    ("missing", "given"), [("critic", "{actor_rollout_ref: a}"), ("ref", "{actor_rollout: a}")]
+)
 def test_a_role_without_a_pool(missing: str, given: str) -> None:
-    with pytest.raises(ConfigError, match=f"no pool for {missing}.*Add trainer.placement.{missing}=NAME"):
+    with pytest.raises(
+        ConfigError, match=f"no pool for {missing}.*Add trainer.placement.{missing}=NAME"
+    ):
         placed(f"trainer.placement={given}", has_critic=missing == "critic")
 
 
@@ -128,14 +149,26 @@ def test_what_cannot_be_placed(overrides: list[str], key: str, said: str) -> Non
 
 def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
     """By the processes of its role's pool; reference and rollout have the actor's ranks."""
-    profile = ("global_profiler.tool=torch", "global_profiler.steps=[1]", "critic.profiler.ranks=[0,4]")
+    profile = (
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[1]",
+        "critic.profiler.ranks=[0,4]",
+    )
 
     def refused(*overrides: str) -> list[str]:
         problems, _ = training_findings(load_config([*profile, *overrides]).config)
         return [str(one) for one in problems if "profiler" in one.where]
 
-    assert "critic.profiler.ranks: got [4], expected ranks from 0 to 0: the role has 1 process." in refused()[0]
-    pools = (RAY, "trainer.placement=apart", "trainer.n_gpus_per_node=2", "trainer.resource_pools.critic=[4,1]")
+    assert (
+        "critic.profiler.ranks: got [4], expected ranks from 0 to 0: the role has 1 process."
+        in refused()[0]
+    )
+    pools = (
+        RAY,
+        "trainer.placement=apart",
+        "trainer.n_gpus_per_node=2",
+        "trainer.resource_pools.critic=[4,1]",
+    )
     ranks = "actor_rollout_ref.actor.profiler.ranks"
     assert refused(*pools, f"{ranks}=[1]") == []
     (one,) = refused(*pools, f"{ranks}=[1, 2, 3]")
@@ -144,7 +177,9 @@ def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
 
 def test_what_is_read_on_ray_only() -> None:
     _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
-    assert "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices
+    assert (
+        "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices
+    )
     _, notices = findings(RAY, "trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert "not used, for trainer.backend" not in notices
 
@@ -152,9 +187,18 @@ def test_what_is_read_on_ray_only() -> None:
 def test_the_words() -> None:
     assert "all models in one process" in explain(load_config([]).config)
     keys = [RAY, "trainer.placement=grouped", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"]
-    text = explain(load_config([*keys, "trainer.resource_pools.scoring=[1]", "trainer.max_worker_restarts=1"]).config)
-    assert "pool policy: 4 processes on 2 machines (2 + 2), which share a machine's cores (2 to a machine)" in text
-    assert "pool scoring: 1 process on one machine, with reference (if one is used) and critic" in text
+    text = explain(
+        load_config(
+            [*keys, "trainer.resource_pools.scoring=[1]", "trainer.max_worker_restarts=1"]
+        ).config
+    )
+    assert (
+        "pool policy: 4 processes on 2 machines (2 + 2), which share a machine's cores (2 to a machine)"
+        in text
+    )
+    assert (
+        "pool scoring: 1 process on one machine, with reference (if one is used) and critic" in text
+    )
     assert "after the loss of a process or a node: up to 1 restart an hour" in text
 
 
@@ -170,13 +214,19 @@ def test_values_that_do_not_fit(override: str) -> None:
 
 
 def test_a_key_of_ray_that_is_null_is_as_good_as_left_out() -> None:
-    config = load_config(["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.address=auto"]).config
+    config = load_config(
+        ["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.address=auto"]
+    ).config
     assert config.ray_kwargs.ray_init == {"address": "auto"}
 
 
 def test_rays_own_arguments() -> None:
     ray = pytest.importorskip("ray")
-    hidden = {name for name in RAY_INIT_KEYS if name.startswith("_") or name == "object_spilling_directory"}
+    hidden = {
+        name
+        for name in RAY_INIT_KEYS
+        if name.startswith("_") or name == "object_spilling_directory"
+    }
     assert RAY_INIT_KEYS - hidden <= set(inspect.signature(ray.init).parameters)
     assert hidden <= set(inspect.getdoc(ray.init).replace("`", " ").split())
 
@@ -203,7 +253,10 @@ SGLANG = (RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.ro
         ([RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"], "got groups of 4, of 6 ranks"),
         ([f"{GROUPS}=2"], "got groups of 2, of 1 ranks"),
         ([*SGLANG, "trainer.device=cuda"], "Ray gives no devices"),
-        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"], "name=hf"),
+        (
+            [RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"],
+            "name=hf",
+        ),
     ],
 )
 def test_groups_that_cannot_be_made(overrides: list[str], words: str) -> None:
@@ -215,7 +268,11 @@ def test_sglang_of_several_processes_is_for_cpus() -> None:
     """Whether a cluster has GPUs is not known here: it is said, and refused at the start there."""
     problems, notices = training_findings(load_config(SGLANG).config)
     assert not [one for one in problems if one.where == GROUPS]
-    assert [one for one in notices if GROUPS in one and "on a machine with GPUs the run ends at its start" in one]
+    assert [
+        one
+        for one in notices
+        if GROUPS in one and "on a machine with GPUs the run ends at its start" in one
+    ]
     problems, notices = training_findings(load_config([*SGLANG, "trainer.device=cpu"]).config)
     assert not [one for one in (*problems, *notices) if GROUPS in str(one)]
 
@@ -224,9 +281,18 @@ def test_sglang_of_several_processes_is_for_cpus() -> None:
     ("keys", "words"),
     [
         ({"name": "vllm", "tensor_model_parallel_size": 2}, "got 2, on a CPU"),
-        ({"name": "vllm"}, "got 2, with actor_rollout_ref.rollout.name=vllm and tensor_model_parallel_size=1"),
-        ({"name": "native", "tensor_model_parallel_size": 2}, "rollout.name=native and tensor_model_parallel_size=2"),
-        ({"name": "sglang", "tensor_model_parallel_size": 2}, "rollout.name=sglang and tensor_model_parallel_size=2"),
+        (
+            {"name": "vllm"},
+            "got 2, with actor_rollout_ref.rollout.name=vllm and tensor_model_parallel_size=1",
+        ),
+        (
+            {"name": "native", "tensor_model_parallel_size": 2},
+            "rollout.name=native and tensor_model_parallel_size=2",
+        ),
+        (
+            {"name": "sglang", "tensor_model_parallel_size": 2},
+            "rollout.name=sglang and tensor_model_parallel_size=2",
+        ),
     ],
 )
 def test_experts_of_a_rollout_are_divided_by_vllm_on_gpus(keys: dict[str, Any], words: str) -> None:
@@ -252,8 +318,12 @@ def test_experts_of_a_rollout_are_divided_by_vllm_on_gpus(keys: dict[str, Any], 
 def test_what_vllm_leaves_out_in_groups(key: str) -> None:
     """Each group is an engine, and its ranks draw alike."""
     rollout = [f"actor_rollout_ref.rollout.{one}" for one in ("name=vllm", "mode=async", key)]
-    problems, _ = training_findings(load_config([RAY, "trainer.n_gpus_per_node=4", f"{GROUPS}=2", *rollout]).config)
-    assert [one.where for one in problems if "with groups of 2 ranks" in str(one)] == [rollout[2].partition("=")[0]]
+    problems, _ = training_findings(
+        load_config([RAY, "trainer.n_gpus_per_node=4", f"{GROUPS}=2", *rollout]).config
+    )
+    assert [one.where for one in problems if "with groups of 2 ranks" in str(one)] == [
+        rollout[2].partition("=")[0]
+    ]
 
 
 def test_groups_are_explained() -> None:
@@ -269,7 +339,11 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 @pytest.mark.parametrize(
     ("words", "where", "said"),
     [
-        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "trained by FSDP2"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8"],
+            "actor_rollout_ref.model.lora_rank",
+            "trained by FSDP2",
+        ),
         (
             ["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"],
             "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
@@ -290,7 +364,11 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
             "critic.model.enable_activation_offload",
             "strategy=megatron",
         ),
-        (["trainer.n_gpus_per_node=3", "critic.pipeline_model_parallel_size=2"], "critic", "a multiple of 2"),
+        (
+            ["trainer.n_gpus_per_node=3", "critic.pipeline_model_parallel_size=2"],
+            "critic",
+            "a multiple of 2",
+        ),
     ],
 )
 def test_what_keeps_megatron_from_training(
@@ -318,11 +396,18 @@ def test_keys_that_another_engine_reads_are_named() -> None:
 
 def test_the_ranks_of_megatron() -> None:
     """Its distributed optimizer shards masters over the data-parallel ranks; without it they are replicas."""
-    words = [RAY, "trainer.n_gpus_per_node=8", MEGATRON, "actor_rollout_ref.actor.tensor_model_parallel_size=2"]
+    words = [
+        RAY,
+        "trainer.n_gpus_per_node=8",
+        MEGATRON,
+        "actor_rollout_ref.actor.tensor_model_parallel_size=2",
+    ]
     actor = load_config(words).config.actor_rollout_ref.actor
     layout = actor.layout(8, "actor", actor.megatron_if_chosen)
     assert (layout.fsdp, layout.dp_replicate, layout.tp, layout.is_whole) == (4, 1, 2, False)
-    actor = load_config([*words, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false"]).config
+    actor = load_config(
+        [*words, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false"]
+    ).config
     actor = actor.actor_rollout_ref.actor
     layout = actor.layout(8, "actor", actor.megatron_if_chosen)
     assert (layout.fsdp, layout.dp_replicate) == (1, 4)

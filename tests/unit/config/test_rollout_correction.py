@@ -21,7 +21,10 @@ def test_off_by_default() -> None:
 )
 def test_bounds_of_weights(threshold: float | str, bounds: tuple) -> None:
     """One number truncates, two cut off."""
-    assert RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold).weight_bounds == bounds
+    assert (
+        RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold).weight_bounds
+        == bounds
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,13 +33,20 @@ def test_bounds_of_weights(threshold: float | str, bounds: tuple) -> None:
         ("token_k1", "0.5_2.0", (("token", "k1", 0.5, 2.0),)),
         ("seq_mean_k1", 4.0, (("seq_mean", "k1", 0.25, 4.0),)),
         ("seq_sum_k3", 0.1, (("seq_sum", "k3", 0.0, 0.1),)),
-        ("token_k1, seq_max_k2", "0.6_1.6, 3", (("token", "k1", 0.6, 1.6), ("seq_max", "k2", 0.0, 3.0))),
+        (
+            "token_k1, seq_max_k2",
+            "0.6_1.6, 3",
+            (("token", "k1", 0.6, 1.6), ("seq_max", "k2", 0.0, 3.0)),
+        ),
         ("token_k2,seq_mean_k3", 0.5, (("token", "k2", 0.0, 0.5), ("seq_mean", "k3", 0.0, 0.5))),
     ],
 )
 def test_rules(rules: str, threshold: float | str, expected: tuple) -> None:
     """One threshold for all of them, or one each."""
-    assert RolloutCorrectionConfig(rollout_rs=rules, rollout_rs_threshold=threshold).rejections == expected
+    assert (
+        RolloutCorrectionConfig(rollout_rs=rules, rollout_rs_threshold=threshold).rejections
+        == expected
+    )
 
 
 # What each preset stands for: bypass_mode, loss_type, rollout_is, its threshold, rollout_rs, its threshold.
@@ -78,14 +88,20 @@ def test_presets(name: str) -> None:
         settings.rollout_rs_threshold,
     )
     assert not settings.rollout_is_batch_normalize
-    assert any((settings.bypass_mode, settings.rollout_is, settings.rollout_rs)) == (name != "disabled")
+    assert any((settings.bypass_mode, settings.rollout_is, settings.rollout_rs)) == (
+        name != "disabled"
+    )
 
 
 def test_a_key_holds_against_its_preset() -> None:
     """It is given as well, so it is meant."""
     assert len(PRESETS) == len(get_args(Preset))
-    assert RolloutCorrectionConfig(preset="decoupled_token_is", rollout_is_threshold=5.0).weight_bounds == (None, 5.0)
-    assert RolloutCorrectionConfig(preset="decoupled_seq_is", rollout_is="token").rollout_is == "token"
+    assert RolloutCorrectionConfig(
+        preset="decoupled_token_is", rollout_is_threshold=5.0
+    ).weight_bounds == (None, 5.0)
+    assert (
+        RolloutCorrectionConfig(preset="decoupled_seq_is", rollout_is="token").rollout_is == "token"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,11 +126,15 @@ def test_names_of_earlier_times(earlier: str, name: str) -> None:
 
 def test_passes() -> None:
     """The bypass form saves the pass, unless its weights are normalised over the batch."""
-    assert RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=1.0).needs_old_log_probs
+    assert RolloutCorrectionConfig(
+        rollout_rs="token_k2", rollout_rs_threshold=1.0
+    ).needs_old_log_probs
     bypass = {"preset": "bypass_pg_is"}
     assert not RolloutCorrectionConfig(**bypass).needs_old_log_probs
     assert RolloutCorrectionConfig(**bypass, rollout_is_batch_normalize=True).needs_old_log_probs
-    assert not RolloutCorrectionConfig(preset="bypass_ppo_clip", rollout_is_batch_normalize=True).needs_old_log_probs
+    assert not RolloutCorrectionConfig(
+        preset="bypass_ppo_clip", rollout_is_batch_normalize=True
+    ).needs_old_log_probs
 
 
 @pytest.mark.parametrize(
@@ -123,7 +143,10 @@ def test_passes() -> None:
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, "one or more of token_k1"),
         ({"rollout_rs": ",", "rollout_rs_threshold": 1.0}, "one or more of token_k1"),
         ({"rollout_rs": "token_k1"}, "one threshold, or 1"),
-        ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"}, "one threshold, or 3"),
+        (
+            {"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"},
+            "one threshold, or 3",
+        ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "only k1 has a lower bound"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "two ratios above 0"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "an upper one of at least 1"),

@@ -11,10 +11,14 @@ from quadriga.config.root import spelled, spelled_text
 from quadriga.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-MAX_KEYS = 102  # five of them choose the training engine, one divides experts, one leaves bad rows out
+MAX_KEYS = (
+    102  # five of them choose the training engine, one divides experts, one leaves bad rows out
+)
 
 
-def load_sft_config(overrides: Sequence[str], files: Sequence[Path] = (), *, for_training: bool = False) -> Loaded:
+def load_sft_config(
+    overrides: Sequence[str], files: Sequence[Path] = (), *, for_training: bool = False
+) -> Loaded:
     """As `quadriga sft` reads it."""
     return load_config(overrides, files, for_training=for_training, task="sft")
 
@@ -47,7 +51,11 @@ def test_defaults_pass_their_own_checks() -> None:
 def test_values_are_read_as_their_keys_take_them(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("data: {max_length: 64, seed: 3}\noptim: {lr: 1e-4, betas: [0.9, 0.95]}\n")
-    overrides = ["data.seed=4", "trainer.experiment_name=12", "data.apply_chat_template_kwargs.enable_thinking=false"]
+    overrides = [
+        "data.seed=4",
+        "trainer.experiment_name=12",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+    ]
     config = load_sft_config(overrides, [file]).config
     assert (config.data.max_length, config.data.seed) == (64, 4)
     optim = config.actor_rollout_ref.actor.optim
@@ -58,7 +66,9 @@ def test_values_are_read_as_their_keys_take_them(tmp_path: Path) -> None:
 
 def test_everything_that_is_wrong_comes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_sft_config(["data.max_lenght=3", "optim.lr=-1", "objective=ppo", "nonsense", "data.seed={a"])
+        load_sft_config(
+            ["data.max_lenght=3", "optim.lr=-1", "objective=ppo", "nonsense", "data.seed={a"]
+        )
     said = str(caught.value)
     assert "5 things" in said
     assert "Did you mean data.max_length" in said
@@ -69,17 +79,23 @@ def test_everything_that_is_wrong_comes_at_once() -> None:
 
 def test_it_is_read_as_the_other_tree_is(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    first.write_text("optim:\ndata:\n  apply_chat_template_kwargs: {enable_thinking: true, style: {tone: calm}}\n")
+    first.write_text(
+        "optim:\ndata:\n  apply_chat_template_kwargs: {enable_thinking: true, style: {tone: calm}}\n"
+    )
     second.write_text("data:\n  apply_chat_template_kwargs: {style: {size: 2}}\n")
     loaded = load_sft_config(["data.seed=3", "++data.seed=4"], [first, second])
     kwargs = loaded.config.data.apply_chat_template_kwargs
     assert kwargs == {"enable_thinking": True, "style": {"tone": "calm", "size": 2}}
-    assert loaded.notices == ["data.seed stands twice on the command line; the last value holds: 4."]
+    assert loaded.notices == [
+        "data.seed stands twice on the command line; the last value holds: 4."
+    ]
     with pytest.raises(ConfigError) as caught:
         load_sft_config(["model.path=${HOME}/x", "engine=3", "trainer.save_freq=None"])
     said = str(caught.value)
     assert "model.path: got '${HOME}/x', expected a value. References" in said
-    assert "engine: got 3, expected a section. It holds " in said and " max_token_len_per_gpu," in said
+    assert (
+        "engine: got 3, expected a section. It holds " in said and " max_token_len_per_gpu," in said
+    )
     assert "trainer.save_freq: got 'None'" in said
 
 
@@ -91,7 +107,12 @@ def test_a_key_like_no_other_brings_the_list_of_this_tree() -> None:
 
 
 def test_checks_between_keys_come_with_the_errors_of_single_keys(files: list[str]) -> None:
-    wrong = ["objective=reward_model", "data.truncation=right", "optim.lr=-1", "data.train_files=${HOME}/x"]
+    wrong = [
+        "objective=reward_model",
+        "data.truncation=right",
+        "optim.lr=-1",
+        "data.train_files=${HOME}/x",
+    ]
     with pytest.raises(ConfigError) as caught:
         load_sft_config([*files, *wrong], for_training=True)
     said = str(caught.value)
@@ -101,7 +122,9 @@ def test_checks_between_keys_come_with_the_errors_of_single_keys(files: list[str
 
 
 def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
-    config = load_sft_config(["objective=reward_model", "trainer.experiment_name=0123", "optim.lr=1e-6"]).config
+    config = load_sft_config(
+        ["objective=reward_model", "trainer.experiment_name=0123", "optim.lr=1e-6"]
+    ).config
     file = tmp_path / "resolved.yaml"
     file.write_text(show(config))
     assert load_sft_config([], [file]).config == config
@@ -114,7 +137,9 @@ def test_a_wrong_key_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
         load_sft_config([], [file])
 
 
-def test_files_are_looked_for_before_a_run_in_the_words_of_this_tree(tmp_path: Path, files: list[str]) -> None:
+def test_files_are_looked_for_before_a_run_in_the_words_of_this_tree(
+    tmp_path: Path, files: list[str]
+) -> None:
     load_sft_config(files, for_training=True)
     with pytest.raises(ConfigError) as caught:
         load_sft_config([f"trainer.default_local_dir={tmp_path}"], for_training=True)
@@ -127,11 +152,20 @@ def test_files_are_looked_for_before_a_run_in_the_words_of_this_tree(tmp_path: P
     ("override", "said"),
     [
         ("data.truncation=right", "data.truncation: got 'right', for pairs"),
-        ("engine.tensor_model_parallel_size=2", "engine.tensor_model_parallel_size: got 2, for objective=reward_model"),
+        (
+            "engine.tensor_model_parallel_size=2",
+            "engine.tensor_model_parallel_size: got 2, for objective=reward_model",
+        ),
     ],
 )
 def test_what_pairs_cannot_have_is_refused(files: list[str], override: str, said: str) -> None:
-    arguments = [*files, "objective=reward_model", "trainer.backend=ray", "trainer.n_gpus_per_node=2", override]
+    arguments = [
+        *files,
+        "objective=reward_model",
+        "trainer.backend=ray",
+        "trainer.n_gpus_per_node=2",
+        override,
+    ]
     with pytest.raises(ConfigError, match=said):
         load_sft_config(arguments, for_training=True)
 
@@ -142,7 +176,9 @@ def test_each_task_has_its_defaults() -> None:
     assert (config.task, config.trainer.experiment_name, actor.optim.lr) == ("sft", "sft", 1e-5)
     assert (config.data.train_batch_size, config.data.val_batch_size) == (256, 256)
     assert not actor.use_prefix_sharing
-    assert load_sft_config(["objective=reward_model"]).config.actor_rollout_ref.actor.use_prefix_sharing
+    assert load_sft_config(
+        ["objective=reward_model"]
+    ).config.actor_rollout_ref.actor.use_prefix_sharing
     assert Config().data == DataConfig()
 
 
@@ -150,26 +186,39 @@ def test_a_step_is_one_update_on_sequences_with_one_limit() -> None:
     overrides = ["engine.max_token_len_per_gpu=77", "data.train_batch_size=5", "data.max_length=9"]
     config = load_sft_config(overrides).config
     actor = config.actor_rollout_ref.actor
-    assert (actor.ppo_max_token_len_per_gpu, actor.ppo_mini_batch_size, actor.loss_scale_factor) == (77, 5, 9.0)
+    assert (
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_mini_batch_size,
+        actor.loss_scale_factor,
+    ) == (77, 5, 9.0)
     assert config.data.max_prompt_length + config.data.max_response_length == 9
 
 
 def test_a_key_has_two_spellings_and_messages_the_short_one(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
-    for key in (f"{actor}.optim.lr", f"{actor}.ppo_max_token_len_per_gpu", f"{actor}.grad_clip", "task"):
+    for key in (
+        f"{actor}.optim.lr",
+        f"{actor}.ppo_max_token_len_per_gpu",
+        f"{actor}.grad_clip",
+        "task",
+    ):
         assert spelled(spelled(key, "sft"), "sft", in_full=True) == key
         assert spelled(key, "rl") == key
     file = tmp_path / "run.yaml"
     file.write_text(f"task: sft\n{actor.replace('.', ': {')}: {{optim: {{lr: 2e-5}}}}}}\n")
     assert (
         load_sft_config(["model.path=x"], [file]).config
-        == load_config([f"{actor}.optim.lr=2e-5", "actor_rollout_ref.model.path=x"], task="sft").config
+        == load_config(
+            [f"{actor}.optim.lr=2e-5", "actor_rollout_ref.model.path=x"], task="sft"
+        ).config
     )
     text = f"{actor}.ppo_max_token_len_per_gpu, {actor}.optim.lr, actor_rollout_ref.model.path"
     assert spelled_text(text, "sft") == "engine.max_token_len_per_gpu, optim.lr, model.path"
 
 
-@pytest.mark.parametrize("override", ["critic.optim.lr=1", "engine.clip_ratio=0.1", "trainer.critic_warmup=2"])
+@pytest.mark.parametrize(
+    "override", ["critic.optim.lr=1", "engine.clip_ratio=0.1", "trainer.critic_warmup=2"]
+)
 def test_a_key_that_the_task_does_not_read_is_no_key_of_it(override: str) -> None:
     with pytest.raises(ConfigError, match="got a key that does not exist"):
         load_sft_config([override])
@@ -184,7 +233,9 @@ def test_a_task_is_named_by_a_file_or_on_the_command_line(tmp_path: Path) -> Non
         load_config(["optim.lr=3e-5"])
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("sft*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "configs").glob("sft*.yaml")), ids=lambda file: file.name
+)
 def test_configuration_file_loads(file: Path) -> None:
     load_sft_config([], [file])
 

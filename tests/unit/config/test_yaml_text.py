@@ -29,7 +29,9 @@ def test_scalars(text: str, value: Any) -> None:
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -47,7 +49,9 @@ def test_what_is_written_is_read_back_with_its_type(value: Any) -> None:
     assert typed(parse_yaml(to_yaml(value))) == typed(value)
 
 
-@given(text=st.sampled_from(["yes", "on", "12:30", "2026-01-31", "1e-6", "0o7", "null", "010", "1_0"]))
+@given(
+    text=st.sampled_from(["yes", "on", "12:30", "2026-01-31", "1e-6", "0o7", "null", "010", "1_0"])
+)
 @settings(deadline=None, max_examples=9)
 def test_text_that_another_reader_would_mistake_is_quoted(text: str) -> None:
     assert yaml.safe_load(to_yaml({"name": text})) == {"name": text}
@@ -95,7 +99,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     read_yaml(tmp_path / "none.yaml", problems)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     read_yaml(tmp_path / "binary.yaml", problems)
-    assert [one.where for one in problems] == [str(tmp_path / "none.yaml"), str(tmp_path / "binary.yaml")]
+    assert [one.where for one in problems] == [
+        str(tmp_path / "none.yaml"),
+        str(tmp_path / "binary.yaml"),
+    ]
 
 
 def test_an_empty_file_is_an_empty_tree(tmp_path: Path) -> None:

@@ -20,14 +20,29 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% if shout is defined %}! {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-WORDS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "!", *(f"w{i}" for i in range(40))]
+WORDS = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<system>",
+    "<user>",
+    "<assistant>",
+    "!",
+    *(f"w{i}" for i in range(40)),
+]
 
 
-def build_tokenizer(*, pad: str | None = "<pad>", eos: str | None = "<eos>", template: str | None = TEMPLATE):
+def build_tokenizer(
+    *, pad: str | None = "<pad>", eos: str | None = "<eos>", template: str | None = TEMPLATE
+):
     """A word-level tokenizer: the prompt "w1 w2" becomes <user> w1 w2 <assistant>, four tokens."""
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {name: token for name, token in (("pad_token", pad), ("eos_token", eos)) if token is not None}
+    special = {
+        name: token for name, token in (("pad_token", pad), ("eos_token", eos)) if token is not None
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
     tokenizer.chat_template = template
     return tokenizer
@@ -50,19 +65,33 @@ def make_row(num_words: int = 2, index: int | None = 0, **changes: Any) -> dict[
 def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VisionProcessor]:
     """Of a tiny vision-language model of each family."""
     folder = tmp_path_factory.mktemp("models")
-    return {family: load_processor(write_vision_folder(folder / family, family)) for family in FAMILIES}
+    return {
+        family: load_processor(write_vision_folder(folder / family, family)) for family in FAMILIES
+    }
 
 
 @pytest.fixture
 def shown(
-    write: Callable[..., str], config: Callable[..., DataConfig], processors: dict[str, VisionProcessor]
+    write: Callable[..., str],
+    config: Callable[..., DataConfig],
+    processors: dict[str, VisionProcessor],
 ) -> Callable[..., RLHFDataset]:
     """A data set of rows with images and videos; of a language model where `family` is None."""
 
-    def make(*rows: dict[str, Any], name: str, family: str | None = "qwen2_5_vl", **values: Any) -> RLHFDataset:
-        facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}}
-        path, processor = write(name, [facts | row for row in rows]), None if family is None else processors[family]
-        return RLHFDataset(path, tiny_tokenizer(family or "qwen2_5_vl"), config(**values), processor)
+    def make(
+        *rows: dict[str, Any], name: str, family: str | None = "qwen2_5_vl", **values: Any
+    ) -> RLHFDataset:
+        facts = {
+            "data_source": "exact_match",
+            "reward_model": {"style": "rule", "ground_truth": "red"},
+        }
+        path, processor = (
+            write(name, [facts | row for row in rows]),
+            None if family is None else processors[family],
+        )
+        return RLHFDataset(
+            path, tiny_tokenizer(family or "qwen2_5_vl"), config(**values), processor
+        )
 
     return make
 
@@ -85,7 +114,9 @@ def row() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., DataConfig]:
     """A section `data` with a cache of its own."""
-    return lambda **values: DataConfig(**({"max_prompt_length": 8, "cache_dir": str(tmp_path / "cache")} | values))
+    return lambda **values: DataConfig(
+        **({"max_prompt_length": 8, "cache_dir": str(tmp_path / "cache")} | values)
+    )
 
 
 @pytest.fixture

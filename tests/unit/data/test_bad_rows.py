@@ -49,7 +49,9 @@ def test_a_bad_row(strict, config, write, row, capsys, name: str, max_samples: i
         RLHFDataset(path, strict, config(**values), max_samples=max_samples)
     assert str(caught.value).startswith(place)
     for _ in range(2):
-        rows = RLHFDataset(path, strict, config(**values, on_bad_row="skip"), max_samples=max_samples)
+        rows = RLHFDataset(
+            path, strict, config(**values, on_bad_row="skip"), max_samples=max_samples
+        )
         kept = [0] if max_samples == 2 and not filters else [0, 2]
         assert [rows[item]["index"] for item in range(len(rows))] == kept
         assert [str(error) for error in rows.bad_rows] == [str(caught.value)]
@@ -68,7 +70,10 @@ def test_broken_lines_are_left_out_and_listed(tokenizer, config, write, row, cap
     with pytest.raises(DataError, match="line 3: got text that is no JSON"):
         RLHFDataset(path, tokenizer, config())
     assert len(RLHFDataset(path, tokenizer, config(on_bad_row="skip"))) == 2
-    assert f"1 bad rows are left out (data.on_bad_row=skip):\n  {path} line 3: got text" in capsys.readouterr().out
+    assert (
+        f"1 bad rows are left out (data.on_bad_row=skip):\n  {path} line 3: got text"
+        in capsys.readouterr().out
+    )
 
 
 def test_bad_rows_only(tokenizer, config, write, row):
@@ -84,7 +89,9 @@ def test_bad_rows_only(tokenizer, config, write, row):
 def test_a_tool_schema_that_is_no_json(tokenizer, config, write, tools):
     chat = [USER, {"role": "assistant", "content": "w2"}]
     path = write("t.jsonl", [{"messages": chat}, {"messages": chat, "tools": tools}])
-    with pytest.raises(DataError, match=r"t\.jsonl row 1, column 'tools': got the tool schema .*no JSON object"):
+    with pytest.raises(
+        DataError, match=r"t\.jsonl row 1, column 'tools': got the tool schema .*no JSON object"
+    ):
         MultiTurnSFTDataset(path, tokenizer, config())
     rows = MultiTurnSFTDataset(path, tokenizer, config(on_bad_row="skip"))
     assert (len(rows), len(rows.bad_rows)) == (1, 1)
@@ -92,7 +99,9 @@ def test_a_tool_schema_that_is_no_json(tokenizer, config, write, tools):
 
 def test_tool_schemas_in_json(make_tokenizer, config, write):
     chat = [USER, {"role": "assistant", "content": "w2"}]
-    template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + STRICT.removesuffix("<assistant>")
+    template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + STRICT.removesuffix(
+        "<assistant>"
+    )
     forms = [[{"name": "w7"}], '[{"name": "w7"}]', ['{"name": "w7"}'], ""]
     path = write("t.jsonl", [{"messages": chat, "tools": tools} for tools in forms])
     rows = MultiTurnSFTDataset(path, make_tokenizer(template=template), config())
@@ -105,16 +114,23 @@ def test_neighbours_of_another_schema(tokenizer, config, write, row):
     write("c.parquet", [row(index=2, extra_info="easy")])
     both = RLHFDataset(str(Path(write("b.parquet", [row(index=1, level=3, prompt="w1")]).parent, "[ab].parquet")),
                        tokenizer, config())  # fmt: skip
-    assert [(one["level"], len(one["raw_prompt_ids"])) for one in (both[0], both[1])] == [(None, 4), (3, 3)]
+    assert [(one["level"], len(one["raw_prompt_ids"])) for one in (both[0], both[1])] == [
+        (None, 4),
+        (3, 3),
+    ]
     with pytest.raises(DataError, match=r"c\.parquet row 0, column 'extra_info': got 'easy'"):
         RLHFDataset(str(Path(both._tables[0].path.parent, "*.parquet")), tokenizer, config())
     write("c.parquet", [{"question": "w1"}])
-    with pytest.raises(DataError, match=r"c\.parquet: got the columns question, expected a column 'prompt'"):
+    with pytest.raises(
+        DataError, match=r"c\.parquet: got the columns question, expected a column 'prompt'"
+    ):
         RLHFDataset(str(Path(both._tables[0].path.parent, "*.parquet")), tokenizer, config())
 
 
 def test_a_long_list_names_the_first(capsys):
-    tell_bad_rows("data.val_files", [DataError(f"f row {number}", got="it") for number in range(23)])
+    tell_bad_rows(
+        "data.val_files", [DataError(f"f row {number}", got="it") for number in range(23)]
+    )
     said = capsys.readouterr().out
     assert said.count("got it") == 20
     assert said.endswith("and 3 more: f row 20, f row 21, f row 22\n")

@@ -43,7 +43,10 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_path_list_and_glob(folder: Path):
     assert names(resolve_files(folder / "a.jsonl", folder, where="k")) == ["a.jsonl"]
-    assert names(resolve_files(str(folder / "*.jsonl"), folder, where="k")) == ["a.jsonl", "b.jsonl"]
+    assert names(resolve_files(str(folder / "*.jsonl"), folder, where="k")) == [
+        "a.jsonl",
+        "b.jsonl",
+    ]
     listed = [str(folder / "c.json"), f"file://{folder}/b.jsonl", str(folder / "?.json")]
     assert names(resolve_files(listed, folder, where="k")) == ["c.json", "b.jsonl", "c.json"]
 
@@ -103,7 +106,9 @@ def test_remote_files_are_copied_once_and_again_when_they_change(
     assert changed != first
 
 
-def test_a_copy_that_fails_leaves_nothing_behind(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_copy_that_fails_leaves_nothing_behind(
+    memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     memory.pipe("/bucket/train.jsonl", b"one")
 
     def fail(self, path, target, **kwargs):
@@ -111,7 +116,9 @@ def test_a_copy_that_fails_leaves_nothing_behind(memory, tmp_path: Path, monkeyp
         raise ConnectionError("the line is down")
 
     monkeypatch.setattr(type(memory), "get_file", fail)
-    with pytest.raises(DataError, match=r"^k: got 'memory://bucket/train.jsonl': ServerLostError: the line is down"):
+    with pytest.raises(
+        DataError, match=r"^k: got 'memory://bucket/train.jsonl': ServerLostError: the line is down"
+    ):
         resolve_files("memory://bucket/train.jsonl", tmp_path, where="k")
     assert list((tmp_path / "files").iterdir()) == []
 
@@ -135,7 +142,10 @@ class Documents(Handler, BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web():
-    files = {"/t.jsonl": b'{"a": 1}\n' * 20_000, "/page.jsonl": b"\n<!DOCTYPE html><html>Log in</html>"}
+    files = {
+        "/t.jsonl": b'{"a": 1}\n' * 20_000,
+        "/page.jsonl": b"\n<!DOCTYPE html><html>Log in</html>",
+    }
     with serving(Documents, files=files, delay_s=0.0) as server:
         yield server
 
@@ -146,7 +156,9 @@ def test_a_file_on_the_web(web, tmp_path: Path):
     written = first[0].stat().st_mtime_ns
     assert resolve_files(f"{web.url}/t.jsonl?download=true", tmp_path, where="k") == first
     assert first[0].stat().st_mtime_ns == written
-    assert len(read_table(resolve_files(f"{web.url}/moved.jsonl", tmp_path, where="k")[0])) == 20_000
+    assert (
+        len(read_table(resolve_files(f"{web.url}/moved.jsonl", tmp_path, where="k")[0])) == 20_000
+    )
     web.files["/t.jsonl"] = b'{"a": 2}'
     [changed] = resolve_files(f"{web.url}/t.jsonl?download=true", tmp_path, where="k")
     assert changed.read_bytes() == b'{"a": 2}'
@@ -160,7 +172,9 @@ def test_a_file_on_the_web(web, tmp_path: Path):
         ("slow.jsonl", "slow.jsonl': .*Timeout"),
     ],
 )
-def test_what_is_no_file_on_the_web(web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str):
+def test_what_is_no_file_on_the_web(
+    web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+):
     monkeypatch.setattr(files, "SILENCE_S", 0.2)
     with pytest.raises(DataError, match=message) as caught:
         resolve_files(f"{web.url}/{name}", tmp_path, where="data.train_files")
@@ -188,7 +202,11 @@ class Bucket(Handler, BaseHTTPRequestHandler):
         assert "Credential=key/" in self.headers["Authorization"]
         time.sleep(self.server.delay_s)
         if (content := self.server.files.get(path)) is not None:
-            first, last = self.headers.get("Range", f"bytes=0-{len(content) - 1}").removeprefix("bytes=").split("-")
+            first, last = (
+                self.headers.get("Range", f"bytes=0-{len(content) - 1}")
+                .removeprefix("bytes=")
+                .split("-")
+            )
             facts = {"Last-Modified": self.server.changed, "ETag": _etag(content)}
             facts["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             part = content[int(first) : int(last) + 1]
@@ -207,7 +225,11 @@ class Bucket(Handler, BaseHTTPRequestHandler):
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch):
-    names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+    names = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     objects = {f"/bucket/{name}.jsonl": b'{"a": 1}\n' * 20_000 for name in ("a", "b")}
     changed = "Fri, 02 Jan 2026 03:04:05 GMT"
     with serving(Bucket, files=objects, delay_s=0.05, changed=changed) as server:
@@ -222,7 +244,11 @@ def test_files_of_an_s3_server(bucket, tmp_path: Path):
     bucket.delay_s = 0
     both = resolve_files("s3://bucket/*.jsonl", tmp_path, where="k")
     assert [len(read_table(file)) for file in both] == [20_000, 20_000]
-    assert both[:1] == resolve_files("s3://bucket/a.jsonl", tmp_path, where="k") == [*tmp_path.glob("files/*a.jsonl")]
+    assert (
+        both[:1]
+        == resolve_files("s3://bucket/a.jsonl", tmp_path, where="k")
+        == [*tmp_path.glob("files/*a.jsonl")]
+    )
     bucket.files["/bucket/b.jsonl"] = b'{"a": 2}'
     [changed] = resolve_files("s3://bucket/b.jsonl", tmp_path, where="k")
     assert changed != both[1] and changed.read_bytes() == b'{"a": 2}'
@@ -268,12 +294,18 @@ def test_two_processes_fill_the_cache_at_once(web, tmp_path: Path):
     assert len([*tmp_path.glob("files/*")]) == len([*tmp_path.glob("rows/*/rows.arrow")]) == 1
 
 
-ROWS = [{"a": 1, "nested": {"x": "é"}}, {"a": 2, "nested": {"x": "\u2028"}}, {"a": 3, "nested": None}]
+ROWS = [
+    {"a": 1, "nested": {"x": "é"}},
+    {"a": 2, "nested": {"x": "\u2028"}},
+    {"a": 3, "nested": None},
+]
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("name", ["t.parquet", "t.json", "t.jsonl", "lines.json"])
-def test_the_formats_agree(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_mapped: bool):
+def test_the_formats_agree(
+    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_mapped: bool
+):
     path = (
         write("t.jsonl", ROWS).rename(write("x.jsonl", ROWS).with_name(name))
         if name == "lines.json"
@@ -291,7 +323,9 @@ def test_the_formats_agree(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(table.batches(["a"], 2)) == [[{"a": 1}, {"a": 2}], [{"a": 3}]]
 
 
-def test_damaged_rows_in_the_cache_are_said_and_written_again(write, tmp_path: Path, monkeypatch, capsys):
+def test_damaged_rows_in_the_cache_are_said_and_written_again(
+    write, tmp_path: Path, monkeypatch, capsys
+):
     monkeypatch.setattr(files, "MAPPED_BYTES", 0)
     path = write("t.jsonl", ROWS)
     read_table(path, tmp_path / "cache")
@@ -308,7 +342,10 @@ def test_bad_lines_are_left_out_and_named(write, tmp_path: Path, monkeypatch: py
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         bad: list[DataError] = []
         table = read_table(path, cache, bad)
-        assert [table[row] for row in range(len(table))] == [{"a": 1, "c": None}, {"a": None, "c": "4"}]
+        assert [table[row] for row in range(len(table))] == [
+            {"a": 1, "c": None},
+            {"a": None, "c": "4"},
+        ]
         assert [error.where for error in bad] == [f"{path} line {number}" for number in (2, 4, 5)]
 
 
@@ -353,7 +390,9 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str):
 
 def test_a_file_of_broken_lines_alone(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text("{\n{\n")
-    with pytest.raises(DataError, match=r"got 2 bad lines only, the first: .*line 1: got text that is no JSON"):
+    with pytest.raises(
+        DataError, match=r"got 2 bad lines only, the first: .*line 1: got text that is no JSON"
+    ):
         read_table(tmp_path / "t.jsonl", bad_lines=[])
 
 
@@ -420,7 +459,10 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path):
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path):
-    with pytest.raises(DataError, match="No space left"), written_aside(tmp_path / "x", where="k") as draft:
+    with (
+        pytest.raises(DataError, match="No space left"),
+        written_aside(tmp_path / "x", where="k") as draft,
+    ):
         draft.write_text("half")
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
@@ -429,11 +471,16 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path):
 def calls(index: int, **arguments) -> list[dict]:
     """A chat with one tool call."""
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"{index}", "tool_calls": [call]}]
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": f"{index}", "tool_calls": [call]},
+    ]
 
 
 @pytest.mark.parametrize("column", ["prompt", "extra_info.messages"])
-def test_chats_of_parquet_lose_the_nulls_that_arrow_adds_and_other_columns_keep_theirs(tmp_path: Path, column: str):
+def test_chats_of_parquet_lose_the_nulls_that_arrow_adds_and_other_columns_keep_theirs(
+    tmp_path: Path, column: str
+):
     rows = [
         {
             "prompt": calls(index, **arguments),

@@ -62,7 +62,11 @@ def make(write, row, tokenizer, config, tmp_path: Path) -> Callable[..., Any]:
 
     def build(name: str = "Harder", **values: Any) -> Any:
         datagen = {"path": str(tmp_path / "gen.py"), "name": name, "options": {"rows": 2}}
-        given = {"cache_dir": str(tmp_path / "cache"), "train_batch_size": 2, "filter_overlong_prompts": True}
+        given = {
+            "cache_dir": str(tmp_path / "cache"),
+            "train_batch_size": 2,
+            "filter_overlong_prompts": True,
+        }
         section = config(datagen=datagen, **given | values)
         return section, create_rl_dataset(str(file), section, tokenizer)
 
@@ -90,12 +94,17 @@ def taught(prompts: PromptStream, rows: Any, rate: Callable[[int], float]) -> It
 
 @pytest.mark.parametrize("curriculum", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 3, 4])
-def test_a_resumed_run_sees_the_same_rows(make, tmp_path: Path, curriculum: bool, num_steps: int) -> None:
+def test_a_resumed_run_sees_the_same_rows(
+    make, tmp_path: Path, curriculum: bool, num_steps: int
+) -> None:
     """Rows that were generated, the order and the curriculum go on from the state, in the middle of a pass and at its
     end, without the cache."""
     values: dict[str, Any] = {"seed": 3}
     if curriculum:
-        values["sampler"] = {"class_path": "pkg://quadriga.data.curriculum", "class_name": "SuccessRateSampler"}
+        values["sampler"] = {
+            "class_path": "pkg://quadriga.data.curriculum",
+            "class_name": "SuccessRateSampler",
+        }
 
     def rate(item: int) -> float:
         return item % 3 / 2
@@ -116,9 +125,9 @@ def test_a_resumed_run_sees_the_same_rows(make, tmp_path: Path, curriculum: bool
         file.unlink()
     prompts = stream(section, rows)
     prompts.load_state_dict(state)
-    assert [indices for indices, _ in zip(taught(prompts, rows, rate), seen[num_steps:], strict=False)] == seen[
-        num_steps:
-    ]
+    assert [
+        indices for indices, _ in zip(taught(prompts, rows, rate), seen[num_steps:], strict=False)
+    ] == seen[num_steps:]
 
 
 def _saved(folder: Path, state: dict[str, Any]) -> Path:
@@ -131,22 +140,33 @@ def test_new_rows_come_with_the_next_pass(make, capsys: pytest.CaptureFixture[st
     steps = taught(stream(section, rows), rows, lambda item: 0.0)
     assert [next(steps) for _ in range(6)] == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
     assert next(steps) == [100, 101]
-    assert len(rows) == len(rows.dataframe) == 6 + 2 * 7 and rows[7]["index"] == 101 and rows[7]["item"] == 7
+    assert (
+        len(rows) == len(rows.dataframe) == 6 + 2 * 7
+        and rows[7]["index"] == 101
+        and rows[7]["item"] == 7
+    )
     assert ": 1 of 3 prompts are over" in capsys.readouterr().out
 
 
 def test_what_is_generated_is_checked(make, tokenizer, config) -> None:
-    with pytest.raises(ConfigError, match=r"data\.datagen: got Other, .*expected a subclass of .*AbstractDataGen"):
+    with pytest.raises(
+        ConfigError, match=r"data\.datagen: got Other, .*expected a subclass of .*AbstractDataGen"
+    ):
         make("Other")
     section, rows = make("Nothing")
     rows.on_batch_end(None)
     assert len(rows) == 6
-    for name, words in (("Wrong", "Wrong.generate: got 'a text', expected rows"), ("Mixed", "columns of one type")):
+    for name, words in (
+        ("Wrong", "Wrong.generate: got 'a text', expected rows"),
+        ("Mixed", "columns of one type"),
+    ):
         _, rows = make(name)
         with pytest.raises(DataError, match=words):
             rows.on_batch_end(None)
     section, rows = make(dataloader_num_workers=1)
-    with pytest.raises(DataError, match=r"dataloader_num_workers: got 1, expected 0 with data\.datagen"):
+    with pytest.raises(
+        DataError, match=r"dataloader_num_workers: got 1, expected 0 with data\.datagen"
+    ):
         create_rl_sampler(section, rows)
     with pytest.raises(ValueError, match=r"data\.custom_cls or data\.datagen"):
         make(custom_cls={"path": "a.py", "name": "A"})

@@ -37,7 +37,9 @@ def loader(path: Path, tokenizer, config) -> Callable:
         section = config(**values)
         dataset = create_rl_dataset(str(path), section, tokenizer)
         sampler = create_rl_sampler(section, dataset)
-        return create_dataloader(dataset, section, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+        return create_dataloader(
+            dataset, section, batch_size=batch_size, sampler=sampler, drop_last=drop_last
+        )
 
     return make
 
@@ -68,7 +70,9 @@ def test_the_whole_set_at_once(loader):
     ("num_workers", "shuffle", "num_steps"),
     [*product([0], [True, False], [1, 3, 4, 5]), (1, True, 4), (1, False, 4)],
 )
-def test_resume_gives_the_remaining_order_and_the_next_epochs(loader, num_workers: int, shuffle: bool, num_steps: int):
+def test_resume_gives_the_remaining_order_and_the_next_epochs(
+    loader, num_workers: int, shuffle: bool, num_steps: int
+):
     """Stopped in the middle of an epoch, at its last batch and in the second one, three batches an epoch."""
 
     def steps(one, num_epochs: int):
@@ -89,9 +93,13 @@ def test_resume_gives_the_remaining_order_and_the_next_epochs(loader, num_worker
     assert left[: 9 - num_steps] == seen[num_steps:]
 
 
-def test_worker_processes_are_forked_whatever_the_default_is(config, monkeypatch: pytest.MonkeyPatch):
+def test_worker_processes_are_forked_whatever_the_default_is(
+    config, monkeypatch: pytest.MonkeyPatch
+):
     """A data set that cannot be pickled is fetched from, and what was inherited is not freed."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: CONTEXTS[method or "spawn"])
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method=None: CONTEXTS[method or "spawn"]
+    )
 
     class Rows(Dataset):
         def __len__(self) -> int:
@@ -102,7 +110,11 @@ def test_worker_processes_are_forked_whatever_the_default_is(config, monkeypatch
 
     rows = Rows()
     loader = create_dataloader(
-        rows, config(dataloader_num_workers=2), batch_size=1, sampler=SequentialSampler(rows), drop_last=True
+        rows,
+        config(dataloader_num_workers=2),
+        batch_size=1,
+        sampler=SequentialSampler(rows),
+        drop_last=True,
     )
     batches = list(loader)
     assert [batch["item"].tolist() for batch in batches] == [[0], [1], [2], [3]]
@@ -135,14 +147,18 @@ def test_resuming_in_other_data_is_refused(loader, write, row):
 
 
 def test_a_batch_larger_than_the_data(loader):
-    with pytest.raises(DataError, match=r"data\.train_batch_size: got 11 prompts a batch from a data set of 10"):
+    with pytest.raises(
+        DataError, match=r"data\.train_batch_size: got 11 prompts a batch from a data set of 10"
+    ):
         loader(batch_size=11)
     assert len(order(loader(batch_size=11, drop_last=False))) == 1
 
 
 def test_validation_order(path, tokenizer, config):
     dataset = RLHFDataset(path, tokenizer, config())
-    assert list(create_rl_sampler(config(shuffle=True), dataset, is_train=False)) == list(range(NUM_ROWS))
+    assert list(create_rl_sampler(config(shuffle=True), dataset, is_train=False)) == list(
+        range(NUM_ROWS)
+    )
     shuffled = list(create_rl_sampler(config(validation_shuffle=True), dataset, is_train=False))
     assert sorted(shuffled) == list(range(NUM_ROWS)) != shuffled
 
@@ -197,7 +213,9 @@ def test_a_data_set_class_from_a_file(user_file: str, tokenizer, config):
     section = config(custom_cls={"path": user_file, "name": "Plain"})
     dataset = create_rl_dataset("files", section, tokenizer)
     assert (type(dataset).__name__, dataset.data_files, len(dataset)) == ("Plain", "files", 2)
-    with pytest.raises(DataError, match=r"data\.train_max_samples: got 3, which Plain does not take"):
+    with pytest.raises(
+        DataError, match=r"data\.train_max_samples: got 3, which Plain does not take"
+    ):
         create_rl_dataset("files", section, tokenizer, max_samples=3)
     sized = config(custom_cls={"path": user_file, "name": "Sized"})
     assert create_rl_dataset("files", sized, tokenizer, max_samples=3).max_samples == 3
@@ -210,7 +228,10 @@ def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, conf
     learning = {"class_path": user_file, "class_name": "Curriculum"}
     assert "data.sampler" not in capsys.readouterr().out
     create_rl_sampler(config(sampler=learning), dataset)
-    assert "data.sampler: Curriculum has update() and no state_dict(): a resumed run" in capsys.readouterr().out
+    assert (
+        "data.sampler: Curriculum has update() and no state_dict(): a resumed run"
+        in capsys.readouterr().out
+    )
     with pytest.raises(DataError, match="expected 0 with Curriculum"):
         create_rl_sampler(config(sampler=learning, dataloader_num_workers=1), dataset)
 
@@ -220,12 +241,22 @@ def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, conf
     [
         ("NotADataset", USER_FILE, "a subclass of object, expected a subclass of .*Dataset"),
         ("Missing", USER_FILE, "no class 'Missing'"),
-        ("Endless", USER_FILE, "got Endless without __len__, expected a class with __len__ and __getitem__"),
-        ("Alone", USER_FILE, r"got Alone.__init__ \(got an unexpected keyword argument 'tokenizer'\), expected param"),
+        (
+            "Endless",
+            USER_FILE,
+            "got Endless without __len__, expected a class with __len__ and __getitem__",
+        ),
+        (
+            "Alone",
+            USER_FILE,
+            r"got Alone.__init__ \(got an unexpected keyword argument 'tokenizer'\), expected param",
+        ),
         ("Plain", "raise RuntimeError('broken file')", "RuntimeError: broken file"),
     ],
 )
-def test_classes_that_cannot_be_used(tmp_path: Path, tokenizer, config, name: str, content: str, message: str):
+def test_classes_that_cannot_be_used(
+    tmp_path: Path, tokenizer, config, name: str, content: str, message: str
+):
     (tmp_path / "bad.py").write_text(content)
     section = config(custom_cls={"path": str(tmp_path / "bad.py"), "name": name})
     with pytest.raises(ConfigError, match=message):
@@ -233,13 +264,17 @@ def test_classes_that_cannot_be_used(tmp_path: Path, tokenizer, config, name: st
 
 
 @pytest.mark.parametrize("hook", ["_build_messages", "maybe_filter_out_long_prompts"])
-def test_methods_of_verls_data_set_are_not_passed_over(tmp_path: Path, path, tokenizer, config, hook: str):
+def test_methods_of_verls_data_set_are_not_passed_over(
+    tmp_path: Path, path, tokenizer, config, hook: str
+):
     """They would never be called: also where a class between brings them."""
     head = "from quadriga.data import RLHFDataset\n\n\nclass Between(RLHFDataset):\n"
     body = f"    def {hook}(self, example):\n        return example\n\n\nclass Mine(Between):\n    pass\n"
     (tmp_path / "verls.py").write_text(head + body)
     section = config(custom_cls={"path": str(tmp_path / "verls.py"), "name": "Mine"})
-    with pytest.raises(ConfigError, match=f"got Mine, which overrides {hook}, expected .*QUADRIGA_VERL=1"):
+    with pytest.raises(
+        ConfigError, match=f"got Mine, which overrides {hook}, expected .*QUADRIGA_VERL=1"
+    ):
         create_rl_dataset(path, section, tokenizer)
 
 

@@ -74,10 +74,15 @@ def test_a_resumed_run_draws_the_same_rows(tokenizer, config, write, row):
 
     def loader():
         rows = create_rl_dataset(files, values, tokenizer)
-        return create_dataloader(rows, values, batch_size=4, sampler=create_rl_sampler(values, rows), drop_last=True)
+        return create_dataloader(
+            rows, values, batch_size=4, sampler=create_rl_sampler(values, rows), drop_last=True
+        )
 
     def names(batches) -> list[list[str]]:
-        return [[f"{a}{b}" for a, b in zip(batch["data_source"], batch["index"], strict=True)] for batch in batches]
+        return [
+            [f"{a}{b}" for a, b in zip(batch["data_source"], batch["index"], strict=True)]
+            for batch in batches
+        ]
 
     whole = loader()
     expected = names(whole) + names(whole)
@@ -97,7 +102,11 @@ def test_what_cannot_be_mixed(tokenizer, config, write, row):
         DataConfig(train_files=["a", "b"], mixture=[1])
     with pytest.raises(ValidationError, match="greater than 0"):
         DataConfig(train_files=["a", "b"], mixture=[1, 0])
-    with pytest.raises(DataError, match=r"data\.mixture: got entry 1 of data\.train_files without a row in use"):
+    with pytest.raises(
+        DataError, match=r"data\.mixture: got entry 1 of data\.train_files without a row in use"
+    ):
         sampler(3, 0, shares=[1, 1])
-    with pytest.raises(DataError, match=r"data\.mixture: got a list, expected a data set with items_by_entry"):
+    with pytest.raises(
+        DataError, match=r"data\.mixture: got a list, expected a data set with items_by_entry"
+    ):
         MixtureSampler([1], DataConfig(train_files="a", mixture=[1]))

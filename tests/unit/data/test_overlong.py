@@ -45,7 +45,9 @@ class CountingEncoder(ChatEncoder):
 def measure(tokenizer, tmp_path: Path):
     """Measure a file with a fresh encoder; returns the lengths and how many texts were tokenized."""
 
-    def run(path: Path, num_workers: int = 1, **template_kwargs) -> tuple[list[int], int, list[DataError]]:
+    def run(
+        path: Path, num_workers: int = 1, **template_kwargs
+    ) -> tuple[list[int], int, list[DataError]]:
         encoder = CountingEncoder(tokenizer, template_kwargs)
         found, errors = prompt_lengths(
             read_table(path),
@@ -86,7 +88,9 @@ def test_the_same_content_elsewhere_is_known(measure, path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other rows", "not an archive"])
-def test_a_damaged_entry_is_said_and_rebuilt(measure, path: Path, tmp_path: Path, damage: str, capsys):
+def test_a_damaged_entry_is_said_and_rebuilt(
+    measure, path: Path, tmp_path: Path, damage: str, capsys
+):
     measure(path)
     entry = only_entry(tmp_path)
     content = bytearray(entry.read_bytes())
@@ -115,10 +119,15 @@ def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypatch, num_workers: int):
+def test_a_prompt_that_is_none_names_file_and_row(
+    measure, write, row, monkeypatch, num_workers: int
+):
     monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
     path = write("bad.jsonl", [row(), row(), row(), row(prompt=[])])
-    for num_texts in (4 if num_workers == 1 else 0, 1):  # measured, and what was found at the next start
+    for num_texts in (
+        4 if num_workers == 1 else 0,
+        1,
+    ):  # measured, and what was found at the next start
         lengths, num_measured, errors = measure(path, num_workers=num_workers)
         assert (lengths, num_measured) == ([4, 4, 4, lengths_module.BAD], num_texts)
         assert [error.where for error in errors] == [f"{path} row 3, column 'prompt'"]
@@ -128,8 +137,14 @@ def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path, c
     (tmp_path / "occupied").write_text("")
     meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
     lengths, _ = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "occupied")
-    assert lengths.tolist() == prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "free")[0].tolist()
-    assert "data.cache_dir: got" in (said := capsys.readouterr().out) and "measured at each start" in said
+    assert (
+        lengths.tolist()
+        == prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "free")[0].tolist()
+    )
+    assert (
+        "data.cache_dir: got" in (said := capsys.readouterr().out)
+        and "measured at each start" in said
+    )
 
 
 class FailingEncoder(ChatEncoder):
@@ -150,8 +165,14 @@ class FailingEncoder(ChatEncoder):
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        ("raise", r"t\.parquet rows 4 to 4: got RuntimeError: no tokens today, expected prompts whose tokens"),
-        ("kill", r"workers: got a process that ended with signal SIGKILL while it counted the tokens of rows 4 to 4"),
+        (
+            "raise",
+            r"t\.parquet rows 4 to 4: got RuntimeError: no tokens today, expected prompts whose tokens",
+        ),
+        (
+            "kill",
+            r"workers: got a process that ended with signal SIGKILL while it counted the tokens of rows 4 to 4",
+        ),
     ],
 )
 def test_a_process_that_fails_is_an_error(
@@ -162,7 +183,10 @@ def test_a_process_that_fails_is_an_error(
     encoder.act = act
     with pytest.raises(DataError, match=said):
         prompt_lengths(
-            read_table(path), PromptMeter(encoder, None, DataConfig()), cache_dir=tmp_path / "cache", num_workers=2
+            read_table(path),
+            PromptMeter(encoder, None, DataConfig()),
+            cache_dir=tmp_path / "cache",
+            num_workers=2,
         )
     assert not (tmp_path / "cache").exists()
 
@@ -191,7 +215,9 @@ def test_a_tokenizer_that_cannot_travel_is_counted_with_here_and_said_once(
         tokenizer.__class__ = cls
     for number in range(2 if what == "pickle" else 1):
         meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
-        lengths, _ = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / str(number), num_workers=2)
+        lengths, _ = prompt_lengths(
+            read_table(path), meter, cache_dir=tmp_path / str(number), num_workers=2
+        )
         assert lengths["tokens"].tolist() == EXPECTED
     notice = "data.filter_overlong_prompts_workers: prompts are counted in this process alone"
     assert capsys.readouterr().out.count(notice) == 1
@@ -210,7 +236,12 @@ def test_processes_open_the_rows_again(write, row, tmp_path: Path, monkeypatch: 
             sent = pickle.dumps(table)
             assert len(sent) < 1000
             copy = pickle.loads(sent)
-            assert (copy.path, copy.columns, copy.digest, len(copy)) == (path, table.columns, table.digest, 5000)
+            assert (copy.path, copy.columns, copy.digest, len(copy)) == (
+                path,
+                table.columns,
+                table.digest,
+                5000,
+            )
             assert copy[4999] == table[4999]
     sent = pickle.dumps(small)
     write("t.jsonl", rows[:10])

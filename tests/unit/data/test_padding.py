@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.data.padding import collate_fn, compute_position_id_with_mask, pad_left, postprocess_data, truncate
+from quadriga.data.padding import (
+    collate_fn,
+    compute_position_id_with_mask,
+    pad_left,
+    postprocess_data,
+    truncate,
+)
 from quadriga.errors import DataError
 
 IDS = [1, 2, 3, 4, 5, 6, 7]
@@ -30,7 +36,9 @@ def test_modes_keep_their_side(mode: str, limit: int, kept: list[int]):
 
 
 def test_error_names_the_place_the_length_and_the_ways_out():
-    with pytest.raises(DataError, match=r"a\.parquet row 4: got 7 tokens, expected at most .*=3.*filter_overlong"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet row 4: got 7 tokens, expected at most .*=3.*filter_overlong"
+    ):
         truncate(IDS, 3, "error", where="a.parquet row 4")
 
 
@@ -48,7 +56,9 @@ def test_padding_sides():
 def test_postprocess_pads_ids_and_mask():
     ids, mask = postprocess_data(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4, 0)
     assert (ids.tolist(), mask.tolist()) == ([[0, 0, 5, 6]], [[0, 0, 1, 1]])
-    ids, mask = postprocess_data(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4, 0, left_pad=False)
+    ids, mask = postprocess_data(
+        torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4, 0, left_pad=False
+    )
     assert (ids.tolist(), mask.tolist()) == ([[5, 6, 0, 0]], [[1, 1, 0, 0]])
 
 
@@ -75,7 +85,15 @@ def test_left_padding_gets_zero_and_tokens_count_from_zero():
 
 
 def test_right_padding_gets_zero_too():
-    assert compute_position_id_with_mask(torch.tensor([1, 1, 1, 1, 0, 0, 0])).tolist() == [0, 1, 2, 3, 0, 0, 0]
+    assert compute_position_id_with_mask(torch.tensor([1, 1, 1, 1, 0, 0, 0])).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        0,
+        0,
+        0,
+    ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -125,7 +143,9 @@ def test_lists_of_equal_length_stay_lists():
 
 
 def test_nested_arrays_and_strings_stay_whole():
-    batch = collate_fn([{"image": [np.zeros((2, 2))], "text": "ab"}, {"image": [np.ones((2, 2))], "text": "c"}])
+    batch = collate_fn(
+        [{"image": [np.zeros((2, 2))], "text": "ab"}, {"image": [np.ones((2, 2))], "text": "c"}]
+    )
     assert batch["text"].tolist() == ["ab", "c"]
     assert batch["image"][1][0].sum() == 4
 

@@ -34,27 +34,39 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_form_gives_the_same_picture(path: Path, tmp_path: Path, monkeypatch):
     content = path.read_bytes()
-    forms = [str(path), f"file://{path}", content, {"bytes": content, "path": None}, {"bytes": content, "path": "gone"}]
+    forms = [
+        str(path),
+        f"file://{path}",
+        content,
+        {"bytes": content, "path": None},
+        {"bytes": content, "path": "gone"},
+    ]
     forms += [{"bytes": None, "path": str(path)}, "images/a.png", noise(12, 8)]
     for form in forms:
         found = read(form, tmp_path)
         assert found.mode == "RGB" and found.tobytes() == noise(12, 8).tobytes(), form
         assert picture_size(form, folder=tmp_path, where="") == (8, 12)
     monkeypatch.chdir(tmp_path)
-    assert read("images/a.png").size == (12, 8), "not beside the data file, so from the working directory"
+    assert read("images/a.png").size == (12, 8), (
+        "not beside the data file, so from the working directory"
+    )
 
 
 def test_what_was_decoded_is_kept_up_to_a_bound(path: Path, tmp_path: Path, monkeypatch):
     decoded, opened = pictures.Decoded(2 * 3 * 12 * 8 + 1), []
     monkeypatch.setattr(pictures, "DECODED", decoded)
-    monkeypatch.setattr(pictures, "_opened", lambda source, where: opened.append(source) or original(source, where))
+    monkeypatch.setattr(
+        pictures, "_opened", lambda source, where: opened.append(source) or original(source, where)
+    )
     first = read(str(path))
     assert read("images/a.png", tmp_path) is first and len(opened) == 1
     content = path.read_bytes()
     by_bytes = read(content)
     assert by_bytes is read({"bytes": content}) is not first and len(opened) == 2
     noise(12, 8, seed=1).save(path)
-    assert read(str(path)).tobytes() == noise(12, 8, seed=1).tobytes() != first.tobytes(), "the file has changed"
+    assert read(str(path)).tobytes() == noise(12, 8, seed=1).tobytes() != first.tobytes(), (
+        "the file has changed"
+    )
     assert (decoded.num_bytes, len(decoded._found), len(opened)) == (2 * 3 * 12 * 8, 2, 3)
     read(as_bytes(noise(100, 100)))
     assert decoded.num_bytes == 2 * 3 * 12 * 8, "more than the bound is not kept"
@@ -86,8 +98,14 @@ def test_what_is_no_image(path: Path, tmp_path: Path):
         (b"words", "5 bytes, which is no image that can be read"),
         (str(text), r".*a\.txt, which is no image that can be read"),
         (whole[: len(whole) // 2], r"\d+ bytes, which is no image that can be read"),
-        ("gone.png", r"the image 'gone\.png', which is not there, expected a file, here: .*/gone\.png or gone\.png"),
-        ("https://example.org/a.png", "the URL 'https://example.org/a.png', expected a path, or the bytes"),
+        (
+            "gone.png",
+            r"the image 'gone\.png', which is not there, expected a file, here: .*/gone\.png or gone\.png",
+        ),
+        (
+            "https://example.org/a.png",
+            "the URL 'https://example.org/a.png', expected a path, or the bytes",
+        ),
         ("s3://bucket/a.png", "the URL"),
         ("data:image/png;base64,AAAA", "the URL"),
         (7, r"the image 7, expected a path, the bytes of an image file"),
@@ -103,12 +121,16 @@ def test_too_many_pixels(monkeypatch, limit_of_pillow: int):
     """Pillow warns up to twice its limit, and refuses beyond."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit_of_pillow)
     monkeypatch.setattr(pictures, "MAX_PIXELS", 9_999)
-    with pytest.raises(DataError, match=r"image 0: got an image that is too large .*100.* at most 9999 pixels"):
+    with pytest.raises(
+        DataError, match=r"image 0: got an image that is too large .*100.* at most 9999 pixels"
+    ):
         read(as_bytes(Image.new("RGB", (100, 100))))
     assert read(as_bytes(Image.new("RGB", (99, 100)))).size == (99, 100)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"])
+@pytest.mark.parametrize(
+    "kind", ["PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"]
+)
 def test_formats_that_are_read(kind: str):
     assert read(as_bytes(noise(12, 8), kind)).size == (12, 8)
 
@@ -133,5 +155,10 @@ def test_without_pillow(monkeypatch):
 
 
 def test_lists():
-    assert as_list(None) == [] and as_list([]) == [] and as_list("a.png") == ["a.png"] and as_list(b"x") == [b"x"]
+    assert (
+        as_list(None) == []
+        and as_list([]) == []
+        and as_list("a.png") == ["a.png"]
+        and as_list(b"x") == [b"x"]
+    )
     assert as_list({"path": "a"}) == [{"path": "a"}] and as_list(["a", "b"]) == ["a", "b"]

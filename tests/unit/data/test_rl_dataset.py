@@ -41,11 +41,17 @@ def test_a_row(tokenizer, config, write, row):
 def test_options_and_kwargs(tokenizer, config, write, row):
     extra = {"index": None, "tools_kwargs": {"a": 1}, "interaction_kwargs": {"b": 2}}
     path = write("t.jsonl", [row(), row(extra_info=extra)])
-    section = config(return_raw_chat=True, return_full_prompt=True, apply_chat_template_kwargs={"shout": True})
+    section = config(
+        return_raw_chat=True, return_full_prompt=True, apply_chat_template_kwargs={"shout": True}
+    )
     item = RLHFDataset(path, tokenizer, section)[1]
     assert item["raw_prompt"] == [{"role": "user", "content": "w0 w1"}]
     assert item["full_prompts"] == "<user> w0 w1 ! <assistant>"
-    assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (1, {"a": 1}, {"b": 2})
+    assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (
+        1,
+        {"a": 1},
+        {"b": 2},
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,8 +62,12 @@ def test_options_and_kwargs(tokenizer, config, write, row):
         ("middle", ["<user>", "w0", "w4", "<assistant>"]),
     ],
 )
-def test_truncation_reaches_both_forms_of_the_prompt(tokenizer, config, write, row, mode: str, kept: list[str]):
-    item = RLHFDataset(write("t.jsonl", [row(5)]), tokenizer, config(max_prompt_length=4, truncation=mode))[0]
+def test_truncation_reaches_both_forms_of_the_prompt(
+    tokenizer, config, write, row, mode: str, kept: list[str]
+):
+    item = RLHFDataset(
+        write("t.jsonl", [row(5)]), tokenizer, config(max_prompt_length=4, truncation=mode)
+    )[0]
     assert words(tokenizer, item["raw_prompt_ids"]) == kept
     assert item["input_ids"].tolist() == item["raw_prompt_ids"]
     assert item["attention_mask"].tolist() == [1, 1, 1, 1]
@@ -65,8 +75,16 @@ def test_truncation_reaches_both_forms_of_the_prompt(tokenizer, config, write, r
 
 def test_columns_of_verls_rows(tokenizer, config, write, row):
     """An index that is a text, the agent of a row, keywords of tools in `extra_info` or beside it."""
-    extra = {"index": "6f1c3d1e-52d1-4b5c-9a7e-0c8f5a1b2c3d", "tools_kwargs": {"calc": {"create_kwargs": {"a": 1}}}}
-    beside = row(index=2, agent_name="tool_agent", tools_kwargs={"other": {}}, interaction_kwargs={"name": "gsm8k"})
+    extra = {
+        "index": "6f1c3d1e-52d1-4b5c-9a7e-0c8f5a1b2c3d",
+        "tools_kwargs": {"calc": {"create_kwargs": {"a": 1}}},
+    }
+    beside = row(
+        index=2,
+        agent_name="tool_agent",
+        tools_kwargs={"other": {}},
+        interaction_kwargs={"name": "gsm8k"},
+    )
     data = RLHFDataset(write("t.jsonl", [row(extra_info=extra), beside]), tokenizer, config())
     batch = DataProto.from_single_dict(collate_fn([data[0], data[1]]))
     columns = batch.repeat(2).non_tensor_batch
@@ -79,27 +97,44 @@ def test_columns_of_verls_rows(tokenizer, config, write, row):
 def test_images_in_a_message_for_a_model_that_reads_text(tokenizer, config, write, row):
     parts = [{"type": "text", "text": "w1"}, {"type": "image", "image": "a.png"}]
     path = write("t.jsonl", [row(), row(prompt=[{"role": "user", "content": parts}])])
-    with pytest.raises(DataError, match="row 1, column 'prompt': got images or videos in a message, for a text-only"):
+    with pytest.raises(
+        DataError,
+        match="row 1, column 'prompt': got images or videos in a message, for a text-only",
+    ):
         RLHFDataset(path, tokenizer, config())
 
 
 def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
     """When the data set is made, not when the row is reached; of a sample only the rows in use."""
     path = write("t.jsonl", [row(1), row(5)])
-    with pytest.raises(DataError, match=r"t\.jsonl row 1: got 7 tokens, expected at most data\.max_prompt_length=4"):
+    with pytest.raises(
+        DataError, match=r"t\.jsonl row 1: got 7 tokens, expected at most data\.max_prompt_length=4"
+    ):
         RLHFDataset(path, tokenizer, config(max_prompt_length=4))
     for limits in ({"max_prompt_length": 7}, {"max_prompt_length": 4, "truncation": "left"}):
         assert len(RLHFDataset(path, tokenizer, config(**limits))) == 2
-    assert len(RLHFDataset(path, tokenizer, config(max_prompt_length=4, shuffle=False), max_samples=1)) == 1
+    assert (
+        len(RLHFDataset(path, tokenizer, config(max_prompt_length=4, shuffle=False), max_samples=1))
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
         ({"prompt": []}, r"b\.jsonl row 1, column 'prompt': got the prompt \[\]"),
-        ({"extra_info": "text"}, r"b\.jsonl row 1, column 'extra_info': got 'text', expected a dictionary"),
-        ({"images": ["a.png"]}, r"b\.jsonl row 1, column 'images': got images, for a text-only model"),
-        ({"videos": ["a.mp4"]}, r"b\.jsonl row 1, column 'videos': got videos, for a text-only model"),
+        (
+            {"extra_info": "text"},
+            r"b\.jsonl row 1, column 'extra_info': got 'text', expected a dictionary",
+        ),
+        (
+            {"images": ["a.png"]},
+            r"b\.jsonl row 1, column 'images': got images, for a text-only model",
+        ),
+        (
+            {"videos": ["a.mp4"]},
+            r"b\.jsonl row 1, column 'videos': got videos, for a text-only model",
+        ),
     ],
 )
 def test_a_bad_row_is_found_when_the_data_set_is_made(bad, words, tokenizer, config, write, row):
@@ -114,12 +149,20 @@ def test_a_class_that_makes_its_own_rows_is_not_checked(tokenizer, config, write
             return super().__getitem__(0)
 
     assert (
-        len(Own(write("t.jsonl", [row(1), row(5)]), tokenizer, config(max_prompt_length=4))[1]["raw_prompt_ids"]) == 3
+        len(
+            Own(write("t.jsonl", [row(1), row(5)]), tokenizer, config(max_prompt_length=4))[1][
+                "raw_prompt_ids"
+            ]
+        )
+        == 3
     )
 
 
 def test_a_column_has_the_places_of_its_rows(tokenizer, config, write, row):
-    files = [write("a.jsonl", [row(1), row(1)]), write("b.parquet", [row(1, note=str(n)) for n in range(300)])]
+    files = [
+        write("a.jsonl", [row(1), row(1)]),
+        write("b.parquet", [row(1, note=str(n)) for n in range(300)]),
+    ]
     data = RLHFDataset(files, tokenizer, config(seed=3), max_samples=40)
     found = list(data.column("note"))
     assert [place for place, _ in found] == [data[item]["source_row"] for item in range(40)]
@@ -128,7 +171,10 @@ def test_a_column_has_the_places_of_its_rows(tokenizer, config, write, row):
 
 def test_files_of_different_shape_stand_side_by_side(tokenizer, config, write, row):
     first = write("a.parquet", [row(index=0), row(index=1)])
-    second = write("b.jsonl", [row(index=2, extra_info={"other": [1]}, reward_model={"ground_truth": 3}, note="n")])
+    second = write(
+        "b.jsonl",
+        [row(index=2, extra_info={"other": [1]}, reward_model={"ground_truth": 3}, note="n")],
+    )
     dataset = RLHFDataset([first, second], tokenizer, config())
     batch = collate_fn([dataset[i] for i in range(len(dataset))])
     assert batch["index"].tolist() == [0, 1, 2]
@@ -141,14 +187,21 @@ def test_overlong_rows_are_left_out_and_counted(tokenizer, config, write, row, c
     section = config(filter_overlong_prompts=True)
     dataset = RLHFDataset(path, tokenizer, section)
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2, 4]
-    assert "data.train_files: 2 of 5 prompts are over 8 tokens and left out" in capsys.readouterr().out
+    assert (
+        "data.train_files: 2 of 5 prompts are over 8 tokens and left out" in capsys.readouterr().out
+    )
 
     def never(self, texts):
         raise AssertionError("a second start tokenizes nothing")
 
     monkeypatch.setattr(tokenizing.ChatEncoder, "encode", never)
     assert len(RLHFDataset(path, tokenizer, section)) == 3
-    assert len(RLHFDataset(path, tokenizer, config(filter_overlong_prompts=True, max_prompt_length=10))) == 4
+    assert (
+        len(
+            RLHFDataset(path, tokenizer, config(filter_overlong_prompts=True, max_prompt_length=10))
+        )
+        == 4
+    )
 
 
 def test_nothing_short_enough(tokenizer, config, write, row):
@@ -172,19 +225,25 @@ def test_samples_are_drawn_with_the_seed(tokenizer, config, write, row):
 
 
 def test_a_sample_larger_than_the_data_is_the_data(tokenizer, config, write, row):
-    assert len(RLHFDataset(write("t.jsonl", [row(), row()]), tokenizer, config(), max_samples=9)) == 2
+    assert (
+        len(RLHFDataset(write("t.jsonl", [row(), row()]), tokenizer, config(), max_samples=9)) == 2
+    )
 
 
 def test_a_missing_column_names_file_column_and_columns(tokenizer, config, write, row):
     path = write("t.parquet", [row()])
     with pytest.raises(
-        DataError, match=r"t\.parquet: got the columns data_source, prompt,.*'question'.*data\.prompt_key"
+        DataError,
+        match=r"t\.parquet: got the columns data_source, prompt,.*'question'.*data\.prompt_key",
     ):
         RLHFDataset(path, tokenizer, config(prompt_key="question"))
 
 
 def test_all_missing_columns_come_at_once(tokenizer, config, write):
-    paths = [write("a.jsonl", [{"prompt": "w1"}]), write("b.jsonl", [{"data_source": "x", "reward_model": {}}])]
+    paths = [
+        write("a.jsonl", [{"prompt": "w1"}]),
+        write("b.jsonl", [{"data_source": "x", "reward_model": {}}]),
+    ]
     with pytest.raises(DataError, match="3 missing columns") as caught:
         RLHFDataset(paths, tokenizer, config())
     lines = str(caught.value).splitlines()
@@ -233,7 +292,10 @@ HALF = "\ud83d"
     ("prompt", "said"),
     [
         (f"w0 {HALF} w1", r"got half of a character, '\\ud83d', behind '<user> w0 '"),
-        ([{"role": "user", "content": HALF}, {"role": "user", "content": "\ude00"}], "got half of a character"),
+        (
+            [{"role": "user", "content": HALF}, {"role": "user", "content": "\ude00"}],
+            "got half of a character",
+        ),
         (None, "got the prompt None"),
         (float("nan"), "got the prompt nan"),
         ({"role": "user", "content": "w0"}, r"got the prompt \{'role'"),
@@ -254,25 +316,44 @@ def test_a_row_knows_where_it_stands(tokenizer, config, write, row):
     """In its own file, whatever its index says and wherever it comes in a batch."""
     files = [write("a.jsonl", [row(index=5)] * 3), write("b.jsonl", [row(index=5)] * 2)]
     batch = collate_fn([RLHFDataset(files, tokenizer, config())[item] for item in (4, 0)])
-    assert [place.rpartition("/")[2] for place in batch["source_row"]] == ["b.jsonl row 1", "a.jsonl row 0"]
+    assert [place.rpartition("/")[2] for place in batch["source_row"]] == [
+        "b.jsonl row 1",
+        "a.jsonl row 0",
+    ]
 
 
-def test_the_start_says_how_many_prompts_are_continued_or_chats_in_json(tokenizer, config, write, row, capsys):
+def test_the_start_says_how_many_prompts_are_continued_or_chats_in_json(
+    tokenizer, config, write, row, capsys
+):
     user = {"role": "user", "content": "w1"}
     prompts = [[user], [user, {"role": "assistant", "content": "w2"}], json.dumps([user])]
     path = write("t.jsonl", [row(prompt=prompt) for prompt in (*prompts, prompts[2])])
     for max_samples in (-1, -1, 2):  # measured, known from the cache, and a sample
         RLHFDataset(path, tokenizer, config(shuffle=False), max_samples=max_samples)
         said = capsys.readouterr().out
-        assert "data.train_files: 1 prompts end with the assistant, whose turn is continued." in said
+        assert (
+            "data.train_files: 1 prompts end with the assistant, whose turn is continued." in said
+        )
         assert ("data.train_files: 2 prompts are texts in JSON" in said) is (max_samples == -1)
 
 
-def test_columns_with_names_of_the_batch_are_moved_into_extra_info(tokenizer, config, write, row, capsys):
-    reserved = {"num_turns": 3, "uid": "mine", "responses": ["a"], "multi_modal_inputs": 4, "input_ids": 5}
-    path = write("t.jsonl", [row(level=1, **reserved), row(extra_info={"uid": "its own"}, **reserved)])
+def test_columns_with_names_of_the_batch_are_moved_into_extra_info(
+    tokenizer, config, write, row, capsys
+):
+    reserved = {
+        "num_turns": 3,
+        "uid": "mine",
+        "responses": ["a"],
+        "multi_modal_inputs": 4,
+        "input_ids": 5,
+    }
+    path = write(
+        "t.jsonl", [row(level=1, **reserved), row(extra_info={"uid": "its own"}, **reserved)]
+    )
     rows = RLHFDataset(path, tokenizer, config(shuffle=False))
-    told = "input_ids, multi_modal_inputs, num_turns, responses, uid: columns with names of the batch"
+    told = (
+        "input_ids, multi_modal_inputs, num_turns, responses, uid: columns with names of the batch"
+    )
     assert f"data.train_files: {told}, which are moved into extra_info." in capsys.readouterr().out
     first, second = rows[0], rows[1]
     assert first["extra_info"] == {"split": "train", "index": 0} | reserved

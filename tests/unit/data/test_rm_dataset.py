@@ -42,7 +42,8 @@ FORMS = [
 def test_every_form_is_the_same_pair(pairs, tokenizer, row) -> None:
     item = pairs(row)[0]
     texts = [
-        tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(item["input_ids"], item["attention_mask"], strict=True)
+        tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(item["input_ids"], item["attention_mask"], strict=True)
     ]
     assert texts == ["<user> w1 <assistant> w2 <eos>", "<user> w1 <assistant> w3 w4 <eos>"]
     assert item["input_ids"].shape == (2, 10) and int(item["num_prompt_tokens"]) == 3
@@ -51,8 +52,14 @@ def test_every_form_is_the_same_pair(pairs, tokenizer, row) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"prompt": "w1", "chosen": "w2", "rejected": "w2"}, "row 0: got two equal responses, ' w2 '"),
-        ({"prompt": "w1", "chosen": "w2", "rejected": ""}, "rejected, message 1: got an empty turn"),
+        (
+            {"prompt": "w1", "chosen": "w2", "rejected": "w2"},
+            "row 0: got two equal responses, ' w2 '",
+        ),
+        (
+            {"prompt": "w1", "chosen": "w2", "rejected": ""},
+            "rejected, message 1: got an empty turn",
+        ),
         ({"prompt": "w1", "chosen": None, "rejected": "w2"}, "chosen: got the chosen None"),
         ({"chosen": "w1", "rejected": "w2"}, "without a prompt"),
         (
@@ -69,7 +76,9 @@ def test_a_pair_that_teaches_nothing_is_refused(pairs, row, error: str) -> None:
         pairs(row)
 
 
-def test_too_long_is_refused_left_out_or_loses_the_beginning_of_its_prompt(pairs, tokenizer) -> None:
+def test_too_long_is_refused_left_out_or_loses_the_beginning_of_its_prompt(
+    pairs, tokenizer
+) -> None:
     row = {"prompt": "w1 w2 w3 w4", "chosen": "w5", "rejected": "w6 w7 w8 w9"}
     with pytest.raises(DataError, match="got 11 tokens"):
         pairs(row)

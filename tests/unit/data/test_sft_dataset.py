@@ -25,7 +25,9 @@ FORGETFUL = (
 
 def chat(*contents: str) -> list[dict[str, str]]:
     """Question, answer, question, answer, ..."""
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
 
 
 def tokens_of(tokenizer, messages, template: str | None = None, **kwargs):
@@ -37,7 +39,8 @@ def tokens_of(tokenizer, messages, template: str | None = None, **kwargs):
 
 def marked(tokenizer, made) -> list[str]:
     return [
-        f"{tokenizer.decode([i])}{'*' if learned else ''}" for i, learned in zip(made.ids, made.is_learned, strict=True)
+        f"{tokenizer.decode([i])}{'*' if learned else ''}"
+        for i, learned in zip(made.ids, made.is_learned, strict=True)
     ]
 
 
@@ -56,7 +59,9 @@ def test_a_template_that_never_ends_a_turn_gets_an_end_behind_the_last(tokenizer
     ]
 
 
-def test_where_no_turn_has_an_end_the_next_role_is_learned_if_it_stops_generation(tokenizer) -> None:
+def test_where_no_turn_has_an_end_the_next_role_is_learned_if_it_stops_generation(
+    tokenizer,
+) -> None:
     encoder = ChatEncoder(tokenizer, {})
     parts = text_parts(chat("w1", "w2", "w3", "w4"), encoder, where="")
     ids = encoder.encode([part.text for part in parts])
@@ -69,13 +74,16 @@ def test_where_no_turn_has_an_end_the_next_role_is_learned_if_it_stops_generatio
 
 
 @pytest.mark.parametrize(("ends", "num_open"), [([], 1), (["<user>"], 0)])
-def test_turns_without_an_end_are_told(write, data, tokenizer, capsys, ends: list[str], num_open: int) -> None:
+def test_turns_without_an_end_are_told(
+    write, data, tokenizer, capsys, ends: list[str], num_open: int
+) -> None:
     stop_token_ids = tokenizer.convert_tokens_to_ids(ends)
     path = write("t.jsonl", [chat_dataset("w1", "w2", "w3", "w4"), chat_dataset("w1", "w2")])
     rows = MultiTurnSFTDataset(path, tokenizer, data(), stop_token_ids=stop_token_ids)
     assert rows.num_open_turns == num_open
     assert (
-        "1 turns of the assistant before the last are learned without an end" in capsys.readouterr().out
+        "1 turns of the assistant before the last are learned without an end"
+        in capsys.readouterr().out
     ) == num_open
 
 
@@ -88,7 +96,10 @@ def test_a_batch_of_bad_rows_is_left_out(write, data, tokenizer, capsys) -> None
 
 
 def test_what_follows_the_last_answer_is_left_out(tokenizer) -> None:
-    whole, cut = (tokens_of(tokenizer, messages, CLOSED) for messages in (chat("w1", "w2", "w3"), chat("w1", "w2")))
+    whole, cut = (
+        tokens_of(tokenizer, messages, CLOSED)
+        for messages in (chat("w1", "w2", "w3"), chat("w1", "w2"))
+    )
     assert whole.ids.tolist() == cut.ids.tolist()
 
 
@@ -135,9 +146,13 @@ def test_a_chat_without_question_or_answer_is_refused(tokenizer, messages, said:
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_with_what_changed(tokenizer) -> None:
-    with pytest.raises(DataError, match="changes earlier turns: '2 w3 ' became '3 <user>") as caught:
+    with pytest.raises(
+        DataError, match="changes earlier turns: '2 w3 ' became '3 <user>"
+    ) as caught:
         tokens_of(
-            tokenizer, chat("w1 w1", "w2 w3", "w4", "w5"), FORGETFUL.replace("loop.last", "loop.first or loop.last")
+            tokenizer,
+            chat("w1 w1", "w2 w3", "w4", "w5"),
+            FORGETFUL.replace("loop.last", "loop.first or loop.last"),
         )
     assert "custom_chat_template" in str(caught.value)
 
@@ -154,7 +169,12 @@ def test_a_row_that_is_no_chat_is_refused() -> None:
 
 
 def chat_dataset(*contents: str) -> dict[str, Any]:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(contents)
+        ]
+    }
 
 
 @pytest.fixture
@@ -164,7 +184,9 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
-def test_a_row_is_padded_on_the_right_and_says_what_is_learned(write, data, tokenizer, name: str) -> None:
+def test_a_row_is_padded_on_the_right_and_says_what_is_learned(
+    write, data, tokenizer, name: str
+) -> None:
     row = MultiTurnSFTDataset(write(name, [chat_dataset("w1", "w2 w3")]), tokenizer, data())[0]
     assert {key: values.shape for key, values in row.items()} == dict.fromkeys(row, (10,))
     assert tokenizer.decode(row["input_ids"]).split() == [
@@ -183,8 +205,12 @@ def test_a_row_is_padded_on_the_right_and_says_what_is_learned(write, data, toke
 
 @pytest.mark.parametrize("prompt", ["w1", [{"role": "user", "content": "w1"}]])
 def test_one_turn_in_two_columns_is_the_same_row(write, data, tokenizer, prompt) -> None:
-    single = SFTDataset(write("a.jsonl", [{"prompt": prompt, "response": "w2 w3"}]), tokenizer, data())[0]
-    multi = MultiTurnSFTDataset(write("b.jsonl", [chat_dataset("w1", "w2 w3")]), tokenizer, data())[0]
+    single = SFTDataset(
+        write("a.jsonl", [{"prompt": prompt, "response": "w2 w3"}]), tokenizer, data()
+    )[0]
+    multi = MultiTurnSFTDataset(write("b.jsonl", [chat_dataset("w1", "w2 w3")]), tokenizer, data())[
+        0
+    ]
     assert all(single[key].equal(multi[key]) for key in multi)
 
 
@@ -211,12 +237,18 @@ def test_too_long_is_left_out_and_counted(write, data, tokenizer, capsys) -> Non
         MultiTurnSFTDataset(file, tokenizer, data(filter_overlong_prompts=True, max_length=2))
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", "w1 <assistant> w2 <eos>"), ("right", "<user> w1 w1 <assistant>")])
-def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side: str, kept: str) -> None:
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", "w1 <assistant> w2 <eos>"), ("right", "<user> w1 w1 <assistant>")]
+)
+def test_too_long_is_cut_at_the_side_that_is_named(
+    write, data, tokenizer, side: str, kept: str
+) -> None:
     file = write("a.jsonl", [chat_dataset("w1 w1", "w2")])
     config = data(max_length=4, truncation=side)
     if side == "left":
-        assert tokenizer.decode(MultiTurnSFTDataset(file, tokenizer, config)[0]["input_ids"]) == kept
+        assert (
+            tokenizer.decode(MultiTurnSFTDataset(file, tokenizer, config)[0]["input_ids"]) == kept
+        )
     else:
         # The response would be gone: a row without anything to learn is no row.
         with pytest.raises(DataError, match="without a response among them"):
@@ -243,7 +275,9 @@ def test_a_response_that_is_no_text_is_refused(write, data, tokenizer) -> None:
 
 def test_a_missing_column_is_named_with_the_keys_that_name_columns(write, data, tokenizer) -> None:
     with pytest.raises(DataError, match=r"'messages' among them.*data.messages_key.*data.format"):
-        MultiTurnSFTDataset(write("a.jsonl", [{"prompt": "w1", "response": "w2"}]), tokenizer, data())
+        MultiTurnSFTDataset(
+            write("a.jsonl", [{"prompt": "w1", "response": "w2"}]), tokenizer, data()
+        )
 
 
 def test_a_position_in_other_rows_is_refused(write, data, tokenizer) -> None:
@@ -259,22 +293,39 @@ def test_a_dotted_name_reaches_into_a_column(write, data, tokenizer) -> None:
     config = data(prompt_key="extra_info.question", response_key="extra_info.answer")
     row = SFTDataset(write("a.parquet", rows), tokenizer, config)[0]
     assert tokenizer.decode(row["input_ids"][:6]) == "<user> w1 <assistant> w2 w3 <eos>"
-    with pytest.raises(DataError, match=r"row 0: got no 'reply' in \{'question': .*data.response_key=extra_info.reply"):
-        SFTDataset(write("a.jsonl", rows), tokenizer, data(prompt_key="prompt", response_key="extra_info.reply"))
+    with pytest.raises(
+        DataError,
+        match=r"row 0: got no 'reply' in \{'question': .*data.response_key=extra_info.reply",
+    ):
+        SFTDataset(
+            write("a.jsonl", rows),
+            tokenizer,
+            data(prompt_key="prompt", response_key="extra_info.reply"),
+        )
 
 
 def test_at_most_so_many_rows_are_the_first(write, data, tokenizer) -> None:
     file = write("a.jsonl", [chat_dataset("w1", f"w{number}") for number in range(2, 7)])
-    whole, some = (MultiTurnSFTDataset(file, tokenizer, data(train_max_samples=size)) for size in (-1, 3))
+    whole, some = (
+        MultiTurnSFTDataset(file, tokenizer, data(train_max_samples=size)) for size in (-1, 3)
+    )
     assert (len(whole), len(some)) == (5, 3)
     assert all(some[row]["input_ids"].equal(whole[row]["input_ids"]) for row in range(3))
     assert len(MultiTurnSFTDataset(file, tokenizer, data(train_max_samples=3), is_train=False)) == 5
 
 
 def test_the_template_is_told_whether_a_row_thinks(write, data, tokenizer) -> None:
-    template = "{{ 'w7 ' if enable_thinking else 'w8 ' if enable_thinking is defined else '' }}" + CLOSED
+    template = (
+        "{{ 'w7 ' if enable_thinking else 'w8 ' if enable_thinking is defined else '' }}" + CLOSED
+    )
     rows = [chat_dataset("w1", "w2") | {"enable_thinking": value} for value in (True, False, None)]
     made = MultiTurnSFTDataset(
-        write("a.jsonl", rows), tokenizer, data(apply_chat_template_kwargs={"chat_template": template})
+        write("a.jsonl", rows),
+        tokenizer,
+        data(apply_chat_template_kwargs={"chat_template": template}),
     )
-    assert [tokenizer.decode(made[row]["input_ids"][:1]) for row in range(3)] == ["w7", "w8", "<user>"]
+    assert [tokenizer.decode(made[row]["input_ids"][:1]) for row in range(3)] == [
+        "w7",
+        "w8",
+        "<user>",
+    ]

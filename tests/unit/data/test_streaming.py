@@ -35,7 +35,12 @@ def loader(files, tokenizer, config) -> Callable[..., Any]:
     """Batches of two rows."""
 
     def make(paths: Any = None, **values: Any) -> Any:
-        values = {"filter_overlong_prompts": True, "on_bad_row": "skip", "shuffle": False, "streaming": SIZE} | values
+        values = {
+            "filter_overlong_prompts": True,
+            "on_bad_row": "skip",
+            "shuffle": False,
+            "streaming": SIZE,
+        } | values
         section = config(**values)
         dataset = create_rl_dataset(paths or files, section, tokenizer)
         sampler = create_rl_sampler(section, dataset)
@@ -48,7 +53,9 @@ def taken(one: Any, count: int) -> list[int]:
     return [index for batch in islice(one, count) for index in batch["index"].tolist()]
 
 
-def test_rows_are_those_of_the_files_pass_after_pass(loader, files, tokenizer, config, capsys) -> None:
+def test_rows_are_those_of_the_files_pass_after_pass(
+    loader, files, tokenizer, config, capsys
+) -> None:
     """As the data set has them that reads the files at once; what is left out is told when it is read."""
     whole = RLHFDataset(files, tokenizer, config(filter_overlong_prompts=True, on_bad_row="skip"))
     expected = [whole[item] for item in range(len(whole))]
@@ -57,7 +64,10 @@ def test_rows_are_those_of_the_files_pass_after_pass(loader, files, tokenizer, c
     assert [row["index"] for row in rows] == 2 * [row["index"] for row in expected]
     assert [row["item"] for row in rows] == list(range(len(rows)))
     for row, other in zip(rows, expected, strict=False):
-        assert row["raw_prompt_ids"] == other["raw_prompt_ids"] and row["source_row"] == other["source_row"]
+        assert (
+            row["raw_prompt_ids"] == other["raw_prompt_ids"]
+            and row["source_row"] == other["source_row"]
+        )
     told = capsys.readouterr().out
     assert "data.streaming: rows are read as they are needed, in the order of the files." in told
     assert "b.jsonl line 5: got text that is no JSON" in told
@@ -70,7 +80,9 @@ def test_rows_are_shuffled_among_those_that_are_read_together(loader) -> None:
     passes = order[:14], order[14:]
     blocks = [0, 1, 2], [4, 5], [6, 7, 8, 9], [10, 11, 13], [15, 16]
     for one in passes:
-        assert [sorted(one[start:end]) for start, end in ((0, 3), (3, 5), (5, 9), (9, 12), (12, 14))] == list(blocks)
+        assert [
+            sorted(one[start:end]) for start, end in ((0, 3), (3, 5), (5, 9), (9, 12), (12, 14))
+        ] == list(blocks)
     assert passes[0] != passes[1] and passes[0] != sorted(passes[0])
     assert taken(loader(shuffle=True), 14) == order
     assert taken(loader(shuffle=True, seed=7), 14) != order
@@ -120,13 +132,21 @@ def test_what_cannot_be_gone_on_with_is_refused(loader, files, write, row) -> No
 
 def test_settings_that_need_all_rows_are_refused(files) -> None:
     def refused(*changes: str) -> set[str]:
-        problems, _ = training_findings(load_config([f"data.train_files={files[0]}", *changes]).config)
+        problems, _ = training_findings(
+            load_config([f"data.train_files={files[0]}", *changes]).config
+        )
         return {one.where for one in problems if "with data.streaming=4" in str(one)}
 
-    others = ["trainer.save_freq=after_each_epoch", "data.dataloader_num_workers=1", "data.train_max_samples=3"]
+    others = [
+        "trainer.save_freq=after_each_epoch",
+        "data.dataloader_num_workers=1",
+        "data.train_max_samples=3",
+    ]
     others += ["trainer.total_epochs=2", "data.mixture=[1]"]
     assert refused("data.streaming=4") == {"trainer.total_training_steps"}
     assert refused("data.streaming=4", *others) == {one.partition("=")[0] for one in others} | {
         "trainer.total_training_steps"
     }
-    assert not refused(*others) and not refused("data.streaming=4", "trainer.total_training_steps=3")
+    assert not refused(*others) and not refused(
+        "data.streaming=4", "trainer.total_training_steps=3"
+    )

@@ -22,7 +22,9 @@ PATTERNS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "built in": [],
-    "a letter and a point": [r"\p{L}+[.,]?|\p{N}{2}|[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"],  # a single digit is in no match
+    "a letter and a point": [
+        r"\p{L}+[.,]?|\p{N}{2}|[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
+    ],  # a single digit is in no match
     "words alone": [r" ?\p{L}+|\s+(?!\S)|\s+"],
 }
 WORDS = [
@@ -59,7 +61,9 @@ WORDS += [
     "a1b",
     "🙂",
 ]
-CORPUS = ["the the and what is what is the 2 + 37 isn't 一二 def f(x):\n    return x and the 123 4567"] * 3
+CORPUS = [
+    "the the and what is what is the 2 + 37 isn't 一二 def f(x):\n    return x and the 123 4567"
+] * 3
 
 
 def build(patterns: list[str]) -> Tokenizer:
@@ -69,7 +73,9 @@ def build(patterns: list[str]) -> Tokenizer:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=["<|end|>"]
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -84,12 +90,17 @@ TEXTS = st.lists(st.sampled_from([*WORDS, "", " "]) | st.text(max_size=3), max_s
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(texts=st.lists(st.tuples(TEXTS, st.sampled_from([" ", ""])), max_size=4), limit=st.integers(0, 40) | st.none())
+@given(
+    texts=st.lists(st.tuples(TEXTS, st.sampled_from([" ", ""])), max_size=4),
+    limit=st.integers(0, 40) | st.none(),
+)
 @settings(max_examples=150, deadline=None)
 def test_a_text_has_as_many_tokens_as_its_pieces(name: str, texts: list, limit: int | None):
     counter = COUNTERS[name]
     written = [between.join(words) for words, between in texts]
-    expected = np.array([len(TOKENIZERS[name].encode(text, add_special_tokens=False).ids) for text in written])
+    expected = np.array(
+        [len(TOKENIZERS[name].encode(text, add_special_tokens=False).ids) for text in written]
+    )
     least, most = counter.bounds(written, limit).T
     assert (least <= expected).all() and (expected <= most).all()
     if limit is None:
@@ -99,7 +110,21 @@ def test_a_text_has_as_many_tokens_as_its_pieces(name: str, texts: list, limit: 
 
 
 def test_texts_are_cut_where_that_is_the_same():
-    pairs = [b"a.", b".a", b"a ", b"a1", b"1a", b"12", b"aB", b"a'", b"'l", b". ", b"..", b"a\n", b".\n"]
+    pairs = [
+        b"a.",
+        b".a",
+        b"a ",
+        b"a1",
+        b"1a",
+        b"12",
+        b"aB",
+        b"a'",
+        b"'l",
+        b". ",
+        b"..",
+        b"a\n",
+        b".\n",
+    ]
     found = {
         name: [one.decode() for one in pairs if counter.cuts[256 * one[0] + one[1]]]
         for name, counter in COUNTERS.items()
@@ -145,7 +170,9 @@ def test_few_bytes_and_many_words_need_no_tokenizer():
         lambda one: setattr(
             one,
             "pre_tokenizer",
-            pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            ),
         ),
         lambda one: setattr(one, "normalizer", normalizers.Prepend("_")),
         lambda one: one.add_tokens([AddedToken("two words")]),
@@ -155,14 +182,19 @@ def test_few_bytes_and_many_words_need_no_tokenizer():
         lambda one: setattr(one, "pre_tokenizer", pre_tokenizers.Metaspace()),
         lambda one: setattr(one, "model", models.BPE(dropout=0.1)),
         lambda one: setattr(one, "model", models.WordLevel({"a": 0}, unk_token="a")),
-        lambda one: setattr(one, "model", models.BPE({"a": 0, "\u0120": 1}, [])),  # other bytes have no token
+        lambda one: setattr(
+            one, "model", models.BPE({"a": 0, "\u0120": 1}, [])
+        ),  # other bytes have no token
         lambda one: one.add_tokens([AddedToken("<é>", normalized=True)]),
         *(
             lambda one, pattern=pattern: setattr(
                 one,
                 "pre_tokenizer",
                 pre_tokenizers.Sequence(
-                    [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+                    [
+                        pre_tokenizers.Split(Regex(pattern), "isolated"),
+                        pre_tokenizers.ByteLevel(False, use_regex=False),
+                    ]
                 ),
             )
             for pattern in (
@@ -185,4 +217,7 @@ def test_where_a_word_may_hold_a_space_the_tokenizer_counts(change):
     change(tokenizer)
     counter = TokenCounter(wrapped(tokenizer))
     assert counter.cuts is None
-    assert counter.bounds(["a a"], 1)[0].tolist() == [len(tokenizer.encode("a a", add_special_tokens=False).ids)] * 2
+    assert (
+        counter.bounds(["a a"], 1)[0].tolist()
+        == [len(tokenizer.encode("a a", add_special_tokens=False).ids)] * 2
+    )

@@ -18,7 +18,12 @@ def test_render_and_encode(tokenizer):
     encoder = ChatEncoder(tokenizer, {})
     text = encoder.render(MESSAGES, where="row")
     assert text == "<user> w1 w2 <assistant>"
-    assert tokenizer.convert_ids_to_tokens(encoder.encode([text])[0]) == ["<user>", "w1", "w2", "<assistant>"]
+    assert tokenizer.convert_ids_to_tokens(encoder.encode([text])[0]) == [
+        "<user>",
+        "w1",
+        "w2",
+        "<assistant>",
+    ]
 
 
 def test_template_arguments_reach_the_template(tokenizer):
@@ -32,7 +37,9 @@ def test_arguments_that_are_not_the_templates_are_refused(tokenizer):
 
 
 def test_a_template_that_raises_names_the_row(make_tokenizer):
-    encoder = ChatEncoder(make_tokenizer(template="{{ raise_exception('roles must alternate') }}"), {})
+    encoder = ChatEncoder(
+        make_tokenizer(template="{{ raise_exception('roles must alternate') }}"), {}
+    )
     with pytest.raises(DataError, match=r"x.jsonl row 3: .*roles must alternate"):
         encoder.render(MESSAGES, where="x.jsonl row 3")
 
@@ -63,13 +70,20 @@ def test_parts_that_are_all_text_become_one(make_tokenizer):
     parts = [{"type": "text", "text": "w1 ", "image": None}, {"type": "text", "text": "w2"}]
     messages = as_messages([{"role": "user", "content": parts}], where="row")
     assert messages == [{"role": "user", "content": "w1 w2"}]
-    assert ChatEncoder(make_tokenizer(), {}).render(messages, where="row") == "<user> w1 w2 <assistant>"
-    assert as_messages([{"role": "user", "content": []}], where="row") == [{"role": "user", "content": ""}]
+    assert (
+        ChatEncoder(make_tokenizer(), {}).render(messages, where="row")
+        == "<user> w1 w2 <assistant>"
+    )
+    assert as_messages([{"role": "user", "content": []}], where="row") == [
+        {"role": "user", "content": ""}
+    ]
     with_image = [{"role": "user", "content": [*parts, {"type": "image"}]}]
     assert as_messages(with_image, where="row") == with_image
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], {}, ["text"], [{"content": "a"}], [{"role": 1}], float("nan")])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, [], {}, ["text"], [{"content": "a"}], [{"role": 1}], float("nan")]
+)
 def test_what_is_no_chat_names_the_row(prompt):
     with pytest.raises(DataError, match=r"t.parquet row 7: got the prompt"):
         as_messages(prompt, where="t.parquet row 7")
@@ -82,7 +96,9 @@ def test_load_from_a_folder_and_replace_the_template(make_tokenizer, tmp_path: P
     (tmp_path / "template.jinja").write_text(template)
     for given in (template, str(tmp_path / "template.jinja")):
         changed = load_tokenizer(tmp_path, chat_template=given)
-        assert ChatEncoder(changed, {}).render(MESSAGES, where="row") == f"<{MESSAGES[0]['content']}>"
+        assert (
+            ChatEncoder(changed, {}).render(MESSAGES, where="row") == f"<{MESSAGES[0]['content']}>"
+        )
 
 
 def test_templates_that_are_none(make_tokenizer, tmp_path: Path):
@@ -108,9 +124,14 @@ def test_end_of_sequence_pads_where_there_is_no_pad_token(make_tokenizer, tmp_pa
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [({"pad": None, "eos": None}, "neither a pad token nor"), ({"template": None}, "no chat template")],
+    [
+        ({"pad": None, "eos": None}, "neither a pad token nor"),
+        ({"template": None}, "no chat template"),
+    ],
 )
-def test_tokenizers_that_training_cannot_use(make_tokenizer, tmp_path: Path, missing: dict, message: str):
+def test_tokenizers_that_training_cannot_use(
+    make_tokenizer, tmp_path: Path, missing: dict, message: str
+):
     make_tokenizer(**missing).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
@@ -125,7 +146,10 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path):
 def test_a_model_without_a_tokenizer(family, tmp_path: Path):
     """From a config.json alone transformers makes a tokenizer that turns every text into nothing."""
     family().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"got a vocabulary without a token.*expected tokenizer\.json.*data\.tokenizer"):
+    with pytest.raises(
+        DataError,
+        match=r"got a vocabulary without a token.*expected tokenizer\.json.*data\.tokenizer",
+    ):
         load_tokenizer(tmp_path, chat_template="{{ messages }}")
 
 
@@ -141,17 +165,27 @@ PREFILLED = [{"role": "user", "content": "w1"}, {"role": "assistant", "content":
     [
         (PREFILLED, {}, "<user>w1<eos><assistant>It is "),
         (PREFILLED[:1], {}, "<user>w1<eos><assistant>"),
-        (PREFILLED, {"add_generation_prompt": True}, "<user>w1<eos><assistant>It is <eos><assistant>"),
+        (
+            PREFILLED,
+            {"add_generation_prompt": True},
+            "<user>w1<eos><assistant>It is <eos><assistant>",
+        ),
         (PREFILLED, {"add_generation_prompt": False}, "<user>w1<eos><assistant>It is <eos>"),
     ],
 )
-def test_a_prompt_that_ends_with_the_assistant_is_continued(make_tokenizer, messages, options, text: str):
+def test_a_prompt_that_ends_with_the_assistant_is_continued(
+    make_tokenizer, messages, options, text: str
+):
     encoder = ChatEncoder(make_tokenizer(template=CLOSED), options)
     assert encoder.render(messages, where="row") == text
 
 
 def test_a_call_of_a_tool_is_not_continued(make_tokenizer):
-    call = {"role": "assistant", "content": "w2", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": "w2",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     encoder = ChatEncoder(make_tokenizer(template=CLOSED), {})
     assert encoder.render([*PREFILLED[:1], call], where="row").endswith("w2<eos><assistant>")
 
@@ -162,7 +196,15 @@ def test_a_text_that_is_a_chat_in_json_is_that_chat(chat):
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2]", "[]", '{"role": "user", "content": "w1"}', '[{"role": "user"}]', "[w1", "[" * 10_000]
+    "text",
+    [
+        "[1, 2]",
+        "[]",
+        '{"role": "user", "content": "w1"}',
+        '[{"role": "user"}]',
+        "[w1",
+        "[" * 10_000,
+    ],
 )
 def test_any_other_text_in_json_stays_text(text: str):
     assert as_messages(text, where="row") == [{"role": "user", "content": text}]

@@ -62,13 +62,21 @@ SIZES = [[(16, 16)], [(24, 8), (8, 40)], [(100, 30), (9, 9), (33, 64)], []]
 def test_expansion_and_positions_are_those_of_transformers(family: str, sizes, processors):
     """Prompts with no image to three of them, between texts of several lengths. Says nothing of real vocabularies."""
     images = [noise(*size, seed) for seed, size in enumerate(sizes)]
-    texts = [f"{'w1 ' * (place + 1)}<|vision_start|><|image_pad|><|vision_end|>" for place in range(len(images))]
+    texts = [
+        f"{'w1 ' * (place + 1)}<|vision_start|><|image_pad|><|vision_end|>"
+        for place in range(len(images))
+    ]
     text = named("<user> which " + " ".join(texts) + " color ? <assistant>", family)
     tokenizer, processor = tiny_tokenizer(family), processors[family]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     found = processor.prompt(ids, images, 1000, where="here")
 
-    given = {"text": [text], "images": images or None, "return_tensors": "pt", "add_special_tokens": False}
+    given = {
+        "text": [text],
+        "images": images or None,
+        "return_tensors": "pt",
+        "add_special_tokens": False,
+    }
     wanted = their_processor(family, processor)(**given)
     assert found.ids == wanted["input_ids"][0].tolist()
     assert found.short_ids == ids and ids.count(IMAGE) == len(images)
@@ -92,8 +100,12 @@ def test_expansion_and_positions_are_those_of_transformers(family: str, sizes, p
 def test_tokens_are_counted_without_pixels(size, processor: VisionProcessor):
     inputs = processor.inputs([noise(*size)], where="")
     width, height = size
-    assert processor.num_tokens(height, width, where="") == int(inputs["image_grid_thw"].prod()) // 4
-    assert processor.num_tokens(height, width, where="") == processor.num_tokens(width, height, where="")
+    assert (
+        processor.num_tokens(height, width, where="") == int(inputs["image_grid_thw"].prod()) // 4
+    )
+    assert processor.num_tokens(height, width, where="") == processor.num_tokens(
+        width, height, where=""
+    )
 
 
 def test_two_images_side_by_side_stay_two(processor: VisionProcessor):
@@ -101,23 +113,54 @@ def test_two_images_side_by_side_stay_two(processor: VisionProcessor):
     ids = processor.expand([7, IMAGE, IMAGE, 8], iter([2, 2]), iter(()))
     assert ids == [7, *[IMAGE] * 4, 8]
     positions, delta = processor.get_rope_index(ids, torch.tensor([[1, 2, 4], [1, 4, 2]]))
-    assert delta == 0 and positions.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
+    assert delta == 0 and positions.tolist() == [
+        [0, 1, 1, 3, 3, 5],
+        [0, 1, 1, 3, 4, 5],
+        [0, 1, 2, 3, 3, 5],
+    ]
 
 
 def test_a_row(dataset, processor):
-    data = dataset(("which color ? <image> and <image>", [png(picture("red")), png(noise(24, 8))]), ("w1 w2", []))
+    data = dataset(
+        ("which color ? <image> and <image>", [png(picture("red")), png(noise(24, 8))]),
+        ("w1 w2", []),
+    )
     item = data[0]
     place = [START, IMAGE, END]
     words = {word: number for number, word in enumerate(WORDS)}
     asked = [words[word] for word in ("<user>", "which", "color", "?")]
     short = [*asked, *place, words["and"], *place, words["<assistant>"]]
     assert item["raw_prompt_ids"] == short
-    expanded = [*asked, START, *[IMAGE] * 4, END, words["and"], START, *[IMAGE] * 3, END, words["<assistant>"]]
+    expanded = [
+        *asked,
+        START,
+        *[IMAGE] * 4,
+        END,
+        words["and"],
+        START,
+        *[IMAGE] * 3,
+        END,
+        words["<assistant>"],
+    ]
     size = len(expanded)
     assert item["input_ids"][-size:].tolist() == expanded and not item["input_ids"][:-size].any()
     assert item["attention_mask"].sum() == size
     assert item["position_ids"].shape == (3, 64) and not item["position_ids"][:, :-size].any()
-    assert item["position_ids"][0, -size:].tolist() == [*range(5), 5, 5, 5, 5, 7, 8, 9, 10, 10, 10, 13, 14]
+    assert item["position_ids"][0, -size:].tolist() == [
+        *range(5),
+        5,
+        5,
+        5,
+        5,
+        7,
+        8,
+        9,
+        10,
+        10,
+        10,
+        13,
+        14,
+    ]
     assert item["multi_modal_data"]["image"][0].getpixel((0, 0)) == (255, 0, 0)
     assert item["multi_modal_inputs"]["pixel_values"].shape == (16 + 12, 3 * 2 * 4 * 4)
     assert item["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 6]]
@@ -157,13 +200,25 @@ def test_forms_of_a_prompt(dataset, tmp_path):
 def test_places_and_images_must_agree(dataset):
     image = png(picture("red"))
     for prompt, images, told in [
-        ("<image> and <image>", [image], "got 2 <image> in the prompt, and 1 images, expected one for each"),
+        (
+            "<image> and <image>",
+            [image],
+            "got 2 <image> in the prompt, and 1 images, expected one for each",
+        ),
         ("which ?", [image], "got 0 <image> in the prompt, and 1 images"),
         ("<image> ?", [], "got 1 <image> in the prompt, and 0 images"),
-        ("<video> ?", [], "got 1 <video> in the prompt, and 0 videos, expected one for each, where it stands"),
+        (
+            "<video> ?",
+            [],
+            "got 1 <video> in the prompt, and 0 videos, expected one for each, where it stands",
+        ),
         ("<|image_pad|> ?", [], "got 1 image tokens in the rendered chat, for 0 images"),
         ("<|video_pad|> ?", [], "got 1 video tokens in the rendered chat, for 0 videos"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], [], "got the part \"{'type': 'audio'}\" of a message"),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            [],
+            "got the part \"{'type': 'audio'}\" of a message",
+        ),
     ]:
         name = "t.jsonl" if not images else "t.parquet"
         with pytest.raises(DataError) as raised:
@@ -175,9 +230,13 @@ def test_places_and_images_must_agree(dataset):
 def test_errors_name_row_and_image(dataset):
     image = png(picture("red"))
     with pytest.raises(
-        DataError, match=r"t\.parquet row 1, column 'images' or a message, image 1: got 5 bytes, which is no image"
+        DataError,
+        match=r"t\.parquet row 1, column 'images' or a message, image 1: got 5 bytes, which is no image",
     ):
-        dataset(("<image> ?", [image]), ("<image> and <image> ?", [image, {"bytes": b"words", "path": None}]))
+        dataset(
+            ("<image> ?", [image]),
+            ("<image> and <image> ?", [image, {"bytes": b"words", "path": None}]),
+        )
     with pytest.raises(
         DataError,
         match=r"row 0, column 'images' or a message, image 0: got an image that the processor of .* refus",
@@ -198,18 +257,25 @@ def test_an_image_that_breaks_off_behind_its_header(dataset, capsys):
 
 
 def test_too_long(dataset):
-    rows = [("<image> ?", [png(noise(32, 32))]), ("<image> ?", [png(noise(8, 8))]), ("w1 " * 30, [])]
+    rows = [
+        ("<image> ?", [png(noise(32, 32))]),
+        ("<image> ?", [png(noise(8, 8))]),
+        ("w1 " * 30, []),
+    ]
     short = {"max_prompt_length": 10}
     for mode in ("error", "left"):
         with pytest.raises(
-            DataError, match=r"row 0: got 21 tokens, 16 of them of images, expected at most data\.max_pro"
+            DataError,
+            match=r"row 0: got 21 tokens, 16 of them of images, expected at most data\.max_pro",
         ):
             dataset(*rows, **short, truncation=mode)
     data = dataset(*rows[1:], **short, truncation="left")
     assert data[0]["raw_prompt_ids"].count(IMAGE) == 1
     assert len(data[1]["raw_prompt_ids"]) == 10 and data[1]["position_ids"].shape == (3, 10)
     for workers in (1, 2):
-        kept = dataset(*rows, **short, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers)
+        kept = dataset(
+            *rows, **short, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers
+        )
         assert len(kept) == 1 and kept[0]["multi_modal_data"]["image"][0].size == (8, 8)
 
 
@@ -228,7 +294,9 @@ def test_the_filter_measures_images_each_time(dataset, tmp_path):
 
 
 def test_a_model_that_reads_text(dataset):
-    with pytest.raises(DataError, match=r"row 0, column 'images': got images, for a text-only model"):
+    with pytest.raises(
+        DataError, match=r"row 0, column 'images': got images, for a text-only model"
+    ):
         dataset(("which ?", [png(picture("red"))]), ("w1", []), family=None)
     data = dataset(("w1", []), family=None)
     assert data[0]["images"] == [] and data[0]["position_ids"].shape == (64,)
@@ -247,14 +315,22 @@ def test_loading(tmp_path, family: str):
     loaded = load_processor(folder)
     image = noise(100, 30)
     assert (loaded.image_token_id, loaded.video_token_id, loaded.merge_size) == (IMAGE, VIDEO, 2)
-    whole = transformers.AutoImageProcessor.from_pretrained(folder)(images=[image], return_tensors="pt")
-    assert torch.equal(loaded.inputs([image], where="")["pixel_values"], whole["pixel_values"].float())
+    whole = transformers.AutoImageProcessor.from_pretrained(folder)(
+        images=[image], return_tensors="pt"
+    )
+    assert torch.equal(
+        loaded.inputs([image], where="")["pixel_values"], whole["pixel_values"].float()
+    )
     small = load_processor(folder, options={"max_pixels": 256})
     assert small.num_tokens(30, 100, where="") < loaded.num_tokens(30, 100, where="")
-    assert int(small.inputs([image], where="")["image_grid_thw"].prod()) == 4 * small.num_tokens(30, 100, where="")
+    assert int(small.inputs([image], where="")["image_grid_thw"].prod()) == 4 * small.num_tokens(
+        30, 100, where=""
+    )
 
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(DataError, match=r"image processor of .*model: got .* expected preprocessor_config\.json"):
+    with pytest.raises(
+        DataError, match=r"image processor of .*model: got .* expected preprocessor_config\.json"
+    ):
         load_processor(folder)
 
 
@@ -262,7 +338,8 @@ def test_a_model_without_eyes_has_no_processor(tmp_path):
     transformers.Qwen2Config().save_pretrained(tmp_path)
     assert load_processor(tmp_path) is None
     with pytest.raises(
-        DataError, match=r"mm_processor_kwargs: got .*a model of type qwen2, expected a vision-language model"
+        DataError,
+        match=r"mm_processor_kwargs: got .*a model of type qwen2, expected a vision-language model",
     ):
         load_processor(tmp_path, options={"max_pixels": 256})
 
@@ -300,14 +377,20 @@ def test_images_inside_parts(dataset, tmp_path):
             ours, theirs = row["multi_modal_inputs"], expected["multi_modal_inputs"]
             assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
     for part, message in (
-        ({"type": "image", "image": "none.png"}, "image 0: got the image 'none.png', which is not there"),
+        (
+            {"type": "image", "image": "none.png"},
+            "image 0: got the image 'none.png', which is not there",
+        ),
         ({"type": "image", "image": "https://example.org/a.png"}, "got the URL"),
         (
             {"type": "image", "image": {"image": "one.png", "max_pixels": 400}},
             r"max_pixels beside the image.*mm_proc",
         ),
         ({"type": "image", "image": "one.png", "max_pixels": 400}, r"the part .* of a message"),
-        ({"type": "image", "image": "../one.png"}, r"image 0: got the image '\.\./one\.png', which leads out of its"),
+        (
+            {"type": "image", "image": "../one.png"},
+            r"image 0: got the image '\.\./one\.png', which leads out of its",
+        ),
     ):
         with pytest.raises(DataError, match=message):
             dataset(([{"role": "user", "content": [part]}], []), name="c.parquet")
@@ -325,7 +408,11 @@ def test_images_inside_parts_are_measured(dataset, tmp_path, capsys):
 
 def test_rows_without_images_between_others(dataset, write, config, processor):
     """A missing, an empty and a null column are the same, in one file or in several."""
-    facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}, "prompt": "w1 w2"}
+    facts = {
+        "data_source": "exact_match",
+        "reward_model": {"style": "rule", "ground_truth": "red"},
+        "prompt": "w1 w2",
+    }
     rows = [facts, {**facts, "images": None}, {**facts, "images": []}, {**facts, "images": [None]}]
     first = write("some.jsonl", [*rows, {**facts, "images": ["a.png"], "prompt": "w1 <image>"}])
     noise(20, 20).save(first.parent / "a.png")
@@ -333,4 +420,6 @@ def test_rows_without_images_between_others(dataset, write, config, processor):
     data = RLHFDataset(files, tiny_tokenizer(), config(max_prompt_length=64), processor)
     batch = collate_fn([data[number] for number in range(6)])
     assert [len(one) for one in batch["multi_modal_data"]] == [0, 0, 0, 0, 1, 0]
-    assert {tuple(data[number]["raw_prompt_ids"]) for number in (1, 2, 3, 5)} == {tuple(data[0]["raw_prompt_ids"])}
+    assert {tuple(data[number]["raw_prompt_ids"]) for number in (1, 2, 3, 5)} == {
+        tuple(data[0]["raw_prompt_ids"])
+    }

@@ -30,11 +30,16 @@ class BesideOthers(ProcessGroup):
 def numbers_of(held: Sequence[int], num_all: int, size: int, seed: int | None) -> list[list[int]]:
     """For each mini-batch the numbers, in the whole batch, of the rows taken."""
     numbers = torch.tensor(held, dtype=torch.int64)
-    data, passes = DataProto.from_dict({"row_index": numbers}), Passes(size, 1, MicroBatching(None, 1), seed)
+    data, passes = (
+        DataProto.from_dict({"row_index": numbers}),
+        Passes(size, 1, MicroBatching(None, 1), seed),
+    )
     minis = mini_batches(data, BesideOthers(num_all - len(held)), passes)
     taken = [(numbers[rows].tolist(), places.tolist()) for rows, places in minis]
     for step, (_, places) in enumerate(taken):
-        assert places == sorted(places) and all(step * size <= place < (step + 1) * size for place in places)
+        assert places == sorted(places) and all(
+            step * size <= place < (step + 1) * size for place in places
+        )
     return [taken_numbers for taken_numbers, _ in taken]
 
 
@@ -44,14 +49,24 @@ def test_one_process_takes_the_order_or_a_shuffle_of_it() -> None:
     assert numbers_of(range(5), 5, 2, 3) == [order[:2], order[2:4], order[4:]]
 
 
-@given(st.permutations(range(11)), st.integers(0, 11), st.integers(1, 12), st.none() | st.integers(0, 99))
+@given(
+    st.permutations(range(11)),
+    st.integers(0, 11),
+    st.integers(1, 12),
+    st.none() | st.integers(0, 99),
+)
 def test_what_two_processes_take_is_what_one_takes(order, cut: int, size: int, seed) -> None:
     """However the rows are spread, one process without any included: the same sets, in the same order."""
     parts = [numbers_of(held, 11, size, seed) for held in (order[:cut], order[cut:])]
     alone = numbers_of(range(11), 11, size, seed)
-    assert [sorted(one + other) for one, other in zip(*parts, strict=True)] == [sorted(step) for step in alone]
+    assert [sorted(one + other) for one, other in zip(*parts, strict=True)] == [
+        sorted(step) for step in alone
+    ]
     for part in parts:
-        assert all([number for number in step if number in own] == own for own, step in zip(part, alone, strict=True))
+        assert all(
+            [number for number in step if number in own] == own
+            for own, step in zip(part, alone, strict=True)
+        )
 
 
 def test_rows_are_numbered_by_their_column() -> None:
@@ -71,10 +86,18 @@ def test_numbers_of_another_batch_are_refused() -> None:
 
 
 ROWS = st.lists(
-    st.builds(lambda key, answer: RowLength(key, 3 + key, answer), key=st.integers(0, 4), answer=st.integers(0, 9)),
+    st.builds(
+        lambda key, answer: RowLength(key, 3 + key, answer),
+        key=st.integers(0, 4),
+        answer=st.integers(0, 9),
+    ),
     max_size=25,
 )
-BUDGETS, NUMBERS, ATTENTION = st.integers(1, 60), st.integers(0, 30), st.sampled_from([math.inf, 20.0])
+BUDGETS, NUMBERS, ATTENTION = (
+    st.integers(1, 60),
+    st.integers(0, 30),
+    st.sampled_from([math.inf, 20.0]),
+)
 
 
 def packed_tokens(rows: list[RowLength], share_prompts: bool) -> int:
@@ -86,13 +109,21 @@ def packed_tokens(rows: list[RowLength], share_prompts: bool) -> int:
 def cost(rows: list[RowLength], attention_tokens: float) -> float:
     """Of a micro-batch with shared prompts."""
     prompts = {row.prompt_key: row.num_prompt_tokens for row in rows}
-    sequences = [(row.num_prompt_tokens + row.num_response_tokens, row.num_prompt_tokens) for row in rows]
+    sequences = [
+        (row.num_prompt_tokens + row.num_response_tokens, row.num_prompt_tokens) for row in rows
+    ]
     pairs = sum(prompt**2 for prompt in prompts.values())
     pairs += sum(total**2 - prompt**2 for total, prompt in sequences)
     return packed_tokens(rows, True) + pairs / attention_tokens
 
 
-@given(rows=ROWS, max_tokens=BUDGETS, share_prompts=st.booleans(), num_at_least=NUMBERS, attention=ATTENTION)
+@given(
+    rows=ROWS,
+    max_tokens=BUDGETS,
+    share_prompts=st.booleans(),
+    num_at_least=NUMBERS,
+    attention=ATTENTION,
+)
 def test_by_tokens(
     rows: list[RowLength], max_tokens: int, share_prompts: bool, num_at_least: int, attention: float
 ) -> None:
@@ -103,9 +134,14 @@ def test_by_tokens(
     assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
     for batch in batches:
         assert batch
-        assert len(batch) == 1 or packed_tokens([rows[index] for index in batch], share_prompts) <= max_tokens
+        assert (
+            len(batch) == 1
+            or packed_tokens([rows[index] for index in batch], share_prompts) <= max_tokens
+        )
     assert len(batches) >= min(num_at_least, len(rows))
-    assert batches == micro_batches(rows, how, num_at_least=num_at_least, attention_tokens=attention)
+    assert batches == micro_batches(
+        rows, how, num_at_least=num_at_least, attention_tokens=attention
+    )
 
 
 @given(rows=ROWS, max_tokens=st.integers(16, 60), share_prompts=st.booleans())
@@ -114,25 +150,37 @@ def test_few(rows: list[RowLength], max_tokens: int, share_prompts: bool) -> Non
     together: these are left out."""
     if share_prompts:
         groups = [[row for row in rows if row.prompt_key == key] for key in range(5)]
-        rows = [row for group in groups if packed_tokens(group, True) <= max_tokens for row in group]
+        rows = [
+            row for group in groups if packed_tokens(group, True) <= max_tokens for row in group
+        ]
     batches = micro_batches(rows, MicroBatching(None, max_tokens, share_prompts))
     assert len(batches) < 2 * packed_tokens(rows, share_prompts) / max_tokens + 1
 
 
 @given(
-    answers=st.lists(st.integers(1, 50), min_size=1, max_size=60), num=st.integers(1, 10), attention_tokens=ATTENTION
+    answers=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    num=st.integers(1, 10),
+    attention_tokens=ATTENTION,
 )
 def test_even(answers: list[int], num: int, attention_tokens: float) -> None:
     """With room enough no micro-batch is costlier than the cheapest by more than one row."""
     rows = [RowLength(number, 5, answer) for number, answer in enumerate(answers)]
-    batches = micro_batches(rows, MicroBatching(None, 10_000), num_at_least=num, attention_tokens=attention_tokens)
+    batches = micro_batches(
+        rows, MicroBatching(None, 10_000), num_at_least=num, attention_tokens=attention_tokens
+    )
     assert len(batches) == min(num, len(rows))
     costs = [cost([rows[index] for index in batch], attention_tokens) for batch in batches]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] - costs[-1] <= max(cost([row], attention_tokens) for row in rows) + 1e-9
 
 
-@given(rows=ROWS, max_tokens=BUDGETS, num_at_least=NUMBERS, attention=ATTENTION, seed=st.integers(0, 99))
+@given(
+    rows=ROWS,
+    max_tokens=BUDGETS,
+    num_at_least=NUMBERS,
+    attention=ATTENTION,
+    seed=st.integers(0, 99),
+)
 def test_order_of_the_rows_does_not_matter(
     rows: list[RowLength], max_tokens: int, num_at_least: int, attention: float, seed: int
 ) -> None:
@@ -143,7 +191,8 @@ def test_order_of_the_rows_does_not_matter(
     def contents(ordered: list[RowLength]) -> list[list[tuple]]:
         batches = micro_batches(ordered, how, num_at_least=num_at_least, attention_tokens=attention)
         return sorted(
-            sorted((ordered[i].num_response_tokens, ordered[i].prompt_key) for i in batch) for batch in batches
+            sorted((ordered[i].num_response_tokens, ordered[i].prompt_key) for i in batch)
+            for batch in batches
         )
 
     assert contents(rows) == contents(other)
@@ -160,7 +209,9 @@ def test_by_count(num_rows: int, size: int) -> None:
 @given(num_rows=st.integers(0, 20), size=st.integers(1, 25), num_at_least=NUMBERS)
 def test_by_count_with_a_number(num_rows: int, size: int, num_at_least: int) -> None:
     """More micro-batches than rows demand are equally large but for one row."""
-    batches = micro_batches([RowLength(0, 1, 1)] * num_rows, MicroBatching(size, 1), num_at_least=num_at_least)
+    batches = micro_batches(
+        [RowLength(0, 1, 1)] * num_rows, MicroBatching(size, 1), num_at_least=num_at_least
+    )
     assert [index for batch in batches for index in batch] == list(range(num_rows))
     assert len(batches) == max(-(-num_rows // size), min(num_at_least, num_rows))
     sizes = [len(batch) for batch in batches]

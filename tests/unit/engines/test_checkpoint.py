@@ -15,11 +15,17 @@ from quadriga.errors import CheckpointError
 WAIT_S = 60.0
 
 
-def make_state(fill: float = 1.5, kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, torch.Tensor]:
+def make_state(
+    fill: float = 1.5, kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+) -> dict[str, torch.Tensor]:
     """Two parameters and their moments."""
     shapes = {"up": (3, 2), "down": (2,)}
     state = {f"model.{name}": torch.full(shape, fill) for name, shape in shapes.items()}
-    moments = {f"optimizer.{kind}.{name}": torch.full(shape, fill) for kind in kinds for name, shape in shapes.items()}
+    moments = {
+        f"optimizer.{kind}.{name}": torch.full(shape, fill)
+        for kind in kinds
+        for name, shape in shapes.items()
+    }
     return state | moments | {"optimizer.step.up": torch.tensor(fill)}
 
 
@@ -86,8 +92,12 @@ def test_error_of_the_thread_is_raised_by_the_next_call(
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", fails)
         writer.start({tmp_path / "state": make_state()})
-        with pytest.raises(CheckpointError, match=rf"{file}: got OSError: \[Errno 28\] No space left"):
-            writer.is_written(wait=True) if call == "is_written" else writer.start({tmp_path / "next": make_state()})
+        with pytest.raises(
+            CheckpointError, match=rf"{file}: got OSError: \[Errno 28\] No space left"
+        ):
+            writer.is_written(wait=True) if call == "is_written" else writer.start(
+                {tmp_path / "next": make_state()}
+            )
     assert not (tmp_path / "state" / ".metadata").exists()
     writer.start({tmp_path / "next": make_state()})
     assert writer.is_written(wait=True)
@@ -120,7 +130,8 @@ def test_full_disk_is_named_as_what_it_is(size: int, tmp_path: Path) -> None:
     writer = StateWriter(ALONE)
     writer.start({tmp_path / "model": {"model.weight": torch.ones(size)}})
     with pytest.raises(
-        CheckpointError, match=r"/model: got OSError: \[Errno 28\] No space left on device, expected room"
+        CheckpointError,
+        match=r"/model: got OSError: \[Errno 28\] No space left on device, expected room",
     ):
         writer.is_written(wait=True)
 
@@ -136,12 +147,20 @@ def test_same_state_has_the_same_bytes(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"model.third": torch.ones(2)}, "got 0 unknown and 1 missing tensors, first model.third"),
-        ({"model.up": torch.ones(2, 3), "model.down": torch.ones(9)}, "model.down: got shape (2,), and 1 more"),
-        ({"optimizer.max_exp_avg_sq.up": torch.ones(3, 2)}, "another optimizer keeps: exp_avg, exp_avg_sq, step"),
+        (
+            {"model.up": torch.ones(2, 3), "model.down": torch.ones(9)},
+            "model.down: got shape (2,), and 1 more",
+        ),
+        (
+            {"optimizer.max_exp_avg_sq.up": torch.ones(3, 2)},
+            "another optimizer keeps: exp_avg, exp_avg_sq, step",
+        ),
     ],
     ids=["names", "shapes", "optimizer"],
 )
-def test_another_model_and_another_optimizer(change: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
+def test_another_model_and_another_optimizer(
+    change: dict[str, torch.Tensor], words: str, tmp_path: Path
+) -> None:
     """Both are said before anything is read, and what to do."""
     folder, state = write(tmp_path / "state", make_state()), make_state(0.0) | change
     before = {name: tensor.clone() for name, tensor in state.items()}
@@ -153,10 +172,14 @@ def test_another_model_and_another_optimizer(change: dict[str, torch.Tensor], wo
 
 def test_moments_of_momentum_alone_are_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "state", make_state(kinds=("momentum",)))
-    with pytest.raises(CheckpointError, match=r"keeps: momentum, step, expected exp_avg, exp_avg_sq, step\. .*anew"):
+    with pytest.raises(
+        CheckpointError, match=r"keeps: momentum, step, expected exp_avg, exp_avg_sq, step\. .*anew"
+    ):
         load_state(folder, make_state(), ALONE)
 
 
 def test_part_that_was_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"optimizer: got no such part.*'optimizer'.*load_contents"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: got no such part.*'optimizer'.*load_contents"
+    ):
         load_state(tmp_path / "optimizer", make_state(), ALONE)

@@ -27,7 +27,11 @@ def rows(seed: int = 0) -> DataProto:
     generator = torch.Generator().manual_seed(seed)
     old, rollout, gains = torch.randn(3, 3, 4, generator=generator)
     gains = gains.abs() * torch.tensor([[1.0], [-1.0], [0.0]])
-    tensors = {"old_log_probs": -old.abs(), "rollout_log_probs": -rollout.abs(), "advantages": gains}
+    tensors = {
+        "old_log_probs": -old.abs(),
+        "rollout_log_probs": -rollout.abs(),
+        "advantages": gains,
+    }
     return DataProto.from_dict(tensors={**tensors, "response_mask": MASK})
 
 
@@ -37,7 +41,9 @@ def outputs() -> dict[str, torch.Tensor]:
     return {"log_probs": log_probs.requires_grad_(), "entropy": torch.ones(3, 4)}
 
 
-def loss_of(data: DataProto, correction: RolloutCorrectionConfig | None = None, **settings) -> float:
+def loss_of(
+    data: DataProto, correction: RolloutCorrectionConfig | None = None, **settings
+) -> float:
     """The whole batch as one micro-batch, with only the columns that the objective asks for."""
     objective = PolicyObjective(ActorConfig(**settings), correction)
     objective.add_batch_columns(data)
@@ -54,7 +60,9 @@ def test_the_mode_acts() -> None:
     same.batch["old_log_probs"] = same.batch["rollout_log_probs"]
     options = {"clip_cov": {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0}}
     values = {
-        name: loss_of(rows(), policy_loss={"loss_mode": name, **options.get(name, {})}, clip_ratio=0.02)
+        name: loss_of(
+            rows(), policy_loss={"loss_mode": name, **options.get(name, {})}, clip_ratio=0.02
+        )
         for name in POLICY_LOSSES
     }
     assert len({round(value, 6) for value in values.values()}) == len(list(POLICY_LOSSES))
@@ -65,7 +73,9 @@ def test_by_hand() -> None:
     """GPG over the mean of 8 tokens: -sum of A log p, of the rows that have an advantage."""
     data = rows()
     expected = -(data.batch["advantages"] * outputs()["log_probs"] * MASK).sum() / 8
-    assert loss_of(data, policy_loss={"loss_mode": "gpg"}) == pytest.approx(expected.item(), rel=1e-5)
+    assert loss_of(data, policy_loss={"loss_mode": "gpg"}) == pytest.approx(
+        expected.item(), rel=1e-5
+    )
 
 
 def test_options_act_flat_and_below_options() -> None:
@@ -101,7 +111,9 @@ def test_bypass_correction_acts_without_old_log_probs() -> None:
     del data.batch["old_log_probs"]
     correction = RolloutCorrectionConfig(preset="bypass_pg_is", rollout_is="token")
     ratio = (outputs()["log_probs"].detach() - data.batch["rollout_log_probs"]).exp().clamp(max=2.0)
-    expected = -(ratio * data.batch["advantages"] * outputs()["log_probs"].detach() * MASK).sum() / 8
+    expected = (
+        -(ratio * data.batch["advantages"] * outputs()["log_probs"].detach() * MASK).sum() / 8
+    )
     assert loss_of(data, correction) == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -117,14 +129,21 @@ def test_rows_that_need_no_computation() -> None:
 def test_entropy_is_that_of_the_pass_where_there_was_one() -> None:
     """It is of all rows, and of the policy that the update starts from."""
     data = rows()
-    assert "actor/entropy" not in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
+    assert (
+        "actor/entropy"
+        not in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
+    )
     del data.batch["old_log_probs"]
-    assert "actor/entropy" in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
+    assert (
+        "actor/entropy" in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
+    )
 
 
 def test_columns_of_the_whole_batch() -> None:
     """Taken from old log-probs, or from the rollout's where there are none; without them the loss refuses."""
-    objective = PolicyObjective(ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.3}))
+    objective = PolicyObjective(
+        ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.3})
+    )
     with pytest.raises(EngineError, match="policy loss kl_cov: got a batch without covariance_top"):
         objective(rows(), outputs(), LossCounts.of(MASK))
     data = rows()
@@ -141,7 +160,11 @@ def test_columns_of_the_whole_batch() -> None:
         ({"loss_mode": "gsqo"}, {}, "loss_mode: got 'gsqo'.* Did you mean 'gspo'"),
         ({"loss_mode": "sapo", "tau": 1.0}, {}, r"policy_loss \(sapo\): got the option 'tau'"),
         ({"tau_pos": 1.0}, {}, r"policy_loss \(vanilla\): got the option 'tau_pos'"),
-        ({"loss_mode": "gspo"}, {"bypass_mode": True}, "loss_mode: got 'gspo', with .*bypass_mode=True"),
+        (
+            {"loss_mode": "gspo"},
+            {"bypass_mode": True},
+            "loss_mode: got 'gspo', with .*bypass_mode=True",
+        ),
     ],
 )
 def test_refused_at_the_start(settings: dict, correction: dict, message: str) -> None:

@@ -11,7 +11,9 @@ from quadriga.protocol import DataProto
 CPU = torch.device("cpu")
 
 
-def batch(rows: list[tuple[list[int], list[int], list[int]]], width: int = 3, columns: int = 4) -> DataProto:
+def batch(
+    rows: list[tuple[list[int], list[int], list[int]]], width: int = 3, columns: int = 4
+) -> DataProto:
     """Rows of (prompt, response, response mask)."""
     input_ids = torch.zeros(len(rows), width + columns).long()
     attention, mask = torch.zeros_like(input_ids), torch.zeros(len(rows), columns).long()

@@ -66,7 +66,9 @@ def test_two_steps_are_kept_and_read_back_bit_for_bit(rank: Rank) -> None:
             assert torch.equal(tensor, make_state(float(step))[name]), name
 
 
-def test_copy_that_was_cut_short_leaves_the_one_before(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_was_cut_short_leaves_the_one_before(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank.copy(1)
     rank.copy(2)
 
@@ -89,7 +91,9 @@ def test_a_flipped_bit_is_found(rank: Rank, where: int) -> None:
     assert whole_steps(rank.memory) == [1]
 
 
-def test_state_may_change_once_the_copy_is_made(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_may_change_once_the_copy_is_made(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`start` returns before the copy is made, and its future says when it is."""
     gate, copy = threading.Event(), torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *tensors: (gate.wait(60), copy(*tensors)))

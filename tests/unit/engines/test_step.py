@@ -22,10 +22,14 @@ def test_constant_with_warmup() -> None:
 def test_steps_counted_from_zero() -> None:
     zero = {"zero_indexed_step": True}
     # A schedule of its own length, whenever the run ends.
-    assert lr_at(5, OptimConfig(lr=1.0, lr_scheduler_type="linear", total_training_steps=10), 5) == 0.5
+    assert (
+        lr_at(5, OptimConfig(lr=1.0, lr_scheduler_type="linear", total_training_steps=10), 5) == 0.5
+    )
     assert rates(5, lr_warmup_steps=3, **zero) == pytest.approx([0, 1 / 3, 2 / 3, 1, 1])
     assert rates(2, **zero) == [1, 1]
-    assert rates(4, lr_scheduler_type="cosine", **zero) == pytest.approx([1, 0.8535534, 0.5, 0.1464466])
+    assert rates(4, lr_scheduler_type="cosine", **zero) == pytest.approx(
+        [1, 0.8535534, 0.5, 0.1464466]
+    )
 
 
 def test_warmup_as_a_share_of_the_run() -> None:
@@ -33,7 +37,9 @@ def test_warmup_as_a_share_of_the_run() -> None:
 
 
 def test_linear_ends_at_the_minimum() -> None:
-    assert rates(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx(
+        [0.8, 0.6, 0.4, 0.2]
+    )
 
 
 def test_cosine_passes_the_middle_and_ends_at_the_minimum() -> None:

@@ -39,7 +39,9 @@ def test_a_tied_model_is_complete_and_fused(folder: Path) -> None:
     plain = LlamaForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[1, 2, 3, 4]])
     sdpa = load_causal_lm(folder, dtype=torch.float32, attention="sdpa")
-    torch.testing.assert_close(sdpa(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        sdpa(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("is_equal", [False, True])
@@ -47,7 +49,11 @@ def test_a_config_that_says_tied_follows_the_weights(folder: Path, is_equal: boo
     file = folder / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"].clone()
-    save_file({**tensors, "lm_head.weight": head if is_equal else head + 1}, file, metadata={"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": head if is_equal else head + 1},
+        file,
+        metadata={"format": "pt"},
+    )
     model = load_causal_lm(folder, dtype=torch.float32)
     for loaded in (model, skeleton_causal_lm(folder)):
         assert loaded.config.tie_word_embeddings is is_equal
@@ -69,14 +75,21 @@ def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:
     tensors = load_file(file)
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(EngineError, match=r"no weights for 1 parameters, first model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        EngineError,
+        match=r"no weights for 1 parameters, first model\.layers\.1\.mlp\.up_proj\.weight",
+    ):
         load_causal_lm(folder, dtype=torch.float32)
 
 
 def test_weights_of_another_shape_are_named(folder: Path) -> None:
     file = folder / "model.safetensors"
-    save_file({**load_file(file), "model.norm.weight": torch.zeros(8)}, file, metadata={"format": "pt"})
-    with pytest.raises(EngineError, match=r"first model\.norm\.weight of shape \[16\], but of \[8\]"):
+    save_file(
+        {**load_file(file), "model.norm.weight": torch.zeros(8)}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(
+        EngineError, match=r"first model\.norm\.weight of shape \[16\], but of \[8\]"
+    ):
         load_causal_lm(folder, dtype=torch.float32)
 
 

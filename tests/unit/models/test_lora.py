@@ -25,7 +25,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers with an untied head."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=23
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=23,
     )
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -49,7 +53,10 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     torch.manual_seed(5)
 
     parameters = model.named_parameters()
-    write_factors(tmp_path, {name: torch.randn(value.shape) * 0.1 for name, value in parameters if is_factor(name)})
+    write_factors(
+        tmp_path,
+        {name: torch.randn(value.shape) * 0.1 for name, value in parameters if is_factor(name)},
+    )
     return tmp_path
 
 
@@ -58,10 +65,15 @@ def test_a_new_adapter(base: Path) -> None:
     model, plain = load(base), load(base)
     add_adapter(model, section(base), seed=1)
     factors = {name: value for name, value in model.named_parameters() if is_factor(name)}
-    assert {name.split(".")[4] for name in factors} == set(PROJECTIONS) and len(factors) == 2 * 7 * 2
+    assert {name.split(".")[4] for name in factors} == set(PROJECTIONS) and len(
+        factors
+    ) == 2 * 7 * 2
     assert all(value.requires_grad == (name in factors) for name, value in model.named_parameters())
     assert all(value.dtype == torch.float32 for value in factors.values())
-    assert describe_adapter(model) == "LoRA of rank 2, alpha 16, in 14 modules: 0.00 M parameters learn"
+    assert (
+        describe_adapter(model)
+        == "LoRA of rank 2, alpha 16, in 14 modules: 0.00 M parameters learn"
+    )
     torch.manual_seed(99)
     fewer, other = load(base), load(base)
     add_adapter(fewer, section(base, target_modules=["o_proj"]), seed=1)
@@ -95,17 +107,25 @@ def test_frozen_matrices_cost_half_a_backward_pass(base: Path) -> None:
     num_block = 2 * (4 * 16 * 16 + 3 * 16 * 24)
     assert model_cost(plain).update_flops(*size) == 3 * model_cost(plain).forward_flops(*size)
     cost = model_cost(model)
-    assert 3 * cost.forward_flops(*size) - cost.update_flops(*size) == 2 * (num_block * 10 + 23 * 16 * 4)
+    assert 3 * cost.forward_flops(*size) - cost.update_flops(*size) == 2 * (
+        num_block * 10 + 23 * 16 * 4
+    )
 
 
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["query"], r"got \['query'\]: no module named query, expected linear modules of this model: q_proj, k_proj"),
+        (
+            ["query"],
+            r"got \['query'\]: no module named query, expected linear modules of this model: q_proj, k_proj",
+        ),
         (["q_proj", "w1", "w3"], "no module named w1, w3"),
         ("q_proj", "'q_proj': a regular expression that fits no module's whole name"),
         ("(", "no regular expression"),
-        (["lm_head"], r"\['lm_head'\], which takes in the head, expected linear modules below the head"),
+        (
+            ["lm_head"],
+            r"\['lm_head'\], which takes in the head, expected linear modules below the head",
+        ),
         (["embed_tokens"], r"takes in a module Embedding\(23, 16\)"),
         (["input_layernorm"], "Target module LlamaRMSNorm"),
     ],
@@ -121,7 +141,9 @@ def test_an_adapter_that_reaches_no_module(base: Path, targets: str | list[str],
 
 def test_modules_that_are_left_out(base: Path) -> None:
     model = load(base)
-    add_adapter(model, section(base, target_modules=r".*\.(q|o)_proj", exclude_modules=r".*\.0\..*"), 0)
+    add_adapter(
+        model, section(base, target_modules=r".*\.(q|o)_proj", exclude_modules=r".*\.0\..*"), 0
+    )
     places = {name.rsplit(".", 3)[0] for name, _ in model.named_parameters() if is_factor(name)}
     assert places == {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"}
     with pytest.raises(EngineError, match="target_modules"):
@@ -148,7 +170,10 @@ def test_an_adapter_of_another_model(base: Path, adapter: Path) -> None:
     facts = json.loads((adapter / ADAPTER_CONFIG).read_text())
     start = ModelConfig(path=str(base), lora_adapter_path=str(adapter))
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts | {"r": 3}))
-    with pytest.raises(EngineError, match=r"8 tensors unlike .*lora_A.default.weight: shape \(2, 16\), expected shape"):
+    with pytest.raises(
+        EngineError,
+        match=r"8 tensors unlike .*lora_A.default.weight: shape \(2, 16\), expected shape",
+    ):
         add_adapter(load(base), start, 0)
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts | {"target_modules": ["q_proj"]}))
     with pytest.raises(EngineError, match=r"4 tensors unlike .*mlp.up_proj.lora_A.* expected none"):
@@ -178,7 +203,9 @@ def test_a_folder_with_an_adapter_is_the_merged_model(base: Path, adapter: Path)
     files, plain = open_model(adapter), load(base)
     model = load(base)
     add_adapter(model, ModelConfig(path=str(base), lora_adapter_path=str(adapter)), 0)
-    expected = dict(merged(((name, value.detach()) for name, value in model.named_parameters()), 3.0))
+    expected = dict(
+        merged(((name, value.detach()) for name, value in model.named_parameters()), 3.0)
+    )
     assert set(files.shapes) == set(expected) == {name for name, _ in plain.named_parameters()}
     changed = set()
     for name, value in plain.named_parameters():
@@ -192,14 +219,22 @@ def test_a_folder_with_an_adapter_is_the_merged_model(base: Path, adapter: Path)
 
 def test_an_adapter_without_its_model(base: Path, adapter: Path) -> None:
     facts = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts | {"base_model_name_or_path": "/gone/model"}))
-    with pytest.raises(CheckpointError, match="the base model '/gone/model', which is no folder here") as caught:
+    (adapter / ADAPTER_CONFIG).write_text(
+        json.dumps(facts | {"base_model_name_or_path": "/gone/model"})
+    )
+    with pytest.raises(
+        CheckpointError, match="the base model '/gone/model', which is no folder here"
+    ) as caught:
         open_model(adapter)
     assert "Set base_model_name_or_path in this file" in caught.value.fix
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts))
     files = AdapterFiles(adapter)
-    names = {name: name.replace("layers.1", "layers.7").replace(".default", "") for name in files.shapes}
+    names = {
+        name: name.replace("layers.1", "layers.7").replace(".default", "") for name in files.shapes
+    }
     other = {f"base_model.model.{new}": files.read(name) for name, new in names.items()}
     save_file(other, adapter / ADAPTER_WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"4 tensors for modules .* has not, first model\.layers\.7"):
+    with pytest.raises(
+        CheckpointError, match=r"4 tensors for modules .* has not, first model\.layers\.7"
+    ):
         open_model(adapter)

@@ -48,7 +48,9 @@ def test_a_loaded_model_is_that_of_transformers(folder: Path) -> None:
     plain = AutoModelForImageTextToText.from_pretrained(folder)
     ours = load_causal_lm(folder, dtype=torch.float32, attention="sdpa")
     with torch.no_grad():
-        torch.testing.assert_close(ours(**inputs).logits, plain(**inputs).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            ours(**inputs).logits, plain(**inputs).logits, atol=1e-5, rtol=1e-5
+        )
     model = load_causal_lm(folder, dtype=torch.float32)
     assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
     assert model.config.vision_config._attn_implementation == "sdpa"
@@ -59,8 +61,12 @@ def test_a_loaded_model_is_that_of_transformers(folder: Path) -> None:
 def test_a_skeleton_has_the_names_and_no_values(folder: Path) -> None:
     skeleton, model = skeleton_causal_lm(folder), load_causal_lm(folder, dtype=torch.float32)
     assert all(parameter.is_meta for parameter in skeleton.parameters())
-    assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
-    for (name, buffer), (_, other) in zip(skeleton.named_buffers(), model.named_buffers(), strict=True):
+    assert [name for name, _ in skeleton.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    for (name, buffer), (_, other) in zip(
+        skeleton.named_buffers(), model.named_buffers(), strict=True
+    ):
         assert torch.equal(buffer, other), name
 
 
@@ -87,12 +93,18 @@ def test_the_key_of_images() -> None:
 def test_the_tokens_of_images() -> None:
     tokens = ImageTokens.of(vision_model().config)
     assert tokens is not None and tokens.token_ids == (IMAGE, VIDEO)
-    grids = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[3, 2, 2]])}
+    grids = {
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+        "video_grid_thw": torch.tensor([[3, 2, 2]]),
+    }
     assert tokens.count(grids) == 9
     row = np.array([VIDEO, IMAGE, VIDEO, *[IMAGE] * 6, 9, VIDEO, VIDEO])
     places, problem = tokens.places(row, grids)
     assert places.tolist() == [1, 3, 4, 5, 6, 7, 0, 2, 10]
-    assert problem == "7 tokens with id 5 for 6 embeddings of images, 4 tokens with id 6 for 3 embeddings of videos"
+    assert (
+        problem
+        == "7 tokens with id 5 for 6 embeddings of images, 4 tokens with id 6 for 3 embeddings of videos"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,7 +122,13 @@ def test_the_cost_of_images(family: str) -> None:
     assert cost.update_flops(grids) == 3 * cost.forward_flops(grids)
     vision_encoder(model).requires_grad_(False)
     frozen = model_cost(model)
-    assert frozen.vision_encoder is not None and frozen.vision_encoder.update_flops(grids) == cost.forward_flops(grids)
+    assert frozen.vision_encoder is not None and frozen.vision_encoder.update_flops(
+        grids
+    ) == cost.forward_flops(grids)
     # The decoder's matrices are counted apart from the vision encoder's.
-    linears = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and "language_model" in name]
+    linears = [
+        one
+        for name, one in model.named_modules()
+        if isinstance(one, nn.Linear) and "language_model" in name
+    ]
     assert frozen.num_block_parameters == sum(one.weight.numel() for one in linears)

@@ -30,7 +30,10 @@ def one_file(folder: Path) -> None:
 
 def several_files(folder: Path) -> None:
     save_file({"scale": WEIGHTS["scale"]}, folder / "model-00001-of-00002.safetensors")
-    save_file({name: WEIGHTS[name] for name in WEIGHTS if name != "scale"}, folder / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: WEIGHTS[name] for name in WEIGHTS if name != "scale"},
+        folder / "model-00002-of-00002.safetensors",
+    )
 
 
 def indexed(folder: Path) -> None:
@@ -45,7 +48,9 @@ def indexed(folder: Path) -> None:
 
 def distributed(folder: Path) -> None:
     """Beside what is no weight."""
-    state = {f"model.{name}": weight for name, weight in WEIGHTS.items()} | {"optimizer.step.scale": torch.tensor(1.0)}
+    state = {f"model.{name}": weight for name, weight in WEIGHTS.items()} | {
+        "optimizer.step.scale": torch.tensor(1.0)
+    }
     with pytest.warns(UserWarning, match="single process"):
         save(state, storage_writer=FileSystemWriter(folder))
 
@@ -72,16 +77,48 @@ def test_what_was_written_is_read(write: Callable[[Path], None], tmp_path: Path)
 @pytest.mark.parametrize(
     ("write", "damage", "words"),
     [
-        (indexed, lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "00002.safetensors: got no"),
-        (indexed, lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "index.json: got JSON"),
-        (one_file, lambda folder: cut(folder / "model.safetensors"), "model.safetensors: got SafetensorError"),
-        (distributed, lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp: got no such file"),
+        (
+            indexed,
+            lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+            "00002.safetensors: got no",
+        ),
+        (
+            indexed,
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            "index.json: got JSON",
+        ),
+        (
+            one_file,
+            lambda folder: cut(folder / "model.safetensors"),
+            "model.safetensors: got SafetensorError",
+        ),
+        (
+            distributed,
+            lambda folder: (folder / "__0_0.distcp").unlink(),
+            "__0_0.distcp: got no such file",
+        ),
         (distributed, lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp: got "),
         (in_a_role, lambda folder: cut(folder / "model" / ".metadata"), "model/.metadata: got "),
-        (lambda folder: None, lambda folder: None, "neither *.safetensors nor a distributed checkpoint"),
-        (indexed, lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 10_000), "index.json: got"),
-        (distributed, lambda folder: enlarged_in_list(folder), ".metadata: got 4398046511104 bytes for model.scale"),
-        (one_file, lambda folder: as_pipe(folder / "model.safetensors"), "model.safetensors: got no regular file"),
+        (
+            lambda folder: None,
+            lambda folder: None,
+            "neither *.safetensors nor a distributed checkpoint",
+        ),
+        (
+            indexed,
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 10_000),
+            "index.json: got",
+        ),
+        (
+            distributed,
+            lambda folder: enlarged_in_list(folder),
+            ".metadata: got 4398046511104 bytes for model.scale",
+        ),
+        (
+            one_file,
+            lambda folder: as_pipe(folder / "model.safetensors"),
+            "model.safetensors: got no regular file",
+        ),
     ],
     ids=[
         "missing",
@@ -139,12 +176,17 @@ def test_lists_that_lead_outside_are_refused(way: str, tmp_path: Path) -> None:
     elif way == "a link to a folder":
         (folder / "sub").symlink_to(other)
     renamed_in_list(folder, names.get(way, "sub/__0_0.distcp"))
-    with pytest.raises(CheckpointError, match=r"/\.metadata: got .*/__0_0\.distcp.*expected files in its own folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"/\.metadata: got .*/__0_0\.distcp.*expected files in its own folder",
+    ):
         open_weights(folder)
 
 
 @pytest.mark.parametrize("write", [distributed, indexed])
-def test_a_checkpoint_behind_a_link_or_a_way_up_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_checkpoint_behind_a_link_or_a_way_up_is_read(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     write(tmp_path / "disk")
     (tmp_path / "link").symlink_to(tmp_path / "disk")
@@ -157,11 +199,16 @@ def test_an_index_that_leads_outside_is_refused(is_absolute: bool, tmp_path: Pat
     for write, place in ((one_file, tmp_path / "other"), (indexed, tmp_path / "here")):
         place.mkdir()
         write(place)
-    name = str(tmp_path / "other" / "model.safetensors") if is_absolute else "../other/model.safetensors"
+    name = (
+        str(tmp_path / "other" / "model.safetensors")
+        if is_absolute
+        else "../other/model.safetensors"
+    )
     path = tmp_path / "here" / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"scale": name}}))
     with pytest.raises(
-        CheckpointError, match=r"index\.json: got .*/other/model\.safetensors, expected files in its own"
+        CheckpointError,
+        match=r"index\.json: got .*/other/model\.safetensors, expected files in its own",
     ):
         open_weights(tmp_path / "here")
 
@@ -174,7 +221,9 @@ def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:
         open_weights(tmp_path).read("layer.weight")
 
 
-def test_a_list_of_chunks_of_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_chunks_of_an_older_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python 3.11.2 writes a member of an enum as a call of getattr."""
 
     def reduced(member: Enum, protocol: int) -> tuple[object, ...]:
@@ -200,7 +249,9 @@ class Fuse:
         return getattr, (torch.Size, "count")
 
 
-@pytest.mark.parametrize(("pickled", "words"), [(Bomb(), "it names pathlib"), (Fuse(), "it asks .* for count")])
+@pytest.mark.parametrize(
+    ("pickled", "words"), [(Bomb(), "it names pathlib"), (Fuse(), "it asks .* for count")]
+)
 def test_nothing_that_a_list_of_chunks_names_is_called(
     pickled: object, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

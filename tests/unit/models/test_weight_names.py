@@ -18,7 +18,10 @@ class Held:
     """Tensors in memory, as files."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors, self.shapes = tensors, {name: tensor.shape for name, tensor in tensors.items()}
+        self.tensors, self.shapes = (
+            tensors,
+            {name: tensor.shape for name, tensor in tensors.items()},
+        )
 
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -38,7 +41,9 @@ def test_experts_there_and_back(tmp_path: Path, family: str) -> None:
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     if family != "gpt_oss":
-        assert any(".experts.0." in name for name in written), "the files have a matrix for each expert"
+        assert any(".experts.0." in name for name in written), (
+            "the files have a matrix for each expert"
+        )
     skeleton = skeleton_causal_lm(tmp_path)
     own = model.state_dict()
     _require_equal(ConvertedFiles(open_weights(tmp_path), skeleton), own)
@@ -53,7 +58,9 @@ def test_what_a_router_adds_to_its_scores(tmp_path: Path, family: str) -> None:
     model = moe_model(family)
     model.save_pretrained(tmp_path)
     found = weight_buffers(model)
-    assert sorted(found) == [f"model.layers.{number}.mlp.gate.e_score_correction_bias" for number in (1, 2)]
+    assert sorted(found) == [
+        f"model.layers.{number}.mlp.gate.e_score_correction_bias" for number in (1, 2)
+    ]
     loaded = weight_buffers(load_causal_lm(tmp_path, dtype=torch.bfloat16))
     for name, buffer in found.items():
         assert torch.equal(loaded[name], buffer) and loaded[name].dtype == torch.float32, name

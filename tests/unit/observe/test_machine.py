@@ -49,7 +49,9 @@ def test_without_proc_the_peak_counts(monkeypatch):
 )
 def test_auto_takes_bfloat16_where_the_cpu_multiplies_it(cpuinfo, key, flags, dtype, named):
     """Flags stand in the file as the kernels for Intel and for Arm write them."""
-    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: X\n{key}\t\t: {flags}\nvmx flags\t: amx_bf16\n")
+    cpuinfo.write_text(
+        f"processor\t: 0\nmodel name\t: X\n{key}\t\t: {flags}\nvmx flags\t: amx_bf16\n"
+    )
     choice = choose_dtype("auto", "cpu")
     assert choice.value == dtype
     assert named in choice.reason

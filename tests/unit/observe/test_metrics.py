@@ -21,7 +21,9 @@ def test_a_mean_counts_each_part_by_its_weight():
     assert merged["loss"] == Metric(3.25, "mean", 4.0)
 
 
-@pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("max", 3.0), ("min", 1.0), ("last", 2.0)])
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", 6.0), ("max", 3.0), ("min", 1.0), ("last", 2.0)]
+)
 def test_other_reductions(reduction, expected):
     parts = [{"x": Metric(value, reduction)} for value in (1.0, 3.0, 2.0)]
     assert merge_metrics(parts)["x"].value == expected
@@ -38,7 +40,11 @@ def test_reduce_takes_single_metrics_lists_and_leaves_out_what_was_measured_nowh
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(REDUCTIONS), st.lists(st.tuples(values, weights), min_size=1, max_size=8), st.integers(0, 8))
+@given(
+    st.sampled_from(REDUCTIONS),
+    st.lists(st.tuples(values, weights), min_size=1, max_size=8),
+    st.integers(0, 8),
+)
 def test_merging_in_stages_equals_merging_at_once(reduction, pairs, cut):
     parts = [{"x": Metric(value, reduction, weight)} for value, weight in pairs]
     groups = [group for group in (parts[:cut], parts[cut:]) if group]
@@ -61,8 +67,13 @@ def test_a_part_without_weight_says_nothing_and_the_mean_of_nothing_is_nan():
 
 
 def test_infinities_survive():
-    assert merge_metrics({"x": Metric(value, "sum")} for value in (1.0, math.inf))["x"].value == math.inf
-    assert math.isnan(merge_metrics({"x": Metric(value, "sum")} for value in (-math.inf, math.inf))["x"].value)
+    assert (
+        merge_metrics({"x": Metric(value, "sum")} for value in (1.0, math.inf))["x"].value
+        == math.inf
+    )
+    assert math.isnan(
+        merge_metrics({"x": Metric(value, "sum")} for value in (-math.inf, math.inf))["x"].value
+    )
 
 
 def test_two_reductions_under_one_name_are_refused():
@@ -76,7 +87,9 @@ def test_a_metric_holds_plain_floats_and_travels():
     assert pickle.loads(pickle.dumps(metric)) == Metric(0.5, "mean", 3.0)
 
 
-@pytest.mark.parametrize("arguments", [(1.0, "average"), (1.0, "mean", -1.0), (1.0, "mean", math.nan)])
+@pytest.mark.parametrize(
+    "arguments", [(1.0, "average"), (1.0, "mean", -1.0), (1.0, "mean", math.nan)]
+)
 def test_a_wrong_reduction_or_weight_is_refused(arguments):
     with pytest.raises(ValueError, match="expected"):
         Metric(*arguments)

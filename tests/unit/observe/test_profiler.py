@@ -36,7 +36,13 @@ def test_operators_of_all_threads_and_the_phases_around_them() -> None:
     assert {"aten::cumsum", "aten::mm", "update"} <= named.keys()
     update, inside = named["update"], named["aten::cumsum"]
     # Microseconds since the origin; the thread has a row of its own.
-    assert 0 <= update["ts"] <= inside["ts"] <= update["ts"] + update["dur"] <= (time.time_ns() - before) / 1000
+    assert (
+        0
+        <= update["ts"]
+        <= inside["ts"]
+        <= update["ts"] + update["dur"]
+        <= (time.time_ns() - before) / 1000
+    )
     assert named["aten::mm"]["tid"] != inside["tid"]
     assert {event["pid"] for event in events} == {7000}
     assert named["process_name"]["args"] == {"name": "actor[1]"}
@@ -52,14 +58,21 @@ def test_arrows_between_operators_stay_in_their_process() -> None:
 
 
 def test_nothing_is_marked_without_a_recording() -> None:
-    with PhaseTimer().phase("update"), torch.profiler.profile() as profile, PhaseTimer().phase("inner"):
+    with (
+        PhaseTimer().phase("update"),
+        torch.profiler.profile() as profile,
+        PhaseTimer().phase("inner"),
+    ):
         torch.ones(1)
     assert "inner" not in {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("tool", ["torch_memory", "nsys"])
 def test_what_needs_cuda_is_refused_without_it(tool: str) -> None:
-    with pytest.raises(ConfigError, match=rf"global_profiler\.tool: got {tool} in a process on cpu, expected a CUDA"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"global_profiler\.tool: got {tool} in a process on cpu, expected a CUDA",
+    ):
         check_tool(tool, torch.device("cpu"))
     check_tool(tool, torch.device("cuda"))
     check_tool("torch", torch.device("cpu"))

@@ -38,7 +38,9 @@ def log_console(screen: StringIO) -> Console:
 
 
 def terminal(screen: StringIO, width: int = 110) -> Console:
-    return Console(file=screen, force_terminal=True, force_interactive=True, width=width, color_system=None)
+    return Console(
+        file=screen, force_terminal=True, force_interactive=True, width=width, color_system=None
+    )
 
 
 def test_a_log_has_one_aligned_line_per_step():
@@ -104,7 +106,9 @@ def test_a_terminal_has_a_bar_with_the_few_fields_and_messages_above_it():
     screen, clock = StringIO(), HandClock()
     with Progress(30, console=terminal(screen), clock=clock, activity=lambda: "gen") as progress:
         clock.now += 8
-        progress.update(12, {"reward": "0.430", "loss": "+0.0010", "tok/s": "1 214", "s/step": "8.1"})
+        progress.update(
+            12, {"reward": "0.430", "loss": "+0.0010", "tok/s": "1 214", "s/step": "8.1"}
+        )
         progress.message("validation at step 12 [x]")
     assert "validation at step 12 [x]\n" in screen.getvalue()
     assert last_state(screen).startswith("step 12/30 ━")
@@ -126,7 +130,9 @@ def test_a_finished_bar_says_so_and_closing_twice_is_fine():
 def test_a_wide_terminal_has_room_for_parts_of_the_reward(width: int, is_shown: bool):
     screen = StringIO()
     with Progress(30, console=terminal(screen, width=width)) as progress:
-        progress.update(3, {"reward": "0.430", "tok/s": "1 214", "s/step": "8.1", "reward.format": "0.250"})
+        progress.update(
+            3, {"reward": "0.430", "tok/s": "1 214", "s/step": "8.1", "reward.format": "0.250"}
+        )
     assert ("reward.format 0.250" in last_state(screen)) == is_shown
 
 
@@ -146,7 +152,8 @@ def test_a_missing_field_leaves_its_place_empty():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (144, "2:24"), (3744, "1:02:24"), (187_000, "2 d 03 h")]
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (144, "2:24"), (3744, "1:02:24"), (187_000, "2 d 03 h")],
 )
 def test_clock_text(seconds, text):
     assert clock_text(seconds) == text
@@ -185,7 +192,10 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
 
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "nan"), (-math.inf, "-inf")])
 def test_a_number_that_is_none_is_shown_as_such(value, text):
-    assert step_fields({"actor/entropy": value, "perf/throughput": value}) == {"entropy": text, "tok/s": text}
+    assert step_fields({"actor/entropy": value, "perf/throughput": value}) == {
+        "entropy": text,
+        "tok/s": text,
+    }
 
 
 def test_units_stand_behind_labels_before():

@@ -24,7 +24,9 @@ MLP, SAGEMAKER = EXPIRY_VARIABLES
         ({MLP: "1800000000", SAGEMAKER: "1700000000"}, 1.7e9),
     ],
 )
-def test_end_of_the_machine(environment: dict[str, str], second: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_machine(
+    environment: dict[str, str], second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in EXPIRY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, text in environment.items():
@@ -33,13 +35,18 @@ def test_end_of_the_machine(environment: dict[str, str], second: float, monkeypa
 
 
 def test_names_that_providers_set() -> None:
-    prefixes = {name.removesuffix("_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP") for name in EXPIRY_VARIABLES}
+    prefixes = {
+        name.removesuffix("_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")
+        for name in EXPIRY_VARIABLES
+    }
     assert prefixes == {"MLP", "SAGEMAKER"}
 
 
 def test_end_that_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MLP, "tomorrow")
-    with pytest.raises(ConfigError, match=rf"{MLP}: got 'tomorrow', expected a whole number of seconds"):
+    with pytest.raises(
+        ConfigError, match=rf"{MLP}: got 'tomorrow', expected a whole number of seconds"
+    ):
         expiry()
 
 

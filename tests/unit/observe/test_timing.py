@@ -97,7 +97,11 @@ def test_time_before_the_timeline_counts(clock):
     with timeline.part("data"):
         clock.now += 2
     lines = timeline.render().splitlines()
-    assert [line.split()[:2] for line in lines] == [["start-up", "8.0"], ["imports", "6.0"], ["data", "2.0"]]
+    assert [line.split()[:2] for line in lines] == [
+        ["start-up", "8.0"],
+        ["imports", "6.0"],
+        ["data", "2.0"],
+    ]
     assert lines[2].rstrip("━").endswith(" " * 24)
 
 

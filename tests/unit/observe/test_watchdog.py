@@ -100,7 +100,9 @@ def test_waits_in_a_fork_are_reported():
     with waiting("the parent's"):
         reader, writer = os.pipe()
         if (child := os.fork()) == 0:
-            with waiting("x", lambda: "", every_s=0.01, emit=lambda report: os.write(writer, report.encode())):
+            with waiting(
+                "x", lambda: "", every_s=0.01, emit=lambda report: os.write(writer, report.encode())
+            ):
                 time.sleep(HANGS_S)
             os._exit(1)
     try:
@@ -125,7 +127,10 @@ def test_an_error_inside_passes_and_ends_the_watch():
 
 def test_a_wait_that_speaks_less_often_does_not_silence_the_one_around_it():
     ear = Ear()
-    with waiting("the start-up", lambda: "models", every_s=0.01, emit=ear), waiting("models", every_s=60):
+    with (
+        waiting("the start-up", lambda: "models", every_s=0.01, emit=ear),
+        waiting("models", every_s=60),
+    ):
         ear.wait_for(2)
     assert set(ear.texts) == {"the start-up: models"}
 
@@ -136,12 +141,17 @@ def test_an_interval_of_zero_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(30.2, "30 s"), (119, "119 s"), (120, "2 min 00 s"), (3725, "62 min 05 s")]
+    ("seconds", "text"),
+    [(30.2, "30 s"), (119, "119 s"), (120, "2 min 00 s"), (3725, "62 min 05 s")],
 )
 def test_durations(seconds, text, monkeypatch):
     ear, readings = Ear(), iter([0.0])
     monkeypatch.setattr(watchdog, "_watches", {})
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings, seconds), sleep=time.sleep))
+    monkeypatch.setattr(
+        watchdog,
+        "time",
+        SimpleNamespace(monotonic=lambda: next(readings, seconds), sleep=time.sleep),
+    )
     with waiting("x", lambda: "", every_s=0.01, emit=ear):
         ear.wait_for(1)
     assert ear.reports[0] == f"waiting {text} for x: "

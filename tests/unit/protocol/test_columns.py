@@ -13,7 +13,12 @@ from quadriga.protocol import DataProto, deep_equal, object_array
 def same(left: DataProto, right: DataProto) -> bool:
     def stores(data: DataProto) -> list:
         arrays = {key: (array.dtype, array) for key, array in data.non_tensor_batch.items()}
-        return [data.batch is not None and dict(data.batch.items()), arrays, data.meta_info, len(data)]
+        return [
+            data.batch is not None and dict(data.batch.items()),
+            arrays,
+            data.meta_info,
+            len(data),
+        ]
 
     return deep_equal(stores(left), stores(right))
 
@@ -44,16 +49,25 @@ def test_without_tensors_or_without_columns() -> None:
 
 def test_objects_of_a_foreign_tensordict_are_sorted() -> None:
     foreign = TensorDict(
-        {"x": torch.ones(2), "uid": NonTensorStack("a", "b"), "note": NonTensorData("all", batch_size=[2])},
+        {
+            "x": torch.ones(2),
+            "uid": NonTensorStack("a", "b"),
+            "note": NonTensorData("all", batch_size=[2]),
+        },
         batch_size=[2],
     )
     data = DataProto.from_tensordict(foreign, {"step": 1})
-    assert data.non_tensor_batch["uid"].tolist() == ["a", "b"] and data.meta_info == {"note": "all", "step": 1}
+    assert data.non_tensor_batch["uid"].tolist() == ["a", "b"] and data.meta_info == {
+        "note": "all",
+        "step": 1,
+    }
 
 
 def test_rows_of_the_tensordict_are_rows() -> None:
     data = DataProto.from_dict({"x": torch.arange(3)}, {"rate": np.array([1.0, 2.0, 3.0])})
-    assert DataProto.from_tensordict(data.to_tensordict()[1:]).non_tensor_batch["rate"].tolist() == [2.0, 3.0]
+    assert DataProto.from_tensordict(data.to_tensordict()[1:]).non_tensor_batch[
+        "rate"
+    ].tolist() == [2.0, 3.0]
 
 
 def test_two_entries_of_one_name() -> None:
@@ -90,7 +104,9 @@ def test_repr_is_one_line() -> None:
 
 def test_print_size_counts_shared_objects_once(capsys: pytest.CaptureFixture[str]) -> None:
     image = {"pixels": torch.zeros(1 << 18)}
-    data = DataProto.from_dict({"x": torch.ones(1 << 18)}, {"image": object_array([image] * (1 << 18))})
+    data = DataProto.from_dict(
+        {"x": torch.ones(1 << 18)}, {"image": object_array([image] * (1 << 18))}
+    )
     data.print_size("rollout")
     printed = capsys.readouterr().out
     # 2 MiB of pointers and 1 MiB of pixels, which all rows share.

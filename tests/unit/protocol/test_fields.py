@@ -55,7 +55,9 @@ def render_fields() -> str:
         for field in FIELDS.values():
             if field.is_tensor == is_tensor:
                 written, read = ", ".join(field.written_by), ", ".join(field.read_by)
-                lines.append(f"| `{field.name}` | {field.shape} | {field.dtype} | {field.unit} | {written} | {read} |")
+                lines.append(
+                    f"| `{field.name}` | {field.shape} | {field.dtype} | {field.unit} | {written} | {read} |"
+                )
         lines.append("")
     return "\n".join(lines)
 
@@ -67,7 +69,11 @@ def used_columns(source: str) -> Iterator[tuple[str, bool]]:
             store = getattr(node.value, "attr", None)
             if store in STORES and isinstance(node.slice.value, str):
                 yield node.slice.value, STORES[store]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_dict":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "from_dict"
+        ):
             names = dict(zip(("tensors", "non_tensors"), node.args, strict=False))
             names.update({keyword.arg: keyword.value for keyword in node.keywords})
             for store, is_tensor in (("tensors", True), ("non_tensors", False)):
@@ -75,10 +81,14 @@ def used_columns(source: str) -> Iterator[tuple[str, bool]]:
                 yield from ((key.value, is_tensor) for key in keys if isinstance(key, ast.Constant))
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_columns_in_the_code_are_in_the_table(path: Path) -> None:
     for name, is_tensor in used_columns(path.read_text(encoding="utf-8")):
-        assert name in FIELDS, f"{path.name} uses the column {name!r}: describe it in protocol/fields.tsv"
+        assert name in FIELDS, (
+            f"{path.name} uses the column {name!r}: describe it in protocol/fields.tsv"
+        )
         assert FIELDS[name].is_tensor == is_tensor, f"{path.name} uses {name!r} in the wrong store"
 
 
@@ -90,7 +100,13 @@ def test_the_search_finds_what_it_looks_for() -> None:
 def test_every_designed_column_is_described() -> None:
     assert set(DESIGNED) <= set(FIELDS)
     for name, field in FIELDS.items():
-        assert field.name == name and field.shape.startswith("(B") and field.unit and field.written_by and field.read_by
+        assert (
+            field.name == name
+            and field.shape.startswith("(B")
+            and field.unit
+            and field.written_by
+            and field.read_by
+        )
 
 
 def test_writers_and_readers_are_packages() -> None:
@@ -108,4 +124,6 @@ def test_rendered_table_has_a_row_for_every_column() -> None:
 def test_the_page_of_the_documentation_is_the_table() -> None:
     page = (PACKAGE.parent / "docs" / "batch_fields.md").read_text(encoding="utf-8")
     assert page.startswith("# ")
-    assert page[page.index("### ") :] == render_fields(), "put what render_fields gives into docs/batch_fields.md"
+    assert page[page.index("### ") :] == render_fields(), (
+        "put what render_fields gives into docs/batch_fields.md"
+    )

@@ -35,7 +35,11 @@ def test_get_waits_and_concatenates() -> None:
 
 def test_chunk_of_a_chunk() -> None:
     future = DataProtoFuture.concat([0, 1, 2], resolve=read_shelf)
-    assert [part.get().batch["x"].tolist() for part in future.chunk(2)[0].chunk(3)] == [[0], [0], [1]]
+    assert [part.get().batch["x"].tolist() for part in future.chunk(2)[0].chunk(3)] == [
+        [0],
+        [0],
+        [1],
+    ]
 
 
 def test_an_error_is_raised_by_get() -> None:
@@ -57,7 +61,9 @@ def test_some_rows_are_taken_before_anything_is_joined() -> None:
     """What a rank gets of a future is what it would get of the whole, facts included, and no other row is copied."""
     sizes = [3, 0, 4, 1]
     outputs = [
-        DataProto.from_dict({"x": torch.arange(size) + 10 * number}, meta_info={"metrics": {"n": number}, "a": 1})
+        DataProto.from_dict(
+            {"x": torch.arange(size) + 10 * number}, meta_info={"metrics": {"n": number}, "a": 1}
+        )
         for number, size in enumerate(sizes)
     ]
 
@@ -70,16 +76,26 @@ def test_some_rows_are_taken_before_anything_is_joined() -> None:
         for number, part in enumerate(choosy.chunk(chunks)):
             expected = future.get().chunk(chunks)[number]
             got = part.get()
-            assert got.batch["x"].tolist() == expected.batch["x"].tolist() and got.meta_info == expected.meta_info
+            assert (
+                got.batch["x"].tolist() == expected.batch["x"].tolist()
+                and got.meta_info == expected.meta_info
+            )
             inner = [piece.get().batch["x"].tolist() for piece in part.chunk(2)]
             assert inner == [piece.batch["x"].tolist() for piece in expected.chunk(2)]
 
 
 def test_rows_of_other_outputs_are_left_to_collect() -> None:
     """A function in front of the chunk, or outputs that are no rows, say nothing of which rows are wanted."""
-    double = DataProtoFuture(DataProto.concat, [0, 1], lambda data: data.repeat(2), read_shelf, rows_of=range(2))
-    assert [part.get().batch["x"].tolist() for part in double.chunk(2)] == [[0, 0, 0, 0], [1, 1, 1, 1]]
-    none = DataProtoFuture(lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=range(1))
+    double = DataProtoFuture(
+        DataProto.concat, [0, 1], lambda data: data.repeat(2), read_shelf, rows_of=range(2)
+    )
+    assert [part.get().batch["x"].tolist() for part in double.chunk(2)] == [
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+    ]
+    none = DataProtoFuture(
+        lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=range(1)
+    )
     assert none.chunk(2)[1].get().batch["x"].tolist() == [8]
 
 

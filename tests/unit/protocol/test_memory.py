@@ -41,7 +41,9 @@ SHAPES = {
 @pytest.mark.parametrize("tensor", SHAPES.values(), ids=SHAPES)
 def test_bytes_and_back(tensor: torch.Tensor) -> None:
     memory = bytes_of(tensor)
-    assert memory.nbytes == tensor.nbytes and torch.equal(tensor_over(memory, tensor.dtype, tensor.shape), tensor)
+    assert memory.nbytes == tensor.nbytes and torch.equal(
+        tensor_over(memory, tensor.dtype, tensor.shape), tensor
+    )
     if tensor.numel():
         memory[:] = 0
         assert not tensor.any(), "the bytes are the tensor's own"
@@ -49,9 +51,14 @@ def test_bytes_and_back(tensor: torch.Tensor) -> None:
 
 def test_lent_memory_and_its_views() -> None:
     copied: list[str] = []
-    tensor = lend(tensor_over(read_only(torch.ones(600, 1000)), torch.float32, (600, 1000)), lambda: copied.append("x"))
+    tensor = lend(
+        tensor_over(read_only(torch.ones(600, 1000)), torch.float32, (600, 1000)),
+        lambda: copied.append("x"),
+    )
     small = lend(tensor_over(read_only(torch.ones(600)), torch.float32, (600,)))
-    assert is_lent(tensor) and is_lent(tensor[3:5]) and is_lent(small) and not is_lent(tensor.clone())
+    assert (
+        is_lent(tensor) and is_lent(tensor[3:5]) and is_lent(small) and not is_lent(tensor.clone())
+    )
     parts = DataProto.from_dict({"x": tensor, "y": small}).chunk(3)
     own = DataProto.concat(parts)
     assert copied == ["x"] * 3, "the lender hears of each part"
@@ -72,7 +79,9 @@ def test_lending_ends_with_the_tensor() -> None:
 
 def test_concat_allocates_once_and_keeps_gradients() -> None:
     large = torch.rand(700, 2000)
-    joined = DataProto.concat(DataProto.from_dict({"x": large, "y": large.t()[:700]}).chunk(4)).batch
+    joined = DataProto.concat(
+        DataProto.from_dict({"x": large, "y": large.t()[:700]}).chunk(4)
+    ).batch
     assert torch.equal(joined["x"], large) and torch.equal(joined["y"], large.t()[:700])
     assert joined["x"].untyped_storage().nbytes() == large.nbytes
     weight = torch.rand(700, 2000, requires_grad=True)

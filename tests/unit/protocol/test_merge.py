@@ -138,7 +138,10 @@ def test_union_tensor_dict_needs_the_same_rows() -> None:
 
 def test_union_numpy_dict_compares_objects_row_by_row() -> None:
     left = {"info": object_array([{"a": [1, NAN]}, cycle(1)])}
-    assert union_numpy_dict(left, {"info": object_array([{"a": [1, NAN]}, cycle(1)]), "x": np.ones(2)}) is left
+    assert (
+        union_numpy_dict(left, {"info": object_array([{"a": [1, NAN]}, cycle(1)]), "x": np.ones(2)})
+        is left
+    )
     assert sorted(left) == ["info", "x"]
     with pytest.raises(ProtocolError, match=r"'info'.*row 1"):
         union_numpy_dict(left, {"info": object_array([{"a": [1, NAN]}, cycle(2)])})

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol import DataProto, fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
+from quadriga.protocol import (
+    DataProto,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
 from tests.limits import PROGRAM_S
 
 
@@ -44,16 +50,24 @@ def test_impossible_paddings() -> None:
         lambda: unpad_dataproto(rows(2), -1),
         lambda: fold_batch_dim(rows(4), 3),
         lambda: unfold_batch_dim(rows(4)),
-        lambda: unfold_batch_dim(DataProto.from_dict({"a": torch.ones(2, 3), "b": torch.ones(2, 4)})),
+        lambda: unfold_batch_dim(
+            DataProto.from_dict({"a": torch.ones(2, 3), "b": torch.ones(2, 4)})
+        ),
     ):
         with pytest.raises(ProtocolError):
             call()
 
 
 def test_fold_keeps_neighbours_together() -> None:
-    data = DataProto.from_dict({"x": torch.arange(12).view(6, 2)}, {"uid": np.array(list("aabbcc"), dtype=object)})
+    data = DataProto.from_dict(
+        {"x": torch.arange(12).view(6, 2)}, {"uid": np.array(list("aabbcc"), dtype=object)}
+    )
     folded = fold_batch_dim(data, 3)
-    assert len(folded) == 3 and folded.non_tensor_batch["uid"].tolist() == [["a", "a"], ["b", "b"], ["c", "c"]]
+    assert len(folded) == 3 and folded.non_tensor_batch["uid"].tolist() == [
+        ["a", "a"],
+        ["b", "b"],
+        ["c", "c"],
+    ]
     assert folded.batch["x"][1].tolist() == [[4, 5], [6, 7]]
     back = unfold_batch_dim(folded)
     assert back.batch["x"].tolist() == data.batch["x"].tolist()

@@ -16,7 +16,10 @@ from quadriga.protocol import DataProto, DataProtoItem
 @pytest.fixture
 def data() -> DataProto:
     return DataProto.from_dict(
-        tensors={"ids": torch.arange(12).view(4, 3), "score": torch.tensor([0.0, 0.5, 1.0, float("nan")])},
+        tensors={
+            "ids": torch.arange(12).view(4, 3),
+            "score": torch.tensor([0.0, 0.5, 1.0, float("nan")]),
+        },
         non_tensors={"uid": ["a", "b", "c", "d"], "rate": np.array([1, 2, 3, 4], dtype=np.float32)},
         meta_info={"step": 7},
     )
@@ -32,17 +35,27 @@ def uids(data: DataProto) -> list[str]:
 
 
 def test_from_single_dict_sorts_by_type() -> None:
-    data = DataProto.from_single_dict({"x": torch.ones(2), "uid": np.array(["a", "b"], dtype=object)}, {"step": 1})
-    assert list(data.batch.keys()) == ["x"] and list(data.non_tensor_batch) == ["uid"] and data.meta_info == {"step": 1}
+    data = DataProto.from_single_dict(
+        {"x": torch.ones(2), "uid": np.array(["a", "b"], dtype=object)}, {"step": 1}
+    )
+    assert (
+        list(data.batch.keys()) == ["x"]
+        and list(data.non_tensor_batch) == ["uid"]
+        and data.meta_info == {"step": 1}
+    )
 
 
 def test_from_single_dict_refuses_other_types() -> None:
-    with pytest.raises(ProtocolError, match=r"'texts': got list, expected a tensor or a numpy array"):
+    with pytest.raises(
+        ProtocolError, match=r"'texts': got list, expected a tensor or a numpy array"
+    ):
         DataProto.from_single_dict({"texts": ["a"]})
 
 
 def test_lists_become_object_arrays_of_one_dimension() -> None:
-    column = DataProto.from_dict(non_tensors={"prompt_ids": [[1, 2], [3, 4]]}).non_tensor_batch["prompt_ids"]
+    column = DataProto.from_dict(non_tensors={"prompt_ids": [[1, 2], [3, 4]]}).non_tensor_batch[
+        "prompt_ids"
+    ]
     assert column.dtype == object and column.shape == (2,) and column[1] == [3, 4]
 
 
@@ -79,7 +92,11 @@ def test_num_batch_dims_are_checked_and_rows_counted_along_the_first() -> None:
 
 
 def test_len_of_every_kind(data: DataProto) -> None:
-    assert (len(data), len(DataProto()), len(DataProto.from_dict(non_tensors={"uid": ["a"]}))) == (4, 0, 1)
+    assert (len(data), len(DataProto()), len(DataProto.from_dict(non_tensors={"uid": ["a"]}))) == (
+        4,
+        0,
+        1,
+    )
 
 
 def test_one_row(data: DataProto) -> None:
@@ -111,7 +128,11 @@ def test_rows_by_mask(data: DataProto, as_type) -> None:
 
 def test_no_rows(data: DataProto) -> None:
     empty = data[[]]
-    assert len(empty) == 0 and empty.batch["ids"].shape == (0, 3) and empty.batch["ids"].dtype == torch.int64
+    assert (
+        len(empty) == 0
+        and empty.batch["ids"].shape == (0, 3)
+        and empty.batch["ids"].dtype == torch.int64
+    )
 
 
 @pytest.mark.parametrize("index", [[4], [-5], [[0]], [0.5], [True]])
@@ -125,7 +146,9 @@ def test_other_indices_are_type_errors(data: DataProto) -> None:
         data["ids"]
 
 
-@pytest.mark.parametrize("rows", [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(10, 20)])
+@pytest.mark.parametrize(
+    "rows", [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(10, 20)]
+)
 def test_slices_are_those_of_a_list(data: DataProto, rows: slice) -> None:
     assert uids(data[rows]) == ["a", "b", "c", "d"][rows] and ids(data[rows]) == [0, 1, 2, 3][rows]
 
@@ -137,7 +160,14 @@ def test_slice_chunk_and_split_are_views(data: DataProto) -> None:
 
 
 def test_containers_are_the_results_own(data: DataProto) -> None:
-    for part in (data[1:3], data[[0]], data.select(), data.repeat(2), data.chunk(1)[0], DataProto.concat([data])):
+    for part in (
+        data[1:3],
+        data[[0]],
+        data.select(),
+        data.repeat(2),
+        data.chunk(1)[0],
+        DataProto.concat([data]),
+    ):
         part.meta_info["step"] = 8
         part.batch["new"] = torch.zeros(len(part))
         part.non_tensor_batch["new"] = np.zeros(len(part))
@@ -168,7 +198,8 @@ def test_reorder_is_in_place_and_takes_only_permutations(data: DataProto) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "chunks", "sizes"), [(7, 4, [2, 2, 2, 1]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (8, 4, [2] * 4)]
+    ("rows", "chunks", "sizes"),
+    [(7, 4, [2, 2, 2, 1]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (8, 4, [2] * 4)],
 )
 def test_chunks_are_ragged(rows: int, chunks: int, sizes: list[int]) -> None:
     data = DataProto.from_dict({"x": torch.arange(rows)}, {"uid": list(range(rows))})
@@ -193,7 +224,11 @@ def test_padding(data: DataProto) -> None:
     last.padding(1)
     assert uids(first) == ["a", "b", "c", "d", "a", "a"] and uids(last) == ["a", "b", "c", "d", "d"]
     assert len(data) == 4
-    for call in (lambda: data.padding(1, "middle"), lambda: data.padding(-1), lambda: data[:0].padding(1)):
+    for call in (
+        lambda: data.padding(1, "middle"),
+        lambda: data.padding(-1),
+        lambda: data[:0].padding(1),
+    ):
         with pytest.raises(ProtocolError, match="padding"):
             call()
 
@@ -207,7 +242,11 @@ def test_padding_is_off_unless_asked_for() -> None:
 
 def test_select(data: DataProto) -> None:
     part = data.select(["ids"], [], ["step"])
-    assert list(part.batch.keys()) == ["ids"] and not part.non_tensor_batch and part.meta_info == {"step": 7}
+    assert (
+        list(part.batch.keys()) == ["ids"]
+        and not part.non_tensor_batch
+        and part.meta_info == {"step": 7}
+    )
     everything = data.select(deepcopy=True)
     everything.batch["ids"].zero_()
     assert data.batch["ids"][3, 2] == 11 and everything.meta_info == {"step": 7}
@@ -216,13 +255,22 @@ def test_select(data: DataProto) -> None:
 
 def test_pop_takes_away_and_returns(data: DataProto) -> None:
     popped = data.pop(["ids"], ["uid"], ["step"])
-    assert uids(popped) == ["a", "b", "c", "d"] and ids(popped) == [0, 1, 2, 3] and popped.meta_info == {"step": 7}
-    assert list(data.batch.keys()) == ["score"] and list(data.non_tensor_batch) == ["rate"] and data.meta_info == {}
+    assert (
+        uids(popped) == ["a", "b", "c", "d"]
+        and ids(popped) == [0, 1, 2, 3]
+        and popped.meta_info == {"step": 7}
+    )
+    assert (
+        list(data.batch.keys()) == ["score"]
+        and list(data.non_tensor_batch) == ["rate"]
+        and data.meta_info == {}
+    )
 
 
 def test_pop_of_something_missing_changes_nothing(data: DataProto) -> None:
     with pytest.raises(
-        ProtocolError, match=r"non_tensor_batch: got no entry 'nope', expected one of \['rate', 'uid'\]"
+        ProtocolError,
+        match=r"non_tensor_batch: got no entry 'nope', expected one of \['rate', 'uid'\]",
     ):
         data.pop(["ids"], ["nope"])
     assert list(data.batch.keys()) == ["ids", "score"]
@@ -230,7 +278,9 @@ def test_pop_of_something_missing_changes_nothing(data: DataProto) -> None:
 
 def test_rename_columns_of_both_kinds(data: DataProto) -> None:
     assert data.rename(["ids", "uid"], ["input_ids", "name"]) is data
-    assert sorted(data.batch.keys()) == ["input_ids", "score"] and sorted(data.non_tensor_batch) == ["name", "rate"]
+    assert sorted(data.batch.keys()) == ["input_ids", "score"] and sorted(
+        data.non_tensor_batch
+    ) == ["name", "rate"]
     data.rename("name", "uid")
     for old, new in (("x", "y"), ("input_ids", "rate"), (["score"], ["a", "b"])):
         with pytest.raises(ProtocolError, match="rename"):
@@ -242,7 +292,10 @@ def test_union_adds_what_is_new(data: DataProto) -> None:
     same.batch["values"] = torch.ones(4)
     same.meta_info["temperature"] = 1.0
     assert data.union(same) is data
-    assert sorted(data.batch.keys()) == ["ids", "score", "values"] and data.meta_info == {"step": 7, "temperature": 1.0}
+    assert sorted(data.batch.keys()) == ["ids", "score", "values"] and data.meta_info == {
+        "step": 7,
+        "temperature": 1.0,
+    }
 
 
 def test_union_names_the_column_and_the_row(data: DataProto) -> None:
@@ -306,7 +359,10 @@ def test_concat_refuses_what_does_not_fit(data: DataProto) -> None:
         ([data, data.select(["ids"])], "columns"),
         ([data, data.select(non_tensor_batch_keys=[])], "columns"),
         ([data, other_fact], "'step'"),
-        ([data, DataProto(non_tensor_batch=data.non_tensor_batch, meta_info={})], "with and without tensors"),
+        (
+            [data, DataProto(non_tensor_batch=data.non_tensor_batch, meta_info={})],
+            "with and without tensors",
+        ),
     ):
         with pytest.raises(ProtocolError, match=words):
             DataProto.concat(parts)
@@ -318,7 +374,11 @@ def test_unfold_column_chunks() -> None:
         {"uid": ["a", "b"], "grid": np.arange(8).reshape(2, 4)},
     )
     rows = data.unfold_column_chunks(2, ["wide", "grid"])
-    assert rows.batch["wide"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] == rows.non_tensor_batch["grid"].tolist()
+    assert (
+        rows.batch["wide"].tolist()
+        == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        == rows.non_tensor_batch["grid"].tolist()
+    )
     assert rows.batch["once"].tolist() == [10, 10, 20, 20] and uids(rows) == ["a", "a", "b", "b"]
     for parts, keys in ((3, ["wide"]), (2, ["once"]), (2, ["nope"])):
         with pytest.raises(ProtocolError, match=r"unfold_column_chunks"):
@@ -327,11 +387,19 @@ def test_unfold_column_chunks() -> None:
 
 def test_iterator_covers_each_row_once_an_epoch(data: DataProto) -> None:
     batches = list(data.make_iterator(3, epochs=2))
-    assert [ids(batch) for batch in batches] == [[0, 1, 2], [3]] * 2 and batches[0].meta_info == {"step": 7}
+    assert [ids(batch) for batch in batches] == [[0, 1, 2], [3]] * 2 and batches[0].meta_info == {
+        "step": 7
+    }
     shuffled = list(data.make_iterator(3, epochs=2, seed=5, dataloader_kwargs={"shuffle": True}))
     assert [len(batch) for batch in shuffled] == [3, 1, 3, 1]
-    assert sorted(ids(DataProto.concat(shuffled[:2]))) == sorted(ids(DataProto.concat(shuffled[2:]))) == [0, 1, 2, 3]
-    assert [ids(batch) for batch in data.make_iterator(3, 1, dataloader_kwargs={"drop_last": True})] == [[0, 1, 2]]
+    assert (
+        sorted(ids(DataProto.concat(shuffled[:2])))
+        == sorted(ids(DataProto.concat(shuffled[2:])))
+        == [0, 1, 2, 3]
+    )
+    assert [
+        ids(batch) for batch in data.make_iterator(3, 1, dataloader_kwargs={"drop_last": True})
+    ] == [[0, 1, 2]]
     assert list(data[:0].make_iterator(3, 1, dataloader_kwargs={"shuffle": True})) == []
 
 
@@ -346,7 +414,9 @@ def test_iterator_is_reproducible_and_leaves_the_global_generator_alone(data: Da
 
 def test_iterator_has_the_order_of_a_seeded_loader_of_torch(data: DataProto) -> None:
     """As verl has it: one loader for all epochs, which draws more from its generator than the orders."""
-    loader = DataLoader(range(len(data)), 1, shuffle=True, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(
+        range(len(data)), 1, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
     expected = [int(row) for _ in range(3) for row in loader]
     found = data.make_iterator(1, 3, seed=5, dataloader_kwargs={"shuffle": True})
     assert [row for batch in found for row in ids(batch)] == expected
@@ -366,11 +436,19 @@ def test_copies(data: DataProto) -> None:
     shallow, deep = copy.copy(data), copy.deepcopy(data)
     data.batch["ids"].zero_()
     data.non_tensor_batch["rate"][0] = 9
-    assert shallow.batch["ids"].sum() == 0 and ids(deep) == [0, 1, 2, 3] and deep.non_tensor_batch["rate"][0] == 1
+    assert (
+        shallow.batch["ids"].sum() == 0
+        and ids(deep) == [0, 1, 2, 3]
+        and deep.non_tensor_batch["rate"][0] == 1
+    )
 
 
 def test_nested_columns_follow_the_rows() -> None:
     nested = TensorDict({"pixels": torch.arange(6).view(3, 2)}, batch_size=[3])
     data = DataProto(batch=TensorDict({"x": torch.arange(3), "image": nested}, batch_size=[3]))
     assert data[[2, 0]].batch["image", "pixels"].tolist() == [[4, 5], [0, 1]]
-    assert DataProto.concat(data.chunk(2)).batch["image", "pixels"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert DataProto.concat(data.chunk(2)).batch["image", "pixels"].tolist() == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]

@@ -52,7 +52,9 @@ def test_the_texts_come_back_out(batch: DataProto) -> None:
     tokenizer = CharacterTokenizer()
     assert [tokenizer.decode(row) for row in batch.batch["prompts"].tolist()] == PROMPTS
     assert [tokenizer.decode(row) for row in batch.batch["responses"].tolist()] == RESPONSES
-    lengths = [len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    lengths = [
+        len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+    ]
     assert batch.batch["attention_mask"].sum(dim=1).tolist() == lengths
     # Left padding puts every prompt's last token into the same column, right before the response.
     assert batch.batch["attention_mask"][:, len(PROMPTS[2]) - 1].tolist() == [1, 1, 1]

@@ -22,7 +22,9 @@ quick = settings(deadline=None, max_examples=25)
 dtypes = st.sampled_from([torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8])
 values = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 counts = st.integers(1, 5)
@@ -69,7 +71,9 @@ def test_tensordict_round_trip(data: DataProto) -> None:
 @given(protos(), st.booleans())
 def test_pickle_round_trip(data: DataProto, is_out_of_band: bool) -> None:
     buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append if is_out_of_band else None)
+    stream = pickle.dumps(
+        data, protocol=5, buffer_callback=buffers.append if is_out_of_band else None
+    )
     assert same(pickle.loads(stream, buffers=[bytearray(buffer) for buffer in buffers]), data)
 
 

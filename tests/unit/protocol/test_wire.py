@@ -68,14 +68,23 @@ def test_awkward_tensors(travel) -> None:
 @pytest.mark.parametrize("travel", WAYS)
 def test_objects_facts_and_no_rows(travel) -> None:
     image = Image.new("RGB", (3, 2), 9)
-    nested = {"pixels": torch.ones(2, 2, dtype=torch.bfloat16), "grid": [torch.tensor(1), (torch.tensor(2), "x")]}
+    nested = {
+        "pixels": torch.ones(2, 2, dtype=torch.bfloat16),
+        "grid": [torch.tensor(1), (torch.tensor(2), "x")],
+    }
     data = DataProto.from_dict(
         {"x": torch.zeros(2)},
-        {"info": [{"image": image, "deep": nested}, None], "ids": [[1, 2], []], "rate": np.array([0.5, np.nan])},
+        {
+            "info": [{"image": image, "deep": nested}, None],
+            "ids": [[1, 2], []],
+            "rate": np.array([0.5, np.nan]),
+        },
         {"metrics": {"loss": torch.tensor(1.0)}, "text": "é"},
     )
     arrived = travel(data)
-    assert deep_equal(arrived.non_tensor_batch, data.non_tensor_batch) and deep_equal(arrived.meta_info, data.meta_info)
+    assert deep_equal(arrived.non_tensor_batch, data.non_tensor_batch) and deep_equal(
+        arrived.meta_info, data.meta_info
+    )
     arrived.non_tensor_batch["rate"][0] = 1.0
     assert len(travel(data[:0])) == 0 and travel(data[:0]).batch["x"].dtype == torch.float32
     assert travel(DataProto(meta_info={"a": 1})).meta_info == {"a": 1}
@@ -89,7 +98,9 @@ def test_nested_columns_travel() -> None:
 
 def test_buffers_are_the_tensors_own_memory() -> None:
     """No byte string is built on the way: the buffers are views of the columns, also of a chunk's rows."""
-    data = DataProto.from_dict({"x": torch.arange(1000), "y": torch.ones(1000, dtype=torch.bfloat16)})
+    data = DataProto.from_dict(
+        {"x": torch.arange(1000), "y": torch.ones(1000, dtype=torch.bfloat16)}
+    )
     half = data.chunk(2)[1]
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(half, protocol=5, buffer_callback=buffers.append)
@@ -104,17 +115,25 @@ def test_buffers_are_the_tensors_own_memory() -> None:
 def test_repeated_objects_stay_one_object() -> None:
     """Rows that were repeated share their images; on the wire they are sent once."""
     row = {"pixels": torch.ones(1000)}
-    data = DataProto.from_dict(non_tensors={"image": object_array([row, row, {"pixels": torch.zeros(2)}])})
+    data = DataProto.from_dict(
+        non_tensors={"image": object_array([row, row, {"pixels": torch.zeros(2)}])}
+    )
     arrived = pickle.loads(pickle.dumps(data))
     column = arrived.non_tensor_batch["image"]
-    assert column[0] is column[1] and column[0] is not column[2] and torch.equal(column[1]["pixels"], torch.ones(1000))
+    assert (
+        column[0] is column[1]
+        and column[0] is not column[2]
+        and torch.equal(column[1]["pixels"], torch.ones(1000))
+    )
     assert len(pickle.dumps(data)) < 2 * 4000
 
 
 def test_cycles_travel() -> None:
     loop: dict = {"x": torch.ones(2)}
     loop["self"] = loop
-    arrived = in_band(DataProto.from_dict(non_tensors={"loop": object_array([loop])})).non_tensor_batch["loop"][0]
+    arrived = in_band(
+        DataProto.from_dict(non_tensors={"loop": object_array([loop])})
+    ).non_tensor_batch["loop"][0]
     assert arrived["self"] is arrived and torch.equal(arrived["x"], torch.ones(2))
 
 
@@ -124,12 +143,21 @@ def test_torch_save_is_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "save", refuse)
     in_band(
-        DataProto.from_dict({"x": torch.ones(2)}, {"o": [{"t": torch.ones(1)}, [torch.ones(2)]]}, {"m": torch.ones(1)})
+        DataProto.from_dict(
+            {"x": torch.ones(2)},
+            {"o": [{"t": torch.ones(1)}, [torch.ones(2)]]},
+            {"m": torch.ones(1)},
+        )
     )
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here: nothing to bring to the CPU")
+@pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="no accelerator here: nothing to bring to the CPU"
+)
 def test_tensors_of_an_accelerator_arrive_on_the_cpu() -> None:
     data = DataProto.from_dict({"x": torch.arange(3)}).to(torch.accelerator.current_accelerator())
-    assert in_band(data).batch["x"].tolist() == [0, 1, 2] and in_band(data).batch["x"].device.type == "cpu"
+    assert (
+        in_band(data).batch["x"].tolist() == [0, 1, 2]
+        and in_band(data).batch["x"].device.type == "cpu"
+    )

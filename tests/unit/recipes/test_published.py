@@ -26,7 +26,10 @@ def lines(path: Path, rows: list[dict]) -> Path:
 
 
 def make(count: int, start: int = 0) -> list[dict]:
-    return [{"question": f"q{i}", "answer": f"Think.\n#### 1,00{i}"} for i in range(start, start + count)]
+    return [
+        {"question": f"q{i}", "answer": f"Think.\n#### 1,00{i}"}
+        for i in range(start, start + count)
+    ]
 
 
 def read(path: Path) -> list[dict]:
@@ -53,7 +56,9 @@ def test_a_folder_with_train_and_test(tmp_path: Path):
 
 def test_of_a_single_file_a_part_is_held_out(tmp_path: Path):
     source = lines(tmp_path / "data.jsonl", make(20))
-    paths = prepare_data("gsm8k", tmp_path / "out", source=str(source), num_train=9, num_val=5, seed=3)
+    paths = prepare_data(
+        "gsm8k", tmp_path / "out", source=str(source), num_train=9, num_val=5, seed=3
+    )
     train, val = questions(paths["train"]), questions(paths["val"])
     assert (len(train), len(val)) == (9, 5)
     assert not set(train) & set(val)
@@ -63,7 +68,10 @@ def test_of_a_single_file_a_part_is_held_out(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [({"question": "q", "answer": "no number"}, "row 0: .*ends in"), ({"question": "q"}, "expected a column 'answer'")],
+    [
+        ({"question": "q", "answer": "no number"}, "row 0: .*ends in"),
+        ({"question": "q"}, "expected a column 'answer'"),
+    ],
 )
 def test_rows_that_are_not_gsm8k(tmp_path: Path, row: dict, message: str):
     with pytest.raises(DataError, match=message):
@@ -106,7 +114,11 @@ ROWS = {
         "\\boxed{5}",
     ),
     "geometry3k": (
-        {"images": [{"bytes": dot(), "path": None}], "problem": "<image>Find x.", "answer": "2 \\sqrt { 3 }"},
+        {
+            "images": [{"bytes": dot(), "path": None}],
+            "problem": "<image>Find x.",
+            "answer": "2 \\sqrt { 3 }",
+        },
         "<think>.</think> \\boxed{\\sqrt{12}}",
         "<think>.</think> \\boxed{3}",
     ),
@@ -118,10 +130,15 @@ ROWS = {
 def test_the_grader_of_its_data_source_tells_right_from_wrong(tmp_path: Path, name: str):
     row, right, wrong = ROWS[name]
     pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "data.parquet")
-    [_, written] = read(prepare_data(name, tmp_path / "out", source=str(tmp_path / "data.parquet"))["train"])
+    [_, written] = read(
+        prepare_data(name, tmp_path / "out", source=str(tmp_path / "data.parquet"))["train"]
+    )
     scores = [
         default_compute_score(
-            written["data_source"], response, written["reward_model"]["ground_truth"], written["extra_info"]
+            written["data_source"],
+            response,
+            written["reward_model"]["ground_truth"],
+            written["extra_info"],
         )["score"]
         for response in (right, wrong)
     ]
@@ -130,7 +147,9 @@ def test_the_grader_of_its_data_source_tells_right_from_wrong(tmp_path: Path, na
     if name == "geometry3k":
         assert text.startswith("<image>Find x.") and written["images"] == [{"bytes": dot()}]
     if name == "hellaswag":
-        assert text.startswith("Removing ice from car: A man writes on snow. then\n\nA. , he sings.\nB. , he scrapes")
+        assert text.startswith(
+            "Removing ice from car: A man writes on snow. then\n\nA. , he sings.\nB. , he scrapes"
+        )
     if name == "gsm8k_tools":
         assert [one["role"] for one in written["prompt"]] == ["system", "user"]
 
@@ -143,18 +162,26 @@ def test_pairs_of_two_responses_to_one_prompt(tmp_path: Path, capsys: pytest.Cap
         {"chosen": f"{start}\n\nAssistant: 5", "rejected": f"{start}\n\nAssistant: 5"},
         {"chosen": f"{start}\n\nAssistant: 5", "rejected": "\n\nHuman: 3+3=\n\nAssistant: 6"},
         {"chosen": f"{start}\n\nAssistant:", "rejected": f"{start}\n\nAssistant: 5"},
-        {"chosen": f"\n\nHuman: Hi{start}\n\nAssistant: 5", "rejected": f"\n\nHuman: Hi{start}\n\nAssistant: 6"},
+        {
+            "chosen": f"\n\nHuman: Hi{start}\n\nAssistant: 5",
+            "rejected": f"\n\nHuman: Hi{start}\n\nAssistant: 6",
+        },
     ]
     for split in ("train", "test"):
         (tmp_path / "helpful-base").mkdir(exist_ok=True)
         with gzip.open(tmp_path / "helpful-base" / f"{split}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     paths = prepare_data("hh_rlhf", tmp_path / "out", source=str(tmp_path))
-    assert "train.jsonl.gz: 4 of 5 rows are left out: no two different responses" in capsys.readouterr().out
+    assert (
+        "train.jsonl.gz: 4 of 5 rows are left out: no two different responses"
+        in capsys.readouterr().out
+    )
     [row] = read(paths["val"])
     assert [message["content"] for message in row["prompt"]] == ["1+1=", "2", "2+3="]
     tokenizer = build_tokenizer()
-    item = RMDataset(str(paths["train"]), tokenizer, DataConfig(max_length=64, cache_dir=str(tmp_path)))[0]
+    item = RMDataset(
+        str(paths["train"]), tokenizer, DataConfig(max_length=64, cache_dir=str(tmp_path))
+    )[0]
     begin = int(item["num_prompt_tokens"])
     assert [tokenizer.decode(ids[begin : begin + 1]) for ids in item["input_ids"]] == ["5", "6"]
 
@@ -170,12 +197,18 @@ def test_a_split_has_another_name_and_rows_without_a_label(tmp_path: Path):
 def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Images stay the bytes that they are stored as."""
     features = datasets.Features(
-        {"images": [datasets.Image()], "problem": datasets.Value("string"), "answer": datasets.Value("string")}
+        {
+            "images": [datasets.Image()],
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
     )
     split = datasets.Dataset.from_list([ROWS["geometry3k"][0]], features=features)
     loaded = datasets.DatasetDict(train=split, validation=split, test=split)
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *name: loaded if name == ("hiyouga/geometry3k", None) else None
+        datasets,
+        "load_dataset",
+        lambda *name: loaded if name == ("hiyouga/geometry3k", None) else None,
     )
     paths = prepare_data("geometry3k", tmp_path)
     assert [read(path)[0]["images"] for path in paths.values()] == [[{"bytes": dot()}]] * 2
@@ -184,7 +217,11 @@ def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("geometry3k", {"images": [{"path": "../x.png"}]}, r"row 0, column 'images': got .*a file below"),
+        (
+            "geometry3k",
+            {"images": [{"path": "../x.png"}]},
+            r"row 0, column 'images': got .*a file below",
+        ),
         ("geometry3k", {"problem": "Find x."}, "row 0: got 0 times <image> and 1 images"),
         ("hellaswag", {"label": "4"}, "row 0: got the label '4'"),
         ("math", {"problem": None}, "row 0, column 'problem': got None, expected text"),

@@ -27,7 +27,11 @@ def test_the_librarys_scorer_grades_what_was_written(tmp_path: Path, task: str):
         extra, answer = row["extra_info"], row["reward_model"]["ground_truth"]
         assert (row["data_source"], extra["task"]) == (f"reasoning_gym/{task}", task)
         assert row["prompt"][0]["content"].startswith(extra["question"])
-        entry = {"question": extra["question"], "answer": answer, "metadata": json.loads(extra["metadata"])}
+        entry = {
+            "question": extra["question"],
+            "answer": answer,
+            "metadata": json.loads(extra["metadata"]),
+        }
         assert entry["metadata"]["source_dataset"] == task
         assert score(answer=answer, entry=entry) == 1.0
         assert score(answer="surely not", entry=entry) < 0.5
@@ -36,8 +40,15 @@ def test_the_librarys_scorer_grades_what_was_written(tmp_path: Path, task: str):
 def test_validation_is_held_out_and_does_not_depend_on_the_seed(tmp_path: Path):
     contents = []
     for seed in (0, 0, 1):
-        paths = prepare_data("reasoning_gym:chain_sum", tmp_path, num_train=60, num_val=20, seed=seed)
-        contents.append([[row["extra_info"]["question"] for row in read(paths[split])] for split in ("train", "val")])
+        paths = prepare_data(
+            "reasoning_gym:chain_sum", tmp_path, num_train=60, num_val=20, seed=seed
+        )
+        contents.append(
+            [
+                [row["extra_info"]["question"] for row in read(paths[split])]
+                for split in ("train", "val")
+            ]
+        )
     first, again, other = contents
     assert first == again
     assert first[1] == other[1]
@@ -59,13 +70,19 @@ def test_answers_that_only_a_scorer_can_tell_stay_empty(tmp_path: Path):
 def test_tuples_are_marked_only_where_the_scorer_minds():
     entry = {"question": "q", "answer": "a", "metadata": {"out": ((1, 2), [3]), "n": 1}}
     assert encode_metadata(entry, lambda answer, entry: 1.0) == '{"out": [[1, 2], [3]], "n": 1}'
-    strict = encode_metadata(entry, lambda answer, entry: float(isinstance(entry["metadata"]["out"], tuple)))
+    strict = encode_metadata(
+        entry, lambda answer, entry: float(isinstance(entry["metadata"]["out"], tuple))
+    )
     assert json.loads(strict)["out"] == {"__tuple__": [{"__tuple__": [1, 2]}, [3]]}
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
-    [("chain_sums", "Did you mean .*chain_sum"), ("composite", "no such task"), ("zzzz", "There are ab,")],
+    [
+        ("chain_sums", "Did you mean .*chain_sum"),
+        ("composite", "no such task"),
+        ("zzzz", "There are ab,"),
+    ],
 )
 def test_unknown_tasks(tmp_path: Path, task: str, message: str):
     with pytest.raises(DataError, match=message):

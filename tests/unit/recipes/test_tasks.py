@@ -22,7 +22,10 @@ def texts(path: Path) -> list[str]:
 
 def test_a_row_of_the_quickstart(tmp_path: Path):
     paths = prepare_data("largest", tmp_path, num_train=5, num_val=3)
-    assert {split: path.name for split, path in paths.items()} == {"train": "train.parquet", "val": "val.parquet"}
+    assert {split: path.name for split, path in paths.items()} == {
+        "train": "train.parquet",
+        "val": "val.parquet",
+    }
     rows = read(paths["train"])
     assert [row["extra_info"] for row in rows] == [{"split": "train", "index": i} for i in range(5)]
     for row in rows:
@@ -36,7 +39,10 @@ def test_a_row_of_the_quickstart(tmp_path: Path):
 
 
 def test_validation_is_held_out_and_does_not_depend_on_the_seed(tmp_path: Path):
-    runs = [prepare_data("largest", tmp_path / str(seed), num_train=3000, num_val=200, seed=seed) for seed in (0, 1)]
+    runs = [
+        prepare_data("largest", tmp_path / str(seed), num_train=3000, num_val=200, seed=seed)
+        for seed in (0, 1)
+    ]
     val = [texts(run["val"]) for run in runs]
     train = [texts(run["train"]) for run in runs]
     assert val[0] == val[1]
@@ -44,7 +50,14 @@ def test_validation_is_held_out_and_does_not_depend_on_the_seed(tmp_path: Path):
     for part in train:
         assert len(set(part)) == 3000
         assert not set(part) & set(val[0])
-    assert texts(prepare_data("largest", tmp_path / "again", num_train=3000, num_val=200, seed=1)["train"]) == train[1]
+    assert (
+        texts(
+            prepare_data("largest", tmp_path / "again", num_train=3000, num_val=200, seed=1)[
+                "train"
+            ]
+        )
+        == train[1]
+    )
 
 
 def test_held_out_even_where_training_takes_everything_else(monkeypatch: pytest.MonkeyPatch):

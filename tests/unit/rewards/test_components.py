@@ -7,7 +7,11 @@ from quadriga.rewards.components import weighted
 
 
 def test_the_sum_and_its_parts():
-    assert weighted({"a": 1.0, "b": 0.5}, {"a": 2.0, "b": -1.0}) == {"score": 1.5, "a": 1.0, "b": 0.5}
+    assert weighted({"a": 1.0, "b": 0.5}, {"a": 2.0, "b": -1.0}) == {
+        "score": 1.5,
+        "a": 1.0,
+        "b": 0.5,
+    }
 
 
 def test_names_that_do_not_fit():

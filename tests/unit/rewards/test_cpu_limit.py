@@ -33,8 +33,13 @@ def test_a_computation_is_interrupted_and_a_wait_is_not():
 
 @pytest.mark.parametrize(
     ("body", "end"),
-    [("sum(range(10**12))", "SIGPROF"), ("try: bytearray(1 << 30)\n    except MemoryError: raise SystemExit", "")],
+    [
+        ("sum(range(10**12))", "SIGPROF"),
+        ("try: bytearray(1 << 30)\n    except MemoryError: raise SystemExit", ""),
+    ],
 )
 def test_a_grading_process_ends_where_one_instruction_takes_too_long(body, end):
-    status = subprocess.run([sys.executable, "-c", PROGRAM.format(body)], timeout=PROGRAM_S).returncode
+    status = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body)], timeout=PROGRAM_S
+    ).returncode
     assert status == (-signal.Signals[end] if end else 0)

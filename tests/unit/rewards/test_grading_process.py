@@ -38,14 +38,25 @@ def test_a_library_is_announced_once_so_that_its_import_costs_no_samples_time(co
     rows = [row(), row(text="#### 6"), row("quadriga/largest")]
     connection.send([(number, 1.0, one) for number, one in enumerate(rows)])
     messages = [connection.recv() for _ in range(8)]
-    assert [kind for kind, _ in messages] == [BEGUN, LOADING, READY, GRADED, GRADED, LOADING, READY, GRADED]
+    assert [kind for kind, _ in messages] == [
+        BEGUN,
+        LOADING,
+        READY,
+        GRADED,
+        GRADED,
+        LOADING,
+        READY,
+        GRADED,
+    ]
     graded = [value for kind, value in messages if kind == GRADED]
     assert [(number, outcome.score) for number, outcome in graded] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
 
 def test_a_batch_function_answers_a_list(connection, tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text("def compute_score(solution_strs, **kwargs):\n    return [len(text) for text in solution_strs]\n")
+    path.write_text(
+        "def compute_score(solution_strs, **kwargs):\n    return [len(text) for text in solution_strs]\n"
+    )
     connection.send(ScoreFunction(str(path), is_batch=True))
     assert connection.recv()[0] == READY
     lists = {

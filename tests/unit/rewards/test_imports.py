@@ -26,5 +26,7 @@ def test_what_a_grading_process_needs_loads_no_torch():
         "import quadriga.rewards.graders.math, quadriga.rewards.graders.gsm8k\n"
         "print([name for name in ('torch', 'pydantic', 'tensordict', 'transformers', 'ray') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code, *sys.path], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *sys.path], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -62,9 +62,20 @@ def test_the_rest_of_a_dict_becomes_plain_and_can_be_pickled():
         def __str__(self):
             return "odd"
 
-    returned = {"score": 1, "acc": np.float32(1), "parts": (np.arange(2), {"a": torch.ones(2)}), "x": Odd(), "f": None}
+    returned = {
+        "score": 1,
+        "acc": np.float32(1),
+        "parts": (np.arange(2), {"a": torch.ones(2)}),
+        "x": Odd(),
+        "f": None,
+    }
     outcome = pickle.loads(pickle.dumps(read_outcome(returned)))
-    assert outcome.extra == {"acc": 1.0, "parts": [[0, 1], {"a": [1.0, 1.0]}], "x": "odd", "f": None}
+    assert outcome.extra == {
+        "acc": 1.0,
+        "parts": [[0, 1], {"a": [1.0, 1.0]}],
+        "x": "odd",
+        "f": None,
+    }
 
 
 def test_a_traceback_begins_in_the_grader():

@@ -81,12 +81,20 @@ def test_a_process_that_was_frozen_between_batches_takes_no_sample_with_it(file)
     assert outcome.extra["pid"] != first.extra["pid"]
 
 
-def test_a_built_in_grader_that_is_ended_at_its_cpu_limit_grades_an_empty_response(tmp_path, monkeypatch):
+def test_a_built_in_grader_that_is_ended_at_its_cpu_limit_grades_an_empty_response(
+    tmp_path, monkeypatch
+):
     (tmp_path / "reasoning_gym.py").write_text(GYM)
     monkeypatch.syspath_prepend(tmp_path)
-    facts = {"data_source": "reasoning_gym/any", "ground_truth": "1", "extra_info": {"entry": {"answer": "1"}}}
+    facts = {
+        "data_source": "reasoning_gym/any",
+        "ground_truth": "1",
+        "extra_info": {"entry": {"answer": "1"}},
+    }
     with GradingPool(ScoreFunction(), num_workers=1) as built_in:
-        outcomes = built_in.grade([facts | {"solution_str": text} for text in ("1", "stuck", "2")], timeout_s=60)
+        outcomes = built_in.grade(
+            [facts | {"solution_str": text} for text in ("1", "stuck", "2")], timeout_s=60
+        )
     assert [outcome.score for outcome in outcomes] == [0.25, 0.25, 0.25]
     assert [outcome.error for outcome in outcomes] == ["", "", ""]
     assert "limit of CPU time" in outcomes[1].extra["ungradable"]
@@ -94,7 +102,10 @@ def test_a_built_in_grader_that_is_ended_at_its_cpu_limit_grades_an_empty_respon
 
 
 def rows(*texts):
-    return [{"data_source": "x", "solution_str": str(t), "ground_truth": "", "extra_info": {}} for t in texts]
+    return [
+        {"data_source": "x", "solution_str": str(t), "ground_truth": "", "extra_info": {}}
+        for t in texts
+    ]
 
 
 def is_alive(pid):
@@ -162,7 +173,9 @@ def test_a_process_that_was_killed_between_rounds_costs_no_sample(pool):
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_a_process_that_dies_before_it_has_a_sample_costs_none(tmp_path, prefix):
     """It was stopped before, as one is that is being killed and still looks alive."""
-    (tmp_path / "reward.py").write_text(FUNCTION.replace("def compute_score", f"{prefix}def compute_score"))
+    (tmp_path / "reward.py").write_text(
+        FUNCTION.replace("def compute_score", f"{prefix}def compute_score")
+    )
     with GradingPool(ScoreFunction(str(tmp_path / "reward.py")), num_workers=1) as pool:
         (outcome,) = pool.grade(rows(1), timeout_s=GRADED_S)
         os.kill(outcome.extra["pid"], signal.SIGSTOP)
@@ -208,10 +221,14 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
     thread.start()
     while "1 in work" not in grading.progress():
         time.sleep(0.01)
-    assert grading.progress().startswith("0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)")
+    assert grading.progress().startswith(
+        "0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)"
+    )
     pool.close()
     thread.join(timeout=SOON_S)
-    assert [str(error) for error in errors] == ["grading pool: got close(), expected samples to be graded first."]
+    assert [str(error) for error in errors] == [
+        "grading pool: got close(), expected samples to be graded first."
+    ]
 
 
 def test_a_grading_process_loads_no_torch(pool):
@@ -253,7 +270,10 @@ def test_a_round_that_was_begun_goes_on_by_itself(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
         begun = pool.begin(rows(*range(20)), timeout_s=GRADED_S)
         deadline = time.monotonic() + SOON_S
-        while begun.progress() != "20 of 20 graded, 0 failed, 0 in work" and time.monotonic() < deadline:
+        while (
+            begun.progress() != "20 of 20 graded, 0 failed, 0 in work"
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         assert begun.progress() == "20 of 20 graded, 0 failed, 0 in work"
         assert [outcome.score for outcome in begun.result()] == list(range(20))
@@ -319,7 +339,9 @@ def test_one_call_grades_all_samples_of_a_batch_function(tmp_path):
     )
     with GradingPool(ScoreFunction(str(path), is_batch=True), num_workers=1) as pool:
         for texts in (["ab"], ["ab", "abc"], []):
-            assert [outcome.score for outcome in pool.grade(rows(*texts), timeout_s=GRADED_S)] == [*map(len, texts)]
+            assert [outcome.score for outcome in pool.grade(rows(*texts), timeout_s=GRADED_S)] == [
+                *map(len, texts)
+            ]
         outcomes = pool.grade(rows("a", "hang"), timeout_s=0.2)
         assert [outcome.kind for outcome in outcomes] == ["timeout"] * 2
         assert "no score within 0.4 s" in outcomes[0].error
@@ -407,11 +429,16 @@ def test_the_sample_that_ends_or_blocks_its_process_is_found_among_many(coroutin
     kinds = {row: outcome.kind for row, outcome in enumerate(outcomes) if outcome.kind != "graded"}
     assert kinds == {7: "died", 12: "timeout"}
     assert "it blocks its event loop" in outcomes[12].error
-    assert [outcome.score for outcome in outcomes] == [0 if row in kinds else row for row in range(20)]
+    assert [outcome.score for outcome in outcomes] == [
+        0 if row in kinds else row for row in range(20)
+    ]
 
 
 def test_a_round_of_a_coroutine_function_that_is_cancelled_costs_no_other(coroutines):
-    slow, other = coroutines.begin(rows("late"), timeout_s=GRADED_S), coroutines.begin(rows("meet"), timeout_s=GRADED_S)
+    slow, other = (
+        coroutines.begin(rows("late"), timeout_s=GRADED_S),
+        coroutines.begin(rows("meet"), timeout_s=GRADED_S),
+    )
     while not slow.processes:
         time.sleep(0.01)
     slow.cancel()

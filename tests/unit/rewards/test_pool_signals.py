@@ -53,7 +53,11 @@ def run(tmp_path):
 
     def start(*texts):
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen([*command, *texts], stdout=pipe, stderr=pipe, text=True, env=environment))
+        started.append(
+            subprocess.Popen(
+                [*command, *texts], stdout=pipe, stderr=pipe, text=True, env=environment
+            )
+        )
         return started[-1]
 
     yield start
@@ -142,7 +146,10 @@ def test_sessions_of_their_own_end_with_the_grading_process(tmp_path, text):
     if text == "orphan" and not has_writable_groups():
         pytest.skip("no cgroup v2 that can be written here")
     (tmp_path / "reward.py").write_text(HOSTILE)
-    rows = [{"data_source": "x", "ground_truth": "", "extra_info": {}, "solution_str": one} for one in (text, "1")]
+    rows = [
+        {"data_source": "x", "ground_truth": "", "extra_info": {}, "solution_str": one}
+        for one in (text, "1")
+    ]
     with GradingPool(ScoreFunction(str(tmp_path / "reward.py")), num_workers=1) as pool:
         outcomes = pool.grade(rows, timeout_s=2.0)
     # Without its supervisor, what it has started keeps its pipe open: the time limit finds it.

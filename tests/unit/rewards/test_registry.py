@@ -6,7 +6,12 @@ import pytest
 from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import registry
-from quadriga.rewards.registry import BUILT_IN, get_reward_manager_cls, load_reward_manager, register
+from quadriga.rewards.registry import (
+    BUILT_IN,
+    get_reward_manager_cls,
+    load_reward_manager,
+    register,
+)
 
 
 class Mine:
@@ -43,7 +48,8 @@ def test_a_taken_name_is_refused(names):
 def test_an_unknown_name_is_answered_with_those_there_are(names):
     register("mine")(Mine)
     with pytest.raises(
-        RewardError, match="got yours, expected one of batch, dapo, in_process, judge, mine, naive, prime"
+        RewardError,
+        match="got yours, expected one of batch, dapo, in_process, judge, mine, naive, prime",
     ):
         get_reward_manager_cls("yours")
 
@@ -58,7 +64,9 @@ def test_a_class_of_a_file(tmp_path):
     file = tmp_path / "managers.py"
     file.write_text("class Mine:\n    def __init__(self, config, tokenizer):\n        pass\n")
     assert get_reward_manager_cls(f"{file}:Mine").__name__ == "Mine"
-    with pytest.raises(ConfigError, match=r"reward_manager: got no class 'Yours', expected .*\(Mine\)"):
+    with pytest.raises(
+        ConfigError, match=r"reward_manager: got no class 'Yours', expected .*\(Mine\)"
+    ):
         get_reward_manager_cls(f"{file}:Yours")
 
 
@@ -71,5 +79,8 @@ def test_a_manager_by_verls_contract_is_told(names):
             pass
 
     config = Config.model_validate({"reward_model": {"reward_manager": "verls"}})
-    with pytest.raises(RewardError, match=r"got Verls\(tokenizer, num_examine, .*expected Verls\(config, tokenizer\)"):
+    with pytest.raises(
+        RewardError,
+        match=r"got Verls\(tokenizer, num_examine, .*expected Verls\(config, tokenizer\)",
+    ):
         load_reward_manager(config, None)

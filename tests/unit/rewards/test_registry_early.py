@@ -48,7 +48,9 @@ class Words:
 def config(tmp_path: Path) -> Callable[..., Config]:
     (tmp_path / "reward.py").write_text(CODE)
 
-    def build(*, mode: str = "async", path: str | None = str(tmp_path / "reward.py"), **reward_model: Any) -> Config:
+    def build(
+        *, mode: str = "async", path: str | None = str(tmp_path / "reward.py"), **reward_model: Any
+    ) -> Config:
         return Config(
             actor_rollout_ref={"rollout": {"mode": mode}},
             custom_reward_function={"path": path},
@@ -93,7 +95,9 @@ def test_each_sample_gets_its_own_outcome(grader: Callable[..., RewardManager]) 
     assert outcomes(manager, "5") == [right]
 
 
-def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callable[..., RewardManager]) -> None:
+def test_samples_are_graded_side_by_side_and_the_loop_stays_free(
+    grader: Callable[..., RewardManager],
+) -> None:
     manager = grader()
     outcomes(manager, "5", "5", "5")
 
@@ -111,14 +115,18 @@ def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callabl
     assert num_turns > 5
 
 
-def test_a_sample_that_hangs_or_dies_costs_only_itself(grader: Callable[..., RewardManager]) -> None:
+def test_a_sample_that_hangs_or_dies_costs_only_itself(
+    grader: Callable[..., RewardManager],
+) -> None:
     manager = grader(timeout_s=1.0)
     hung, died, *others = outcomes(manager, "hang", "die", "5", "5", "5", "5")
     assert (hung.kind, died.kind) == ("timeout", "died")
     assert [other.score for other in others] == [1.0] * 4
 
 
-def test_a_conversation_that_is_given_up_ends_its_process(grader: Callable[..., RewardManager]) -> None:
+def test_a_conversation_that_is_given_up_ends_its_process(
+    grader: Callable[..., RewardManager],
+) -> None:
     """Otherwise it would hold the only process for longer than this test may take."""
     manager = grader(timeout_s=HANGS_S, num_workers=1)
 
@@ -151,7 +159,9 @@ def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
     manager = grader(**settings)
     early = manager.begin(data, outcomes(manager, "5", "6 6", "raise")).result()
     assert torch.equal(early.scores, together.scores) and early.scores[0, 0] == 1.0
-    assert {name: column.tolist() for name, column in early.extra.items() if name != "reward_error"} == {
+    assert {
+        name: column.tolist() for name, column in early.extra.items() if name != "reward_error"
+    } == {
         name: column.tolist() for name, column in together.extra.items() if name != "reward_error"
     }
     assert early.extra["overlong"].tolist() == [False, True, None]
@@ -162,7 +172,10 @@ def test_too_many_failures_stop_the_run(grader: Callable[..., RewardManager]) ->
     manager = grader(max_error_rate=0.0)
     data = DataProto.from_dict(
         {"responses": torch.tensor([[2]]), "attention_mask": torch.ones(1, 2).long()},
-        {"data_source": np.array(["mine"], dtype=object), "reward_model": np.array([{"ground_truth": "5"}])},
+        {
+            "data_source": np.array(["mine"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "5"}]),
+        },
     )
     with pytest.raises(RewardError, match="1 of 1 samples could not be graded"):
         manager.begin(data, outcomes(manager, "raise")).result()

@@ -37,12 +37,16 @@ def batch(texts, response_length=6, **columns):
     truths = np.array([{"ground_truth": f"truth {row}"} for row in range(len(texts))], dtype=object)
     sources = np.array(["mine"] * len(texts), dtype=object)
     non_tensors = {"data_source": sources, "reward_model": truths, **columns}
-    return DataProto.from_dict(tensors={"responses": responses, "attention_mask": mask}, non_tensors=non_tensors)
+    return DataProto.from_dict(
+        tensors={"responses": responses, "attention_mask": mask}, non_tensors=non_tensors
+    )
 
 
 def test_only_valid_tokens_are_read_and_special_ones_left_out():
     extra_info = np.array([{"index": 5}, None, {"index": 7}], dtype=object)
-    samples = read_samples(batch(["ab", "", "abcdef"], extra_info=extra_info), Letters(), "data_source")
+    samples = read_samples(
+        batch(["ab", "", "abcdef"], extra_info=extra_info), Letters(), "data_source"
+    )
     assert [row["solution_str"] for row in samples.rows] == ["ab", "", "abcdef"]
     assert samples.lengths.tolist() == [3, 0, 6]
     assert samples.response_length == 6
@@ -74,9 +78,13 @@ def test_without_a_mask_or_with_one_run_all_read_the_same():
 
 def test_the_column_of_the_data_source_has_the_name_of_the_configuration():
     origin = np.array(["theirs"], dtype=object)
-    assert read_samples(batch(["a"], origin=origin), Letters(), "origin").rows[0]["data_source"] == "theirs"
+    assert (
+        read_samples(batch(["a"], origin=origin), Letters(), "origin").rows[0]["data_source"]
+        == "theirs"
+    )
     with pytest.raises(
-        RewardError, match=r"column origin: got only the columns .*data_source, .*reward_model, .*reward_fn_key"
+        RewardError,
+        match=r"column origin: got only the columns .*data_source, .*reward_model, .*reward_fn_key",
     ):
         read_samples(batch(["a"]), Letters(), "origin")
 
@@ -98,7 +106,9 @@ def test_a_row_without_a_ground_truth_is_named(reward_model, words):
         read_samples(batch(["a", "b"], reward_model=column), Letters(), "data_source")
     places = np.array(["t.jsonl row 2", "t.jsonl row 5"], dtype=object)
     with pytest.raises(RewardError, match=rf"^t\.jsonl row 5, {said}"):
-        read_samples(batch(["a", "b"], reward_model=column, source_row=places), Letters(), "data_source")
+        read_samples(
+            batch(["a", "b"], reward_model=column, source_row=places), Letters(), "data_source"
+        )
 
 
 def test_a_batch_without_responses_is_refused():
@@ -114,7 +124,10 @@ def test_an_empty_batch_has_no_rows():
 
 def test_score_functions_hear_how_a_conversation_went():
     data = batch(["a", "b"])
-    assert all("num_turns" not in row["extra_info"] for row in read_samples(data, Letters(), "data_source").rows)
+    assert all(
+        "num_turns" not in row["extra_info"]
+        for row in read_samples(data, Letters(), "data_source").rows
+    )
     data.non_tensor_batch |= {
         "num_turns": np.array([3, 1], dtype=object),
         "tool_rewards": np.array([{"add": 0.5}, {}], dtype=object),
@@ -136,7 +149,9 @@ def graded(score, **extra):
 
 
 def test_the_score_stands_at_the_last_valid_token():
-    output = collect(samples(1, 3, 4, 0), [graded(0.5), graded(-1.0), graded(2.0), graded(0.25)], 0.0)
+    output = collect(
+        samples(1, 3, 4, 0), [graded(0.5), graded(-1.0), graded(2.0), graded(0.25)], 0.0
+    )
     expected = [[0.5, 0, 0, 0], [0, 0, -1, 0], [0, 0, 0, 2], [0.25, 0, 0, 0]]
     assert output.scores.dtype == torch.float32
     torch.testing.assert_close(output.scores, torch.tensor(expected))
@@ -144,7 +159,11 @@ def test_the_score_stands_at_the_last_valid_token():
 
 
 def test_extras_are_columns_with_gaps():
-    outcomes = [graded(1.0, acc=True, pred="5"), graded(0.0, parts=[1, 2]), graded(0.0, acc=False, pred=None)]
+    outcomes = [
+        graded(1.0, acc=True, pred="5"),
+        graded(0.0, parts=[1, 2]),
+        graded(0.0, acc=False, pred=None),
+    ]
     output = collect(samples(1, 1, 1), outcomes, 0.0)
     assert output.extra["acc"].tolist() == [True, None, False]
     assert output.extra["pred"].tolist() == ["5", None, None]
@@ -166,13 +185,23 @@ def test_ungradable_responses_are_counted_and_are_no_failures():
 
 
 def test_failures_are_counted_kept_and_said(caplog):
-    outcomes = [graded(1.0), failure("raised", "Traceback: bad"), failure("timeout", "too slow"), graded(1.0)]
+    outcomes = [
+        graded(1.0),
+        failure("raised", "Traceback: bad"),
+        failure("timeout", "too slow"),
+        graded(1.0),
+    ]
     with caplog.at_level(logging.WARNING):
         output = collect(samples(1, 1, 1, 1), outcomes, 0.5)
     assert output.scores.sum(dim=1).tolist() == [1, 0, 0, 1]
     assert output.extra["reward_error"].tolist() == ["", "Traceback: bad", "too slow", ""]
     values = {name: metric.value for name, metric in output.metrics.items()}
-    assert values == {"reward/errors": 2, "reward/timeouts": 1, "reward/ungradable": 0, "reward/error_rate": 0.5}
+    assert values == {
+        "reward/errors": 2,
+        "reward/timeouts": 1,
+        "reward/ungradable": 0,
+        "reward/error_rate": 0.5,
+    }
     assert output.metrics["reward/error_rate"].weight == 4
     assert (
         "2 of 4 samples could not be graded and count as 0. The first, row 1 of the batch, of data source source 1"
@@ -181,16 +210,29 @@ def test_failures_are_counted_kept_and_said(caplog):
 
 
 def test_too_many_failures_stop_the_run_with_the_first_traceback():
-    outcomes = [graded(1.0), failure("raised", "Traceback:\n  KeyError: 'x'"), failure("invalid", "returned None")]
+    outcomes = [
+        graded(1.0),
+        failure("raised", "Traceback:\n  KeyError: 'x'"),
+        failure("invalid", "returned None"),
+    ]
     with pytest.raises(RewardError) as caught:
         collect(samples(1, 1, 1), outcomes, 0.5)
     message = str(caught.value)
-    assert "2 of 3 samples could not be graded, expected at most 50% (reward_model.max_error_rate)" in message
-    assert message.endswith("The first, row 1 of the batch, of data source source 1: Traceback:\n  KeyError: 'x'")
+    assert (
+        "2 of 3 samples could not be graded, expected at most 50% (reward_model.max_error_rate)"
+        in message
+    )
+    assert message.endswith(
+        "The first, row 1 of the batch, of data source source 1: Traceback:\n  KeyError: 'x'"
+    )
 
 
 def test_a_round_that_stopped_early_says_so():
-    outcomes = [failure("skipped", "not graded"), failure("timeout", "slow"), failure("timeout", "slow")]
+    outcomes = [
+        failure("skipped", "not graded"),
+        failure("timeout", "slow"),
+        failure("timeout", "slow"),
+    ]
     with pytest.raises(RewardError, match=r"2 of 3 .*\(grading stopped there\).*row 1"):
         collect(samples(1, 1, 1), outcomes, 0.5)
 

@@ -22,7 +22,10 @@ from quadriga.rewards.scoring import (
 
 def test_every_name_in_the_table_has_a_grader_and_the_other_way_round():
     named = {*GRADERS.values(), *GRADERS_BY_PREFIX.values()}
-    files = {path.stem for path in Path(graders.__file__).parent.glob("*.py")} - {"__init__", "reading"}
+    files = {path.stem for path in Path(graders.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "reading",
+    }
     assert named == files
     assert all(callable(load_grader(name)) for name in named)
 
@@ -66,7 +69,9 @@ def test_options_under_a_graders_name_are_for_it_alone():
 
 def test_the_task_of_reasoning_gym_stands_in_the_data_source():
     extra_info = {"metadata": {"source_dataset": "elsewhere"}}
-    assert default_compute_score("reasoning_gym/letter_counting", "3", "3", extra_info)["score"] == 1.0
+    assert (
+        default_compute_score("reasoning_gym/letter_counting", "3", "3", extra_info)["score"] == 1.0
+    )
 
 
 def test_options_go_to_the_grader():
@@ -74,7 +79,9 @@ def test_options_go_to_the_grader():
 
 
 def test_an_unknown_data_source_is_named():
-    with pytest.raises(RewardError, match=r"got 'my/data', expected .*openai/gsm8k.*custom_reward_function\.path"):
+    with pytest.raises(
+        RewardError, match=r"got 'my/data', expected .*openai/gsm8k.*custom_reward_function\.path"
+    ):
         grader_name("my/data")
 
 
@@ -87,7 +94,12 @@ def test_a_missing_library_is_named(monkeypatch):
         load_grader.__wrapped__("math")
 
 
-ROW = {"data_source": "mine", "solution_str": "four", "ground_truth": "four", "extra_info": {"weight": 2}}
+ROW = {
+    "data_source": "mine",
+    "solution_str": "four",
+    "ground_truth": "four",
+    "extra_info": {"weight": 2},
+}
 
 
 @pytest.fixture
@@ -110,7 +122,9 @@ def function_file(tmp_path):
     ],
 )
 def test_functions_written_for_verl_run_unchanged(function_file, parameters):
-    path = function_file(f"def compute_score({parameters}):\n    return float(solution_str == ground_truth)\n")
+    path = function_file(
+        f"def compute_score({parameters}):\n    return float(solution_str == ground_truth)\n"
+    )
     assert ScoreFunction(path).load()(**ROW) == 1.0
 
 
@@ -121,7 +135,10 @@ def test_reward_kwargs_are_passed_and_survive_the_way_to_a_process(function_file
 
 
 def test_a_reward_kwarg_cannot_replace_a_column():
-    with pytest.raises(ConfigError, match="got ground_truth, expected names that a sample's own columns do not have"):
+    with pytest.raises(
+        ConfigError,
+        match="got ground_truth, expected names that a sample's own columns do not have",
+    ):
         ScoreFunction(reward_kwargs={"ground_truth": "5", "bonus": 1})
 
 
@@ -141,8 +158,12 @@ def test_a_missing_file_is_found_at_once(tmp_path):
 
 
 def test_a_missing_name_is_answered_with_those_there_are(function_file):
-    path = function_file("from json import dumps\ndef grade(**kwargs):\n    return 1\ncompute_score = 5\n")
-    with pytest.raises(ConfigError, match=r"name: got no function 'reward', expected a function in .*\(grade\)"):
+    path = function_file(
+        "from json import dumps\ndef grade(**kwargs):\n    return 1\ncompute_score = 5\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"name: got no function 'reward', expected a function in .*\(grade\)"
+    ):
         ScoreFunction(path, "reward").load()
     with pytest.raises(ConfigError, match="compute_score, which is a int"):
         ScoreFunction(path).load()
@@ -151,26 +172,35 @@ def test_a_missing_name_is_answered_with_those_there_are(function_file):
 def test_a_function_with_other_parameters_is_shown_what_is_passed(function_file):
     path = function_file("def compute_score(solution_str, ground_truth):\n    return 1\n")
     with pytest.raises(
-        ConfigError, match=r"got compute_score\(solution_str, ground_truth\).*data_source, solution_str"
+        ConfigError,
+        match=r"got compute_score\(solution_str, ground_truth\).*data_source, solution_str",
     ):
         ScoreFunction(path).load()
     with pytest.raises(ConfigError, match="data_sources, solution_strs"):
         ScoreFunction(path, is_batch=True).load()
-    path = function_file("def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return []\n")
+    path = function_file(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return []\n"
+    )
     with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
         ScoreFunction(path).load()
 
 
 def test_a_reward_kwarg_that_the_function_lacks_is_named(function_file):
-    path = function_file("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
+    path = function_file(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n"
+    )
     with pytest.raises(ConfigError, match=r"bonus.*and reward_kwargs \(bonus\)"):
         ScoreFunction(path, reward_kwargs={"bonus": 1}).load()
 
 
-@pytest.mark.parametrize("text", ["def compute_score(:\n", "import no_such_module_at_all\n", "raise SystemExit(3)\n"])
+@pytest.mark.parametrize(
+    "text", ["def compute_score(:\n", "import no_such_module_at_all\n", "raise SystemExit(3)\n"]
+)
 def test_a_file_that_fails_is_shown_with_its_own_error(function_file, text):
     path = function_file(text)
-    with pytest.raises(ConfigError, match=r"(?s)my_reward\.py, which raised \w+ while it was loaded:\n"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)my_reward\.py, which raised \w+ while it was loaded:\n"
+    ):
         ScoreFunction(path).load()
 
 
@@ -189,7 +219,10 @@ def plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
 def test_functions_get_special_tokens_and_messages_by_naming_them(tmp_path):
     file = tmp_path / "further.py"
     file.write_text(FURTHER)
-    row = ROW | {"solution_with_special_tokens": "<t>four", "solution_messages": [{"role": "tool", "content": "four"}]}
+    row = ROW | {
+        "solution_with_special_tokens": "<t>four",
+        "solution_messages": [{"role": "tool", "content": "four"}],
+    }
     extras = {}
     for name in ("item", "batch", "plain"):
         function = ScoreFunction(str(file), name, is_batch=name == "batch")

@@ -26,7 +26,10 @@ class Engine(ScriptedEngine):
         self.is_closed = False
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Any = None,
     ) -> list[Completion]:
         self.asked += map(list, prompts)
         self.lives -= len(prompts)
@@ -34,7 +37,9 @@ class Engine(ScriptedEngine):
             raise ConnectionError("the server has gone")
         for prompt in prompts:
             if prompt[0] == 13:
-                raise RolloutError("engine", got="a prompt that begins with 13", expected="another one")
+                raise RolloutError(
+                    "engine", got="a prompt that begins with 13", expected="another one"
+                )
         return super().generate_batch(prompts, sampling)
 
     async def generate(
@@ -84,7 +89,9 @@ def test_a_request_goes_where_the_fewest_tokens_are_in_flight() -> None:
 
     async def several() -> list[Completion]:
         sizes = (100, 5, 5, 5)
-        return await asyncio.gather(*(balancer.generate([1, 2], params(1, size)[0]) for size in sizes))
+        return await asyncio.gather(
+            *(balancer.generate([1, 2], params(1, size)[0]) for size in sizes)
+        )
 
     assert [answer.token_ids for answer in asyncio.run(several())] == [[1, 2]] * 4
     # The long one alone on one engine, the three short ones on the other.
@@ -134,7 +141,9 @@ def test_all_engines_are_dead() -> None:
     balancer = Balancer([Engine(lives=0), Engine()])
     balancer.generate_batch([[1], [2]], params(2))
     balancer.engines[1].lives = 0
-    with pytest.raises(RolloutError, match="engine 1 of 2: got ConnectionError: the server has gone") as caught:
+    with pytest.raises(
+        RolloutError, match="engine 1 of 2: got ConnectionError: the server has gone"
+    ) as caught:
         balancer.generate_batch([[1], [2]], params(2))
     assert isinstance(caught.value.__cause__, ConnectionError)
 
@@ -167,7 +176,9 @@ def test_weights_are_lent_to_all_at_once() -> None:
     balancer = Balancer(engines)
     balancer.load_weights(lent(20), version=7)
     for engine in engines:
-        assert [float(engine.copies[f"w{number}"].mean()) for number in range(20)] == list(range(20))
+        assert [float(engine.copies[f"w{number}"].mean()) for number in range(20)] == list(
+            range(20)
+        )
         assert engine.weight_version == 7
     assert balancer.weight_version == 7
     assert balancer.fingerprint().tensors.keys() == {f"w{number}" for number in range(20)}
@@ -237,7 +248,9 @@ def test_engines_with_different_weights() -> None:
     balancer.load_weights(lent(3), version=1)
     engines[1].copies["w1"] = torch.ones(3)
     engines[1].load_weights(engines[1].copies.items(), version=1)
-    with pytest.raises(WeightSyncError, match=r"engines 0 and 1 of a balancer: got other weights in 1 tensors: w1"):
+    with pytest.raises(
+        WeightSyncError, match=r"engines 0 and 1 of a balancer: got other weights in 1 tensors: w1"
+    ):
         balancer.fingerprint()
 
 
@@ -265,7 +278,9 @@ def test_an_engine_that_died_is_made_again(caplog: pytest.LogCaptureFixture) -> 
     assert not balancer.has_frozen_weights
     balancer.load_weights([("a", torch.ones(3))], 7)
     balancer.wake()
-    assert balancer.alive == [0, 1] and balancer.engines[1] is made[0] and made[0].weight_version == 7
+    assert (
+        balancer.alive == [0, 1] and balancer.engines[1] is made[0] and made[0].weight_version == 7
+    )
     assert [one.token_ids for one in balancer.generate_batch(prompts, params(8))] == prompts
     assert len(made[0].asked) == 4 and balancer.counts["rollout/engine_restarts"] == 1
     assert "engine 1 of 2 is made again, after: the server has gone" in caplog.text
@@ -273,7 +288,9 @@ def test_an_engine_that_died_is_made_again(caplog: pytest.LogCaptureFixture) -> 
     assert made[0].is_closed
 
 
-def test_an_engine_that_comes_back_with_other_weights_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_comes_back_with_other_weights_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Forgetful(Engine):
         def fingerprint(self) -> Fingerprint:
             return Fingerprint({"a": "something else"})
@@ -284,15 +301,22 @@ def test_an_engine_that_comes_back_with_other_weights_is_refused(caplog: pytest.
     assert not balancer.has_frozen_weights
     balancer.load_weights([("a", torch.ones(3))], 7)
     assert balancer.alive == [0] and balancer.weight_version == 7
-    assert "engine 1 of 2, made again: got other weights in 1 tensors: a, expected those of the others" in caplog.text
+    assert (
+        "engine 1 of 2, made again: got other weights in 1 tensors: a, expected those of the others"
+        in caplog.text
+    )
     balancer.close()
 
 
-def test_an_engine_that_is_not_made_again_or_dies_of_the_weights_stays_dead(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_not_made_again_or_dies_of_the_weights_stays_dead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail() -> Engine:
         raise ConnectionError("no memory")
 
-    balancer = Balancer([Engine(), Engine(lives=0), Engine(lives=0)], makers=[Engine, fail, lambda: Engine(lives=0)])
+    balancer = Balancer(
+        [Engine(), Engine(lives=0), Engine(lives=0)], makers=[Engine, fail, lambda: Engine(lives=0)]
+    )
     balancer.generate_batch([[1], [2], [3]], params(3))
     balancer._restarts.wait(10)
     assert not balancer.has_frozen_weights

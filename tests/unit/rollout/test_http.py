@@ -73,7 +73,9 @@ def serve() -> Iterator[Callable[[Reply], Server]]:
 
 def _choice(**changes: Any) -> dict[str, Any]:
     logprobs = {"token_logprobs": [-0.5, -1.5], "tokens": ["a", "b"]}
-    return {"choices": [{"token_ids": [7, 8], "logprobs": logprobs, "finish_reason": "stop"} | changes]}
+    return {
+        "choices": [{"token_ids": [7, 8], "logprobs": logprobs, "finish_reason": "stop"} | changes]
+    }
 
 
 def _fine(body: dict[str, Any]) -> tuple[int, Any]:
@@ -92,14 +94,21 @@ def test_what_is_asked_and_what_is_taken(serve) -> None:
     assert (answers[0].log_probs, answers[0].sampling_log_probs) == ([-0.5, -1.5], [-0.5, -1.5])
     path, body = server.asked[0]
     assert path == "/v1/completions"
-    assert (body["model"], body["stop_token_ids"], body["ignore_eos"], body["stop"]) == ("small", [1, 3], True, ["x"])
+    assert (body["model"], body["stop_token_ids"], body["ignore_eos"], body["stop"]) == (
+        "small",
+        [1, 3],
+        True,
+        ["x"],
+    )
     assert (body["seed"], body["return_token_ids"]) == (2**63 - 1, True)
 
 
 def test_greedy_asks_for_no_filter(serve) -> None:
     """Whatever else is set: the likeliest token."""
     server = serve(_fine)
-    params = SamplingParams(max_tokens=4, do_sample=False, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1)
+    params = SamplingParams(
+        max_tokens=4, do_sample=False, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1
+    )
     HTTPEngine([server.url], "small").generate_batch([[1]], [params])
     body = server.asked[0][1]
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0, 1, -1, 0)
@@ -111,7 +120,9 @@ def test_a_number_that_is_not_known_is_not_made_up(serve) -> None:
     [raw] = HTTPEngine([url], "small").generate_batch([[1]], [params])
     assert all(map(math.isnan, raw.log_probs))
     assert raw.sampling_log_probs == []
-    [processed] = HTTPEngine([url], "small", logprobs_mode="processed_logprobs").generate_batch([[1]], [params])
+    [processed] = HTTPEngine([url], "small", logprobs_mode="processed_logprobs").generate_batch(
+        [[1]], [params]
+    )
     assert processed.log_probs == [-0.5, -1.5]
 
 
@@ -145,7 +156,9 @@ def test_an_answer_that_lacks_something(serve, content: Any, message: str) -> No
 
 def test_a_refusal_is_told_in_the_servers_words_and_not_tried_again(serve) -> None:
     """A prompt that is too long for one server is too long for all of them."""
-    server = serve(lambda body: (400, {"error": {"message": "maximum context length is 16 tokens"}}))
+    server = serve(
+        lambda body: (400, {"error": {"message": "maximum context length is 16 tokens"}})
+    )
     with pytest.raises(RolloutError, match=r"status 400.*maximum context length is 16"):
         HTTPEngine([server.url], "small").generate_batch([[1] * 20], [PARAMS])
     assert len(server.asked) == 1
@@ -155,9 +168,13 @@ def test_requests_of_a_lost_server_move_to_another(serve) -> None:
     """One does not listen, one answers with errors, one with no JSON, one is well."""
     gone = serve(_fine)
     gone.stop()
-    ill, odd, well = (serve(one) for one in (lambda body: (503, "busy"), lambda body: (200, b"<html>"), _fine))
+    ill, odd, well = (
+        serve(one) for one in (lambda body: (503, "busy"), lambda body: (200, b"<html>"), _fine)
+    )
     urls = [one.url for one in (gone, ill, odd, well)]
-    answers = HTTPEngine(urls, "small", max_num_seqs=4).generate_batch([[row] for row in range(12)], [PARAMS] * 12)
+    answers = HTTPEngine(urls, "small", max_num_seqs=4).generate_batch(
+        [[row] for row in range(12)], [PARAMS] * 12
+    )
     assert [one.token_ids[0] for one in answers] == list(range(12))
     assert len(well.asked) == 12
     assert len(ill.asked) <= 12
@@ -236,7 +253,9 @@ def test_images_go_as_a_chat_whose_tokens_are_compared(serve) -> None:
     """Text and images of a message in their order, with a template that writes the one and the token of the other: of
     these the server makes the tokens of the data, or the response is refused."""
     tokenizer, shown, prompt = tiny_tokenizer(), (noise(8, 8), noise(16, 8, 1)), []
-    short = tokenizer("<user> w1 <|vision_start|><|image_pad|><|vision_end|><|image_pad|> ?")["input_ids"]
+    short = tokenizer("<user> w1 <|vision_start|><|image_pad|><|vision_end|><|image_pad|> ?")[
+        "input_ids"
+    ]
     prompt = [one for token in short for one in [token] * (2 if token == IMAGE else 1)]
     images = Images(shown, {}, torch.zeros(3, len(prompt)), tuple(short), "key")
     content = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1.5}]
@@ -255,16 +274,27 @@ def test_images_go_as_a_chat_whose_tokens_are_compared(serve) -> None:
     [message] = body["messages"]
     parts = message["content"]
     assert [part["type"] for part in parts] == ["text", "image_url", "text", "image_url", "text"]
-    text = tokenizer.apply_chat_template(body["messages"], chat_template=body["chat_template"], tokenize=False)
+    text = tokenizer.apply_chat_template(
+        body["messages"], chat_template=body["chat_template"], tokenize=False
+    )
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == short
     for part, picture in zip((parts[1], parts[3]), shown, strict=True):
-        file = io.BytesIO(base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")))
+        file = io.BytesIO(
+            base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
+        )
         assert Image.open(file).tobytes() == picture.tobytes()
-    for other, words in ((short, r"got \d+ other tokens of a prompt with images"), (None, "got no `prompt_token_ids`")):
+    for other, words in (
+        (short, r"got \d+ other tokens of a prompt with images"),
+        (None, "got no `prompt_token_ids`"),
+    ):
         told["prompt_token_ids"] = other
         with pytest.raises(RolloutError, match=words):
             engine.generate_batch([prompt], [PARAMS], [images])
-    with pytest.raises(RolloutError, match=r"http\.generate: got a prompt with videos, expected text and images"):
+    with pytest.raises(
+        RolloutError, match=r"http\.generate: got a prompt with videos, expected text and images"
+    ):
         asyncio.run(engine.generate(prompt, PARAMS, replace(images, videos=((None, {}),))))
-    with pytest.raises(RolloutError, match=r"http\.generate: got a prompt with images, expected text"):
+    with pytest.raises(
+        RolloutError, match=r"http\.generate: got a prompt with images, expected text"
+    ):
         HTTPEngine([server.url], "small").generate_batch([prompt], [PARAMS], [images])

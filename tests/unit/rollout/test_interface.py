@@ -12,7 +12,9 @@ from quadriga.rollout import Completion, SamplingParams, ScriptedEngine
 class Counting(ScriptedEngine):
     """Remembers the sizes of its batches."""
 
-    def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
+    def generate_batch(
+        self, prompts, sampling: list[SamplingParams], images=None
+    ) -> list[Completion]:
         self.sizes = [*getattr(self, "sizes", []), len(prompts)]
         return super().generate_batch(prompts, sampling, images)
 
@@ -41,7 +43,9 @@ def test_an_error_reaches_everyone_who_waits() -> None:
 
     async def ask_all() -> list[object]:
         params = SamplingParams(max_tokens=4)
-        return await asyncio.gather(*(engine.generate([1], params) for _ in range(2)), return_exceptions=True)
+        return await asyncio.gather(
+            *(engine.generate([1], params) for _ in range(2)), return_exceptions=True
+        )
 
     errors = asyncio.run(ask_all())
     assert [type(error) for error in errors] == [RolloutError, RolloutError]

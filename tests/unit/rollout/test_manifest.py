@@ -32,7 +32,10 @@ def test_a_tied_weight_is_complete_under_any_name(name: str) -> None:
     ("stream", "message"),
     [
         ([("norm.weight", torch.ones(3))], "without 2 of 3 weights: embed.weight, head.weight"),
-        ([("norm.weight", torch.ones(4))], r"weight norm.weight: got shape \(4,\), expected shape \(3,\)"),
+        (
+            [("norm.weight", torch.ones(4))],
+            r"weight norm.weight: got shape \(4,\), expected shape \(3,\)",
+        ),
         ([("bias", torch.ones(4))], "expected a weight of the rollout's model"),
     ],
 )

@@ -23,7 +23,9 @@ PAGE = (REPOSITORY / "docs" / "rollout.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|yaml)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 DOTTED = re.findall(r"`((?!quadriga\.)[a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE)
 ROWS = re.findall(
-    r"^\| (`[a-z_`, ]+`) \|", PAGE[PAGE.index("| key |") : PAGE.index("## On-policy or off-policy")], flags=re.MULTILINE
+    r"^\| (`[a-z_`, ]+`) \|",
+    PAGE[PAGE.index("| key |") : PAGE.index("## On-policy or off-policy")],
+    flags=re.MULTILINE,
 )
 SHORT = [f"rollout.{key}" for row in ROWS for key in re.findall(r"`([a-z_]+)`", row)]
 KEYS = sorted({*DOTTED, *SHORT})
@@ -75,8 +77,13 @@ def test_two_lines_name_it(kind: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     model = CONTRACT._model("sdpa")
     model.save_pretrained(tmp_path)
     model.generation_config.save_pretrained(tmp_path)
-    overrides = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=last_token"]
-    with pytest.raises(ConfigError, match=r"rollout\.name: got 'last_token', expected one of native, "):
+    overrides = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.rollout.name=last_token",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name: got 'last_token', expected one of native, "
+    ):
         load_config(overrides)
     monkeypatch.setattr(names, "ENGINES", [*names.ENGINES, kind.name])
     monkeypatch.setitem(ENGINES, kind.name, kind)
@@ -104,7 +111,9 @@ def test_the_engine_keeps_the_contract(name: str, engine: Any) -> None:
 def test_the_contract_demands_something() -> None:
     """So that the test above cannot run dry; likewise the one of keys."""
     assert len(DEMANDS) >= 12
-    assert {"rollout.n", "rollout.stop", "rollout.min_p", "algorithm.filter_groups.enable"} <= set(KEYS)
+    assert {"rollout.n", "rollout.stop", "rollout.min_p", "algorithm.filter_groups.enable"} <= set(
+        KEYS
+    )
 
 
 def test_new_weights_change_the_answers(engine: Any) -> None:
@@ -123,7 +132,9 @@ def test_new_weights_change_the_answers(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "yaml"])
-def test_a_configuration_loads(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_loads(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And every value of it is in the resolved tree."""
     (tmp_path / "page.yaml").write_text(text)
     assert main(["show", "--config", str(tmp_path / "page.yaml")]) == 0

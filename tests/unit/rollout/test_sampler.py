@@ -35,7 +35,9 @@ def _kept_by_sorting(logits: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 def _uniforms(rows: int, seed: int) -> torch.Tensor:
-    return torch.rand(rows, NUM_DRAWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(
+        rows, NUM_DRAWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [7, 256, 300, 1024])
@@ -91,7 +93,9 @@ def test_filters_keep_what_sorting_keeps(
     """Any token drawn is among those that a full sort keeps; top-p that needs many tokens is found too."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, generator=generator)
-    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    params = SamplingParams(
+        max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+    )
     expected = _kept_by_sorting(logits, params)
     uniforms = _uniforms(32, seed)
     uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
@@ -103,23 +107,34 @@ def test_log_probs_are_before_the_filters() -> None:
     """The number reported is that of the temperature-scaled softmax over the whole vocabulary."""
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
     uniforms = _uniforms(50, seed=2)
-    tokens, log_probs, _ = sample(logits.clone(), _rules(50, temperature=0.7, top_k=3, top_p=0.9), uniforms)
+    tokens, log_probs, _ = sample(
+        logits.clone(), _rules(50, temperature=0.7, top_k=3, top_p=0.9), uniforms
+    )
     expected = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs, expected, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 2.0}, {"min_p": 0.1, "top_k": 9}])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 2.0}, {"min_p": 0.1, "top_k": 9}]
+)
 def test_log_probs_after_the_filters(params: dict) -> None:
     """The second number is that of the distribution that is left; without filters it is the first."""
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
     sampling = SamplingParams(max_tokens=1, **params)
-    tokens, log_probs, drawn = sample(logits.clone(), SamplingRules.from_params([sampling] * 50), _uniforms(50, seed=2))
-    expected = [_kept_by_sorting(row, sampling)[token].log() for row, token in zip(logits, tokens, strict=True)]
+    tokens, log_probs, drawn = sample(
+        logits.clone(), SamplingRules.from_params([sampling] * 50), _uniforms(50, seed=2)
+    )
+    expected = [
+        _kept_by_sorting(row, sampling)[token].log()
+        for row, token in zip(logits, tokens, strict=True)
+    ]
     torch.testing.assert_close(drawn.double(), torch.stack(expected), atol=2e-5, rtol=1e-5)
     assert torch.equal(drawn, log_probs) == (not params)
 
 
-@pytest.mark.parametrize("params", [{"do_sample": False}, {"temperature": 0.0}, {"do_sample": False, "top_k": 2}])
+@pytest.mark.parametrize(
+    "params", [{"do_sample": False}, {"temperature": 0.0}, {"do_sample": False, "top_k": 2}]
+)
 def test_greedy_takes_the_lowest_of_equals(params: dict) -> None:
     """Greedy rows take the first of the largest logits; the log-probability is at temperature 1."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
@@ -131,14 +146,23 @@ def test_greedy_takes_the_lowest_of_equals(params: dict) -> None:
 
 def test_rows_follow_their_own_rules() -> None:
     """A row gives the same token and number alone and among rows with other rules."""
-    kinds = [{}, {"do_sample": False}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}, {"temperature": 4.0}]
+    kinds = [
+        {},
+        {"do_sample": False},
+        {"top_k": 2},
+        {"top_p": 0.3},
+        {"min_p": 0.5},
+        {"temperature": 4.0},
+    ]
     params = [SamplingParams(max_tokens=1, **kind) for kind in kinds * 5]
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(params), 700, generator=generator)
     uniforms = _uniforms(len(params), seed=4)
     tokens, log_probs, _ = sample(logits.clone(), SamplingRules.from_params(params), uniforms)
     for row, one in enumerate(params):
-        alone = sample(logits[row : row + 1].clone(), SamplingRules.from_params([one]), uniforms[row : row + 1])
+        alone = sample(
+            logits[row : row + 1].clone(), SamplingRules.from_params([one]), uniforms[row : row + 1]
+        )
         assert (alone[0].item(), alone[1].item()) == (tokens[row].item(), log_probs[row].item())
 
 
@@ -146,7 +170,9 @@ def test_tokens_without_probability_never_come() -> None:
     """Logits of minus infinity at both ends and in between: the extremes of the uniform numbers avoid them."""
     logits = torch.full((3, 600), -math.inf)
     logits[:, [300, 400]] = 1.0
-    uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)[:, None].expand(3, NUM_DRAWS)
+    uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)[:, None].expand(
+        3, NUM_DRAWS
+    )
     tokens, log_probs, _ = sample(logits, _rules(3), uniforms)
     assert set(tokens.tolist()) == {300, 400}
     assert tokens[0] != tokens[2]
@@ -168,7 +194,15 @@ def test_uniform_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_p": 0.0}, {"top_k": -2}, {"min_p": 1.5}, {"temperature": -1.0}, {"max_tokens": 0}, {"seed": -1}]
+    "wrong",
+    [
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"temperature": -1.0},
+        {"max_tokens": 0},
+        {"seed": -1},
+    ],
 )
 def test_wrong_parameters(wrong: dict) -> None:
     """A parameter out of its range is named with its value."""

@@ -25,7 +25,8 @@ class Letters:
 def _texts(engine: ScriptedEngine, prompts: list[str], max_tokens: int = 9) -> list[str]:
     letters = Letters()
     completions = engine.generate_batch(
-        [letters.encode(prompt) for prompt in prompts], [SamplingParams(max_tokens=max_tokens)] * len(prompts)
+        [letters.encode(prompt) for prompt in prompts],
+        [SamplingParams(max_tokens=max_tokens)] * len(prompts),
     )
     return [letters.decode(completion.token_ids).replace("\0", ".") for completion in completions]
 
@@ -39,8 +40,15 @@ def test_a_list_is_given_in_turn() -> None:
 
 def test_a_mapping_looks_into_the_prompt() -> None:
     """The longest part found counts; several answers to one part are given in turn."""
-    engine = ScriptedEngine({"sum": ["4", "five"], "sum of three": "6", "": "hm"}, tokenizer=Letters())
-    assert _texts(engine, ["the sum?", "the sum of three?", "the sum?", "what?"]) == ["4.", "6.", "five.", "hm."]
+    engine = ScriptedEngine(
+        {"sum": ["4", "five"], "sum of three": "6", "": "hm"}, tokenizer=Letters()
+    )
+    assert _texts(engine, ["the sum?", "the sum of three?", "the sum?", "what?"]) == [
+        "4.",
+        "6.",
+        "five.",
+        "hm.",
+    ]
 
 
 def test_a_function_sees_the_prompt() -> None:
@@ -51,15 +59,26 @@ def test_a_function_sees_the_prompt() -> None:
 
 def test_a_file(tmp_path: Path) -> None:
     """Lines with a prompt form a mapping; the same prompt may come twice."""
-    lines = [{"prompt": "a", "response": "1"}, {"prompt": "b", "response": [50]}, {"prompt": "a", "response": "3"}]
+    lines = [
+        {"prompt": "a", "response": "1"},
+        {"prompt": "b", "response": [50]},
+        {"prompt": "a", "response": "3"},
+    ]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert _texts(ScriptedEngine(path, tokenizer=Letters()), ["a", "a", "b", "a"]) == ["1.", "3.", "2", "1."]
+    assert _texts(ScriptedEngine(path, tokenizer=Letters()), ["a", "a", "b", "a"]) == [
+        "1.",
+        "3.",
+        "2",
+        "1.",
+    ]
 
 
 def test_long_answers_are_cut() -> None:
     """What does not fit is cut, with the reason; log-probabilities are those of certainty."""
-    (completion,) = ScriptedEngine([[1, 2, 3]]).generate_batch([[9]], [SamplingParams(max_tokens=2)])
+    (completion,) = ScriptedEngine([[1, 2, 3]]).generate_batch(
+        [[9]], [SamplingParams(max_tokens=2)]
+    )
     assert (completion.token_ids, completion.log_probs) == ([1, 2], [0.0, 0.0])
     assert completion.finish_reason == "length"
 

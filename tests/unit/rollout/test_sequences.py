@@ -16,7 +16,9 @@ from quadriga.rollout.sequences import sequence_seeds
 class Recorder(ScriptedEngine):
     """A scripted engine that remembers what it was asked."""
 
-    def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
+    def generate_batch(
+        self, prompts, sampling: list[SamplingParams], images=None
+    ) -> list[Completion]:
         self.prompts, self.sampling = prompts, sampling
         return super().generate_batch(prompts, sampling)
 
@@ -33,8 +35,16 @@ def _prompts(**meta_info) -> DataProto:
     )
 
 
-def _generate(engine: ScriptedEngine, prompts: DataProto, config: RolloutConfig | None = None, **more) -> DataProto:
-    options = {"config": config or RolloutConfig(), "response_length": 3, "pad_token_id": 99, "seed": 1, **more}
+def _generate(
+    engine: ScriptedEngine, prompts: DataProto, config: RolloutConfig | None = None, **more
+) -> DataProto:
+    options = {
+        "config": config or RolloutConfig(),
+        "response_length": 3,
+        "pad_token_id": 99,
+        "seed": 1,
+        **more,
+    }
     return generate_sequences(engine, prompts, **options)
 
 
@@ -49,7 +59,11 @@ def test_answers_stand_where_training_looks() -> None:
     assert batch["prompts"].tolist() == _prompts().batch["input_ids"].tolist()
     assert batch["input_ids"].tolist()[0] == [0, 0, 5, 6, 1, 2, 99]
     assert batch["attention_mask"].tolist()[0] == [0, 0, 1, 1, 1, 1, 0]
-    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5]]
+    assert batch["position_ids"].tolist() == [
+        [0, 0, 0, 1, 2, 3, 4],
+        [0, 0, 1, 2, 3, 4, 5],
+        [0, 0, 1, 2, 3, 4, 5],
+    ]
     assert not batch["rollout_log_probs"].any()
 
 
@@ -127,7 +141,9 @@ def test_an_engine_that_answers_too_much() -> None:
     """Answers longer than the room for them do not pass."""
 
     class Chatty(ScriptedEngine):
-        def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
+        def generate_batch(
+            self, prompts, sampling: list[SamplingParams], images=None
+        ) -> list[Completion]:
             return [Completion([1] * 9, [0.0] * 9, "stop", 0) for _ in prompts]
 
     with pytest.raises(RolloutError, match="response 0: got 9 tokens"):

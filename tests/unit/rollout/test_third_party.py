@@ -38,14 +38,19 @@ class TwoProcesses(ThirdPartyEngine):
         self.meddle: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Any = None,
     ) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         return [Completion([1], [0.0], "stop", self.weight_version) for _ in prompts]
 
     def load_weights(self, weights: Weights, version: int) -> None:
         with self._loading(version) as received:
-            first = {name: tensor.detach().clone() for name, tensor in self._manifest.checked(weights)}
+            first = {
+                name: tensor.detach().clone() for name, tensor in self._manifest.checked(weights)
+            }
             second = {name: self.meddle(tensor) for name, tensor in first.items()}
             received += [fingerprint(one.items()).tensors for one in (first, second)]
 
@@ -70,7 +75,11 @@ def test_a_load_is_vouched_for() -> None:
 @pytest.mark.parametrize(
     ("raised", "expected", "told"),
     [
-        (OSError("no\nspace\nleft"), WeightSyncError, r"TwoLM rejected the weights: OSError: no: space, .*abort"),
+        (
+            OSError("no\nspace\nleft"),
+            WeightSyncError,
+            r"TwoLM rejected the weights: OSError: no: space, .*abort",
+        ),
         (
             RolloutError("call", got="status 400"),
             WeightSyncError,
@@ -92,7 +101,9 @@ def test_a_load_that_fails(raised: Exception, expected: type[QuadrigaError], tol
 def test_processes_that_received_different_weights() -> None:
     engine = TwoProcesses()
     engine.meddle = lambda tensor: tensor + 1 if tensor.dim() == 1 else tensor
-    with pytest.raises(WeightSyncError, match="1 weights that differ between process 0 and 1: bias"):
+    with pytest.raises(
+        WeightSyncError, match="1 weights that differ between process 0 and 1: bias"
+    ):
         engine.load_weights(nn.Linear(2, 3).named_parameters(), 1)
     assert engine.weight_version == -1
 
@@ -106,15 +117,22 @@ def test_requests_that_may_become_too_long() -> None:
         engine.generate_batch([[1], [1] * 7], [SamplingParams(4)] * 2)
 
 
-@pytest.mark.parametrize(("held", "to_come", "fits"), [(30, 8, True), (30, 12, False), (41, 0, False), (40, 0, True)])
-def test_training_and_engine_share_the_memory_of_a_gpu(held: int, to_come: int, *, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("held", "to_come", "fits"), [(30, 8, True), (30, 12, False), (41, 0, False), (40, 0, True)]
+)
+def test_training_and_engine_share_the_memory_of_a_gpu(
+    held: int, to_come: int, *, fits: bool
+) -> None:
     """A device of 80 GiB, half of it for the engine: refused with what training keeps, and the share that is left."""
     gib = 1 << 30
     if fits:
         require_room(80 * gib, held * gib, to_come * gib, 0.5)
         return
     rest = f"{(80 - held - to_come) * 100 // 80 / 100:g}"
-    with pytest.raises(ConfigError, match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\."):
+    with pytest.raises(
+        ConfigError,
+        match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\.",
+    ):
         require_room(80 * gib, held * gib, to_come * gib, 0.5)
 
 
@@ -130,13 +148,22 @@ def test_experts_are_refused(
 ) -> None:
     """Before the library is loaded: published weights would not be those that it computes with."""
     moe_model(family).save_pretrained(tmp_path)
-    words = [f"actor_rollout_ref.rollout.name={kind.name}", f"actor_rollout_ref.model.path={tmp_path}"]
-    setup = EngineSetup(load_config(words).config, cast(Any, None), {}, torch.device("cpu"), torch.float32)
-    with pytest.raises(RolloutError, match=rf"a mixture of experts \(.*model_type '{family}'\), expected {known}"):
+    words = [
+        f"actor_rollout_ref.rollout.name={kind.name}",
+        f"actor_rollout_ref.model.path={tmp_path}",
+    ]
+    setup = EngineSetup(
+        load_config(words).config, cast(Any, None), {}, torch.device("cpu"), torch.float32
+    )
+    with pytest.raises(
+        RolloutError, match=rf"a mixture of experts \(.*model_type '{family}'\), expected {known}"
+    ):
         kind.from_config(setup)
 
 
-def test_engines_that_start_at_the_same_time_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_start_at_the_same_time_leave_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As those do that are made again: each has its own variables, and the next one starts after it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     both = Barrier(2)

@@ -21,7 +21,12 @@ from quadriga.single_controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller.dispatch import GroupLayout, MeshLayout, collect_outputs, rank_arguments
+from quadriga.single_controller.dispatch import (
+    GroupLayout,
+    MeshLayout,
+    collect_outputs,
+    rank_arguments,
+)
 
 
 @pytest.fixture
@@ -31,7 +36,9 @@ def own_modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(count: int, auto_padding: bool = False) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(count)}, meta_info={"step": 1}, auto_padding=auto_padding)
+    return DataProto.from_dict(
+        {"x": torch.arange(count)}, meta_info={"step": 1}, auto_padding=auto_padding
+    )
 
 
 def numbers(data: DataProto) -> list[int]:
@@ -52,8 +59,16 @@ def test_the_enumeration() -> None:
         "DP_COMPUTE_PROTO_WITH_FUNC",
         "DP_COMPUTE_METRIC",
     ]
-    assert Dispatch.ONE_TO_ALL is Dispatch["ONE_TO_ALL"] is pickle.loads(pickle.dumps(Dispatch.ONE_TO_ALL))
-    assert repr(Dispatch.RANK_ZERO) == "Dispatch.RANK_ZERO" and len(Dispatch) == 7 and "ONE_TO_ALL" not in Dispatch
+    assert (
+        Dispatch.ONE_TO_ALL
+        is Dispatch["ONE_TO_ALL"]
+        is pickle.loads(pickle.dumps(Dispatch.ONE_TO_ALL))
+    )
+    assert (
+        repr(Dispatch.RANK_ZERO) == "Dispatch.RANK_ZERO"
+        and len(Dispatch) == 7
+        and "ONE_TO_ALL" not in Dispatch
+    )
     with pytest.raises(AttributeError, match="no dispatch mode 'NOPE'; there are RANK_ZERO"):
         _ = Dispatch.NOPE
 
@@ -64,7 +79,9 @@ def test_a_mode_of_ones_own(own_modes: None) -> None:
     with pytest.raises(WorkerError, match=r"without functions.*update_dispatch_mode"):
         rank_arguments(mode, GroupLayout(2), [rows(5)], {})
     update_dispatch_mode(
-        mode, lambda group, data: ([[data[::2]] * group.world_size], {}), lambda group, outputs: sum(outputs)
+        mode,
+        lambda group, data: ([[data[::2]] * group.world_size], {}),
+        lambda group, outputs: sum(outputs),
     )
     (values,), named = dispatch(mode, 2, rows(5))
     assert [numbers(value) for value in values] == [[0, 2, 4]] * 2 and named == {}
@@ -81,7 +98,9 @@ def test_a_mode_that_is_not_registered_takes_no_functions() -> None:
 def test_one_to_all_sends_the_same_object() -> None:
     value = object()
     (first,), named = dispatch(Dispatch.ONE_TO_ALL, 3, value, key=1)
-    assert all(entry is value for entry in first) and len(first) == 3 and named == {"key": [1, 1, 1]}
+    assert (
+        all(entry is value for entry in first) and len(first) == 3 and named == {"key": [1, 1, 1]}
+    )
 
 
 @pytest.mark.parametrize("mode", [Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE])
@@ -94,11 +113,18 @@ def test_lists_per_rank(mode: Dispatch) -> None:
 
 @pytest.mark.parametrize("mode", [Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC])
 @pytest.mark.parametrize(
-    ("count", "expected"), [(7, [[0, 1], [2, 3], [4, 5], [6]]), (3, [[0], [1], [2], []]), (0, [[], [], [], []])]
+    ("count", "expected"),
+    [(7, [[0, 1], [2, 3], [4, 5], [6]]), (3, [[0], [1], [2], []]), (0, [[], [], [], []])],
 )
 def test_rows_are_split_raggedly(mode: Dispatch, count: int, expected: list[list[int]]) -> None:
-    (chunks, plain), named = dispatch(mode, 4, rows(count), None, other=rows(count), temperature=0.5)
-    assert [numbers(chunk) for chunk in chunks] == expected == [numbers(chunk) for chunk in named["other"]]
+    (chunks, plain), named = dispatch(
+        mode, 4, rows(count), None, other=rows(count), temperature=0.5
+    )
+    assert (
+        [numbers(chunk) for chunk in chunks]
+        == expected
+        == [numbers(chunk) for chunk in named["other"]]
+    )
     assert plain == [None] * 4 and named["temperature"] == [0.5] * 4
     assert all(chunk.meta_info == {"step": 1} for chunk in chunks)
 
@@ -134,7 +160,13 @@ def test_mesh_ranks_of_one_group_share_a_chunk() -> None:
     functions = make_nd_compute_dataproto_dispatch_fn("actor")
     (chunks,), _ = functions.dispatch_fn(layout, rows(5))
     assert [numbers(chunk) for chunk in chunks] == [[3, 4], [3, 4], [0, 1, 2], [0, 1, 2]]
-    assert numbers(functions.collect_fn(layout, [chunks[0], None, None, chunks[3]])) == [0, 1, 2, 3, 4]
+    assert numbers(functions.collect_fn(layout, [chunks[0], None, None, chunks[3]])) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     padded, (added, _) = rank_arguments(functions, layout, [rows(5, auto_padding=True)], {})
     assert [len(args[0]) for args, _ in padded] == [3] * 4 and added == 1
 
@@ -149,7 +181,9 @@ def test_rows_are_collected_in_order() -> None:
 
 def test_padding_is_added_when_asked_for_and_leaves_the_callers_data_alone() -> None:
     asked, other = rows(3, auto_padding=True), rows(3)
-    per_rank, padding = rank_arguments(Dispatch.DP_COMPUTE_PROTO, GroupLayout(4), [asked, 1.0], {"other": other})
+    per_rank, padding = rank_arguments(
+        Dispatch.DP_COMPUTE_PROTO, GroupLayout(4), [asked, 1.0], {"other": other}
+    )
     assert [numbers(args[0]) for args, _ in per_rank] == [[0], [1], [2], [0]]
     assert [numbers(kwargs["other"]) for _, kwargs in per_rank] == [[0], [1], [2], [0]]
     assert all(args[1] == 1.0 for args, _ in per_rank)
@@ -161,7 +195,11 @@ def test_padding_is_added_when_asked_for_and_leaves_the_callers_data_alone() -> 
 def test_padding_is_cut_off_the_result() -> None:
     def cut(result: object) -> object:
         return collect_outputs(
-            [result], collect_fn=lambda group, outputs: outputs[0], layout=GroupLayout(1), padding=(1, 4), where="call"
+            [result],
+            collect_fn=lambda group, outputs: outputs[0],
+            layout=GroupLayout(1),
+            padding=(1, 4),
+            where="call",
         )
 
     assert numbers(cut(rows(4))) == [0, 1, 2]
@@ -202,13 +240,19 @@ class Heir(Reader):
         return type(data)
 
 
-FUTURE = DataProtoFuture.concat([None], resolve=lambda handles: [DataProto.from_dict({"x": torch.ones(1)})])
+FUTURE = DataProtoFuture.concat(
+    [None], resolve=lambda handles: [DataProto.from_dict({"x": torch.ones(1)})]
+)
 
 
 def test_what_is_recorded() -> None:
     registered = LocalWorkerGroup(ClassWithInitArgs(Reader)).methods
     forward = registered["forward"]
-    assert forward.dispatch_mode is Dispatch.ONE_TO_ALL and not forward.blocking and not forward.is_rank_zero_only
+    assert (
+        forward.dispatch_mode is Dispatch.ONE_TO_ALL
+        and not forward.blocking
+        and not forward.is_rank_zero_only
+    )
     assert registered["read_async"].is_rank_zero_only
     assert {"read", "forward", "read_async"} <= set(registered) and "plain" not in registered
     inherited = LocalWorkerGroup(ClassWithInitArgs(Heir)).methods

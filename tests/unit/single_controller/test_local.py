@@ -11,7 +11,14 @@ import torch
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import DataError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    ResourcePool,
+    Worker,
+    register,
+)
 from quadriga.single_controller.worker_group import WorkerGroups
 
 
@@ -89,8 +96,12 @@ def test_workers_stand_where_the_pool_puts_them() -> None:
 @pytest.mark.parametrize("count", [7, 3, 0])
 def test_rows_come_back_in_order_whatever_their_number(count: int) -> None:
     adders = group(4)
-    assert adders.add(values(*range(count))).batch["values"].tolist() == [10 + row for row in range(count)]
-    assert [worker.calls for worker in adders.workers] == [1, 1, 1, 1], "every rank is called, without rows too"
+    assert adders.add(values(*range(count))).batch["values"].tolist() == [
+        10 + row for row in range(count)
+    ]
+    assert [worker.calls for worker in adders.workers] == [1, 1, 1, 1], (
+        "every rank is called, without rows too"
+    )
 
 
 def test_the_callers_data_is_not_changed() -> None:
@@ -121,7 +132,9 @@ def test_an_error_names_role_rank_method_and_shapes() -> None:
     assert text.startswith("adder[rank 2/3] failed in fail: got ValueError: too long")
     assert "DataProto(1 rows, values (1,) int64)" in text and "kind=str" in text
     assert isinstance(caught.value.__cause__, ValueError)
-    assert 'raise DataError("row", got="nothing") if' in "".join(traceback.format_exception(caught.value))
+    assert 'raise DataError("row", got="nothing") if' in "".join(
+        traceback.format_exception(caught.value)
+    )
 
 
 def test_the_first_failing_rank_is_the_one_reported() -> None:
@@ -142,7 +155,8 @@ def test_the_error_of_a_call_not_waited_for_waits_in_the_future() -> None:
 
 def test_a_worker_that_cannot_be_built() -> None:
     with pytest.raises(
-        WorkerError, match=r"Adder\[rank 0/1\] failed in __init__: got RuntimeError: no memory .*breaks=True"
+        WorkerError,
+        match=r"Adder\[rank 0/1\] failed in __init__: got RuntimeError: no memory .*breaks=True",
     ):
         LocalWorkerGroup(ClassWithInitArgs(Adder, 1, breaks=True))
 
@@ -159,7 +173,11 @@ def test_ctrl_c_is_not_an_error_of_the_worker(monkeypatch: pytest.MonkeyPatch) -
 
 def test_any_method_by_name() -> None:
     adders = group(3)
-    assert adders.execute_all("not_registered", 5) == adders.execute_all("not_registered", amount=5) == [0, 5, 10]
+    assert (
+        adders.execute_all("not_registered", 5)
+        == adders.execute_all("not_registered", amount=5)
+        == [0, 5, 10]
+    )
     with pytest.raises(WorkerError, match=r"failed in nothing.*AttributeError"):
         adders.execute_all("nothing")
 
@@ -173,7 +191,9 @@ def test_a_function_on_every_rank_and_on_the_first() -> None:
         return DataProto.from_dict({"values": data.batch["values"] * factor * (worker.rank + 1)})
 
     adders = group(2)
-    assert adders.execute_with_func_generator(scale, values(1, 2, 3), 10).batch["values"].tolist() == [10, 20, 60]
+    assert adders.execute_with_func_generator(scale, values(1, 2, 3), 10).batch[
+        "values"
+    ].tolist() == [10, 20, 60]
     assert adders.execute_func_rank_zero(len, values(1, 2, 3)) == 3
 
 
@@ -182,18 +202,28 @@ def test_a_group_has_the_registered_methods_of_its_worker_and_no_others() -> Non
     view = adders.as_worker()
     assert view.add(values(1)).batch["values"].tolist() == [11]
     assert "add" in dir(view) and not hasattr(view, "not_registered")
-    with pytest.raises(WorkerError, match=r"Adder.not_registered: got a method without @register.*Add @register"):
+    with pytest.raises(
+        WorkerError, match=r"Adder.not_registered: got a method without @register.*Add @register"
+    ):
         _ = view.not_registered
-    with pytest.raises(AttributeError, match=r"adder.nonsense: got no such method, .* registered one: add, add_later"):
+    with pytest.raises(
+        AttributeError,
+        match=r"adder.nonsense: got no such method, .* registered one: add, add_later",
+    ):
         _ = view.nonsense
     assert copy.copy(view).add is not None
 
 
 def test_arguments_that_do_not_fit_the_mode() -> None:
     adders = group(2)
-    with pytest.raises(WorkerError, match=r"adder.add on 2 ranks \(Dispatch.DP_COMPUTE_PROTO\): argument 0: got list"):
+    with pytest.raises(
+        WorkerError,
+        match=r"adder.add on 2 ranks \(Dispatch.DP_COMPUTE_PROTO\): argument 0: got list",
+    ):
         adders.add([1, 2])
-    with pytest.raises(WorkerError, match=r"adder.execute_with_func_generator on 2 .* output 0 of 2: got int"):
+    with pytest.raises(
+        WorkerError, match=r"adder.execute_with_func_generator on 2 .* output 0 of 2: got int"
+    ):
         adders.execute_with_func_generator(lambda worker, data: len(data), values(1, 2))
 
 
@@ -210,7 +240,10 @@ def test_a_method_may_not_hide_a_group_method() -> None:
 def test_a_dispatch_function_that_forgets_a_rank() -> None:
     class Forgetful(Worker):
         @register(
-            dispatch_mode={"dispatch_fn": lambda group, x: ([[x]], {}), "collect_fn": lambda group, outputs: outputs}
+            dispatch_mode={
+                "dispatch_fn": lambda group, x: ([[x]], {}),
+                "collect_fn": lambda group, outputs: outputs,
+            }
         )
         def run(self, x: int) -> int:
             """One value."""
@@ -247,7 +280,10 @@ class Broken(Worker):
 
 def test_a_group_that_cannot_be_closed_keeps_no_other_from_it() -> None:
     closed: list[str] = []
-    classes = {"ref": ClassWithInitArgs(Broken), "critic": ClassWithInitArgs(Counter, closed, "critic")}
+    classes = {
+        "ref": ClassWithInitArgs(Broken),
+        "critic": ClassWithInitArgs(Counter, closed, "critic"),
+    }
     groups = WorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, TrainerConfig())
     with pytest.raises(Exception, match="no space left"):
         groups.close()

@@ -24,7 +24,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_alone() -> None:
     worker = Role("actor")
-    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (0, 1, 0, 1)
+    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (
+        0,
+        1,
+        0,
+        1,
+    )
     assert worker.label == "actor0"
 
 
@@ -32,8 +37,17 @@ def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(VARIABLES, ("5", "8", "1", "4", "10.0.0.2", "1234"), strict=True):
         monkeypatch.setenv(name, value)
     worker = Role("actor")
-    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
-    assert (worker.place.master_addr, worker.place.master_port, worker.label) == ("10.0.0.2", 1234, "actor5")
+    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (
+        5,
+        8,
+        1,
+        4,
+    )
+    assert (worker.place.master_addr, worker.place.master_port, worker.label) == (
+        "10.0.0.2",
+        1234,
+        "actor5",
+    )
 
 
 def test_explicit_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ class Engine(Worker):
 
 
 def engines(dp_ranks: list[int], collected: list[int]) -> LocalWorkerGroup[Engine]:
-    return LocalWorkerGroup(ClassWithInitArgs(Engine, dp_ranks, collected), ResourcePool([len(dp_ranks)]))
+    return LocalWorkerGroup(
+        ClassWithInitArgs(Engine, dp_ranks, collected), ResourcePool([len(dp_ranks)])
+    )
 
 
 @pytest.mark.parametrize("auto_padding", [False, True])
@@ -58,10 +60,18 @@ def test_one_chunk_for_each_data_parallel_rank(method: str, auto_padding: bool) 
     data = DataProto.from_dict({"x": torch.arange(5)}, auto_padding=auto_padding)
     result = getattr(group, method)(data)
     result = result if isinstance(result, DataProto) else result.get()
-    assert result.batch["x"].tolist() == [0, 1, 2, 3, 4] and result.batch["by"].tolist() == [0, 0, 0, 1, 1]
+    assert result.batch["x"].tolist() == [0, 1, 2, 3, 4] and result.batch["by"].tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
     last = [3, 4, 0] if auto_padding else [3, 4]
     assert [worker.seen for worker in group.workers] == [[0, 1, 2], [0, 1, 2], last, last]
-    assert result.meta_info["metrics"]["rows"] == [3.0, float(len(last))], "metrics of collected ranks only"
+    assert result.meta_info["metrics"]["rows"] == [3.0, float(len(last))], (
+        "metrics of collected ranks only"
+    )
 
 
 def test_workers_are_asked_once() -> None:
@@ -72,7 +82,8 @@ def test_workers_are_asked_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_ranks", "collected"), [([0, 0], [0, 1]), ([0, 1], [0]), ([0, 2], [0, 1]), ([-1, 0], [0, 1])]
+    ("dp_ranks", "collected"),
+    [([0, 0], [0, 1]), ([0, 1], [0]), ([0, 2], [0, 1]), ([-1, 0], [0, 1])],
 )
 def test_each_chunk_is_collected_exactly_once(dp_ranks: list[int], collected: list[int]) -> None:
     with pytest.raises(WorkerError, match="expected one collected rank for each"):

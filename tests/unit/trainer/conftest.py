@@ -15,7 +15,9 @@ class Letters:
     """A tokenizer whose tokens are the letters: 1 is a, 2 is b; 0 pads, 9 is special."""
 
     def decode(self, ids: torch.Tensor, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(96 + int(i)) for i in ids if not (skip_special_tokens and int(i) in (0, 9)))
+        return "".join(
+            chr(96 + int(i)) for i in ids if not (skip_special_tokens and int(i) in (0, 9))
+        )
 
 
 @pytest.fixture
@@ -54,6 +56,8 @@ def graded() -> Callable[..., RewardOutput]:
         for name, values in extra.items():
             columns[name] = np.empty(len(values), dtype=object)
             columns[name][:] = values
-        return RewardOutput(torch.tensor(scores)[:, None] * torch.tensor([[1.0, 0.0, 0.0]]), columns, {})
+        return RewardOutput(
+            torch.tensor(scores)[:, None] * torch.tensor([[1.0, 0.0, 0.0]]), columns, {}
+        )
 
     return build

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import RolloutError
-from quadriga.trainer.async_schedule import Drop, HandOver, Load, Resume, Rules, Save, Schedule, Start
+from quadriga.trainer.async_schedule import (
+    Drop,
+    HandOver,
+    Load,
+    Resume,
+    Rules,
+    Save,
+    Schedule,
+    Start,
+)
 
 
 class Ungated(Schedule):
@@ -55,13 +64,20 @@ class World:
         while not (self.schedule.is_over and not self.is_training):
             self.event()
             self.act()
-        assert not self.running and sorted(self.over) == sorted(self.batch_of), "each group is over, and once"
-        assert list(self.over.values()).count("handed over") == self.rules.num_steps * self.rules.num_groups
+        assert not self.running and sorted(self.over) == sorted(self.batch_of), (
+            "each group is over, and once"
+        )
+        assert (
+            list(self.over.values()).count("handed over")
+            == self.rules.num_steps * self.rules.num_groups
+        )
         return self.num_events
 
     def event(self) -> None:
         dice, choices = self.dice, []
-        choices += [self.end_sample] * 4 * bool(self.ending()) + [self.grade] * 2 * bool(self.grading)
+        choices += [self.end_sample] * 4 * bool(self.ending()) + [self.grade] * 2 * bool(
+            self.grading
+        )
         choices += [self.train] * self.is_training
         is_due = not (self.is_saving and self.rules.pauses_to_save)
         choices += [self.deliver] * any(
@@ -80,7 +96,9 @@ class World:
         return sorted(key for key, worker in self.running.items() if worker not in paused)
 
     def loadable(self) -> list[int]:
-        return sorted(worker for worker, version in self.loading.items() if version <= self.schedule.published)
+        return sorted(
+            worker for worker, version in self.loading.items() if version <= self.schedule.published
+        )
 
     def end_sample(self) -> None:
         key = self.dice.choice(self.ending())
@@ -121,7 +139,9 @@ class World:
         worker = self.dice.choice(sorted(self.versions))
         self.versions.pop(worker)
         self.loading.pop(worker, None)
-        self.first = {key: first for key, first in self.first.items() if self.running.get(key) != worker}
+        self.first = {
+            key: first for key, first in self.first.items() if self.running.get(key) != worker
+        }
         self.running = {key: other for key, other in self.running.items() if other != worker}
         self.schedule.lost(worker)
 
@@ -147,14 +167,20 @@ class World:
                 case Drop(group, reason, running):
                     assert reason != "stale" or self.rules.on_stale == "drop"
                     self.finish(group, reason)
-                    found = {(worker, key[1]) for key, worker in self.running.items() if key[0] == group}
+                    found = {
+                        (worker, key[1]) for key, worker in self.running.items() if key[0] == group
+                    }
                     assert found == set(running), "what is under way is aborted"
-                    self.running = {key: worker for key, worker in self.running.items() if key[0] != group}
+                    self.running = {
+                        key: worker for key, worker in self.running.items() if key[0] != group
+                    }
                     self.grading.discard(group)
         assert not self.running or not self.schedule.is_over
         if saved:
             assert self.is_saving and saved == sorted(self.versions)
-            assert all(version <= self.schedule.published for version in self.loading.values()), "it waits for nothing"
+            assert all(version <= self.schedule.published for version in self.loading.values()), (
+                "it waits for nothing"
+            )
             self.is_saving = False
             if self.dice.random() < 0.5:
                 self.resume()
@@ -171,11 +197,19 @@ class World:
         for _ in range(self.dice.randint(1, 2)):
             self.join()
 
-    def start(self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int) -> None:
-        assert worker not in self.loading and version == self.versions[worker] and group not in self.over
+    def start(
+        self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int
+    ) -> None:
+        assert (
+            worker not in self.loading
+            and version == self.versions[worker]
+            and group not in self.over
+        )
         assert self.batch_of.setdefault(group, batch) == batch <= self.rules.num_steps
         for sample in samples:
-            assert (group, sample) not in self.running and sample not in self.done.setdefault(group, set())
+            assert (group, sample) not in self.running and sample not in self.done.setdefault(
+                group, set()
+            )
             self.running[group, sample] = worker
             self.first.setdefault((group, sample), version)
 
@@ -183,16 +217,25 @@ class World:
         rules = self.rules
         self.num_handed %= rules.num_groups
         part = min(rules.part_size or rules.num_groups, rules.num_groups - self.num_handed)
-        assert not self.is_training and step == self.step + (not self.num_handed) and len(set(groups)) == part
+        assert (
+            not self.is_training
+            and step == self.step + (not self.num_handed)
+            and len(set(groups)) == part
+        )
         self.num_handed += part
         for group in groups:
             assert self.done[group] == set(range(rules.group_size)) and group not in self.grading
-            ages = [rules.version_at(step) - self.first[group, sample] for sample in range(rules.group_size)]
+            ages = [
+                rules.version_at(step) - self.first[group, sample]
+                for sample in range(rules.group_size)
+            ]
             assert min(ages) >= 0 and max(ages) <= rules.max_staleness, f"step {step}: ages {ages}"
             self.finish(group, "handed over")
             assert rules.on_stale == "drop" or self.batch_of[group] == step, "it is for this step"
         # No starvation: nothing that is too old for the next step is left.
-        oldest = min((self.first[key] for key in self.first if key[0] not in self.over), default=10**9)
+        oldest = min(
+            (self.first[key] for key in self.first if key[0] not in self.over), default=10**9
+        )
         assert rules.on_stale == "wait" or rules.version_at(step) - oldest <= rules.max_staleness
         self.step, self.is_training = step, True
 
@@ -222,7 +265,9 @@ def some_rules(dice: random.Random) -> Rules:
         sync_every=dice.randint(1, 3),
         deterministic=not drops and dice.random() < 0.3,
         warmup_steps=dice.choice([0, 0, 2]),
-        round_size=0 if (part_size := 0 if drops else dice.choice([0, 0, 1, 2])) else dice.choice([0, 0, 3]),
+        round_size=0
+        if (part_size := 0 if drops else dice.choice([0, 0, 1, 2]))
+        else dice.choice([0, 0, 3]),
         part_size=part_size,
         saves_running=dice.random() < 0.5,
     )
@@ -258,7 +303,13 @@ def test_without_its_gate_the_schedule_breaks_the_bound() -> None:
 @pytest.mark.parametrize("in_flight", ["continue", "finish"])
 def test_a_deterministic_schedule_does_not_depend_on_time(in_flight: Any) -> None:
     rules = Rules(
-        num_groups=2, group_size=2, num_steps=9, max_staleness=2, in_flight=in_flight, sync_every=2, deterministic=True
+        num_groups=2,
+        group_size=2,
+        num_steps=9,
+        max_staleness=2,
+        in_flight=in_flight,
+        sync_every=2,
+        deterministic=True,
     )
     assert len({tuple(starts_of(rules, seed)) for seed in range(12)}) == 1
 
@@ -269,7 +320,9 @@ def starts_of(rules: Rules, seed: int) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
 
     class Calm(World):
-        def start(self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int) -> None:
+        def start(
+            self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int
+        ) -> None:
             found.append((group, batch, version))
             super().start(worker, group, batch, samples, version)
 
@@ -311,7 +364,14 @@ def test_one_step_off_generates_a_batch_while_the_one_before_is_learned_from() -
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_part_of_a_batch_is_handed_over_once_it_is_complete(deterministic: bool) -> None:
     """The first that are there; in the order of the prompts where time must not matter."""
-    rules = Rules(num_groups=3, group_size=1, num_steps=2, max_staleness=1, part_size=2, deterministic=deterministic)
+    rules = Rules(
+        num_groups=3,
+        group_size=1,
+        num_steps=2,
+        max_staleness=1,
+        part_size=2,
+        deterministic=deterministic,
+    )
     schedule, handed = Schedule(rules), []
     schedule.joined(0, 0)
     schedule.wants_batch()
@@ -395,6 +455,12 @@ def test_a_worker_that_takes_weights_gets_its_share() -> None:
     schedule.has_published(1)
     assert schedule.decide() == [Load(0, 1), Load(1, 1)]
     schedule.loaded(0, 1)
-    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [(0, 0)]
+    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [
+        (0, 0)
+    ]
     schedule.lost(1)
-    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [(0, 1), (0, 2), (0, 3)]
+    assert [(one.worker, one.row) for one in schedule.decide() if isinstance(one, Start)] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+    ]

@@ -24,14 +24,20 @@ from tests.vision_folder import tiny_model
 COST = SequenceCost()
 
 LENGTHS = st.integers(1, 4000)
-PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5)), min_size=1, max_size=12)
+PROMPTS = st.lists(
+    st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5)), min_size=1, max_size=12
+)
 SINGLES = st.lists(st.builds(COST.row, st.uuids(), LENGTHS, LENGTHS), min_size=1, max_size=40)
 RANKS, SIZES = st.integers(1, 7), st.integers(1, 30)
 
 
 def rows_of(prompts: Sequence[tuple[int, list[int]]]) -> list[Row]:
     """Rows of prompts with several answers each."""
-    return [COST.row(name, prompt, answer) for name, (prompt, answers) in enumerate(prompts) for answer in answers]
+    return [
+        COST.row(name, prompt, answer)
+        for name, (prompt, answers) in enumerate(prompts)
+        for answer in answers
+    ]
 
 
 def chunks(order: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -44,7 +50,8 @@ def shares_of(result: Balance, num_rows: int, num_ranks: int, size: int) -> list
     """For each mini-batch the rows of each rank."""
     parts = chunks(result.order, num_ranks)
     return [
-        [[row for row in part if start <= row < start + size] for part in parts] for start in range(0, num_rows, size)
+        [[row for row in part if start <= row < start + size] for part in parts]
+        for start in range(0, num_rows, size)
     ]
 
 
@@ -77,12 +84,15 @@ def test_numbers_are_those_of_the_order(prompts, num_ranks: int, size: int) -> N
 
     def imbalance(told: Balance) -> float:
         costs = [
-            [cost_of_share(rows, share) for share in hands] for hands in shares_of(told, len(rows), num_ranks, size)
+            [cost_of_share(rows, share) for share in hands]
+            for hands in shares_of(told, len(rows), num_ranks, size)
         ]
         return sum(max(step) for step in costs) * num_ranks / sum(map(sum, costs))
 
     assert result.imbalance == pytest.approx(imbalance(result))
-    assert result.imbalance_before == pytest.approx(imbalance(Balance(list(range(len(rows))), 0, 0)))
+    assert result.imbalance_before == pytest.approx(
+        imbalance(Balance(list(range(len(rows))), 0, 0))
+    )
 
 
 def test_samples_of_a_prompt_stay_together_where_that_costs_nothing() -> None:
@@ -102,7 +112,10 @@ def test_samples_are_parted_where_one_rank_would_wait() -> None:
 
 def test_mini_batches_are_balanced_one_by_one() -> None:
     """Long rows in the first mini-batch, short ones in the second: an even sum over both would not be enough."""
-    rows = [COST.row(number, 10, length) for number, length in enumerate([800, 900, 700, 600, 8, 9, 7, 6])]
+    rows = [
+        COST.row(number, 10, length)
+        for number, length in enumerate([800, 900, 700, 600, 8, 9, 7, 6])
+    ]
     result = balance(rows, 2, 4)
     for hands in shares_of(result, len(rows), 2, 4):
         costs = [cost_of_share(rows, share) for share in hands]
@@ -124,21 +137,30 @@ def test_rows_are_dealt_by_the_cost_of_the_model() -> None:
     """Equal sums of tokens are unequal work where attention counts: what is even then depends on the model."""
     lengths = [3000, 1500, 500, 2000, 2000, 1000]
     rows, by_length = (
-        [SequenceCost(attention_tokens).row(number, 10, length) for number, length in enumerate(lengths)]
+        [
+            SequenceCost(attention_tokens).row(number, 10, length)
+            for number, length in enumerate(lengths)
+        ]
         for attention_tokens in (500, 1e9)
     )
     by_cost, by_tokens = balance(rows, 2, 6), balance(by_length, 2, 6)
     assert {frozenset(part) for part in chunks(by_cost.order, 2)} != {
         frozenset(part) for part in chunks(by_tokens.order, 2)
     }
-    longest = [max(cost_of_share(rows, part) for part in chunks(dealt.order, 2)) for dealt in (by_cost, by_tokens)]
+    longest = [
+        max(cost_of_share(rows, part) for part in chunks(dealt.order, 2))
+        for dealt in (by_cost, by_tokens)
+    ]
     assert longest[0] < 0.95 * longest[1]
 
 
 def test_the_head_counts_for_responses_only() -> None:
     """Two rows of the same length: the one with the longer response costs more where there is a head."""
     plain, with_head = (
-        [cost_of_share([SequenceCost(head=head).row(0, *lengths)], [0]) for lengths in ((100, 10), (10, 100))]
+        [
+            cost_of_share([SequenceCost(head=head).row(0, *lengths)], [0])
+            for lengths in ((100, 10), (10, 100))
+        ]
         for head in (0.0, 0.5)
     )
     assert plain[0] == pytest.approx(plain[1])
@@ -150,9 +172,15 @@ def batch() -> DataProto:
     """Prompts of 1 and 3 tokens with three responses each, whose lengths are 1 to 6."""
     lengths = torch.tensor([[1, 6], [1, 5], [1, 4], [3, 1], [3, 2], [3, 3]])
     columns = torch.arange(9)
-    attention = ((columns < 3) & (columns >= 3 - lengths[:, :1])) | ((columns >= 3) & (columns < 3 + lengths[:, 1:]))
+    attention = ((columns < 3) & (columns >= 3 - lengths[:, :1])) | (
+        (columns >= 3) & (columns < 3 + lengths[:, 1:])
+    )
     return DataProto.from_dict(
-        {"attention_mask": attention.long(), "responses": torch.zeros(6, 6).long(), "row": torch.arange(6)},
+        {
+            "attention_mask": attention.long(),
+            "responses": torch.zeros(6, 6).long(),
+            "row": torch.arange(6),
+        },
         {"uid": ["p"] * 3 + ["q"] * 3},
     )
 
@@ -204,7 +232,9 @@ def test_the_encoder_counts_with_the_attention_inside_an_image(
 ) -> None:
     """The work of all ranks, in operations of decoder and encoder together, differs by no more than the costliest row,
     and the metric is that of these operations."""
-    mask = torch.tensor([[column < 5 + length for column in range(25)] + [1] * 5 for length, _ in rows]).long()
+    mask = torch.tensor(
+        [[column < 5 + length for column in range(25)] + [1] * 5 for length, _ in rows]
+    ).long()
     grids = [{"image_grid_thw": torch.tensor(found)} if found else {} for _, found in rows]
     columns = {"attention_mask": mask, "responses": torch.zeros(len(rows), 5).long()}
     names = {"uid": [*map(str, range(len(rows)))], "multi_modal_inputs": grids}
@@ -217,7 +247,8 @@ def test_the_encoder_counts_with_the_attention_inside_an_image(
         images = [one.get("image_grid_thw") for one in part.non_tensor_batch["multi_modal_inputs"]]
         assert encoder is not None
         return [
-            VISION.update_flops(length, 5, length**2) + (0 if image is None else encoder.update_flops(image))
+            VISION.update_flops(length, 5, length**2)
+            + (0 if image is None else encoder.update_flops(image))
             for length, image in zip(lengths, images, strict=True)
         ]
 
@@ -234,9 +265,17 @@ def test_images_and_videos_are_shared_evenly() -> None:
     grids = [{"image_grid_thw": torch.tensor([size])} for size in sizes[:2]]
     grids += [{"video_grid_thw": torch.tensor([size])} for size in sizes[2:]]
     batch = DataProto.from_dict(
-        {"attention_mask": torch.ones(4, 30, dtype=torch.int64), "responses": torch.zeros(4, 10, dtype=torch.int64)},
+        {
+            "attention_mask": torch.ones(4, 30, dtype=torch.int64),
+            "responses": torch.zeros(4, 10, dtype=torch.int64),
+        },
         {"uid": list("abcd"), "multi_modal_inputs": grids},
     )
-    told = order_for_ranks(batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(images=VISION.images))
-    assert [[*map("abcd".index, part.non_tensor_batch["uid"])] for part in batch.chunk(2)] == [[0, 3], [1, 2]]
+    told = order_for_ranks(
+        batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(images=VISION.images)
+    )
+    assert [[*map("abcd".index, part.non_tensor_batch["uid"])] for part in batch.chunk(2)] == [
+        [0, 3],
+        [1, 2],
+    ]
     assert 1.0 < told["balance/imbalance"] < 1.2 < told["balance/imbalance_before"]

@@ -31,10 +31,14 @@ def make() -> Callable[[Exception], Run]:
     return lambda error: Run(trainer, Failing(error))
 
 
-def test_a_worker_that_is_lost_behind_the_last_step_is_told(make: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_is_lost_behind_the_last_step_is_told(
+    make: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Else the whole run would start again."""
     make(WorkerLostError("rollout[rank 0/3]", got="it ended without a word")).close()
-    assert capsys.readouterr().out.startswith("The run is complete. rollout[rank 0/3]: got it ended without a word")
+    assert capsys.readouterr().out.startswith(
+        "The run is complete. rollout[rank 0/3]: got it ended without a word"
+    )
 
 
 def test_another_error_of_the_end_is_raised(make: Callable) -> None:

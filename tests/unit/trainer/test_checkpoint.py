@@ -83,7 +83,9 @@ def test_error_while_writing_leaves_what_was_there(checkpoints: Checkpoints) -> 
 
 
 def test_error_of_a_role_says_what_is_left(checkpoints: Checkpoints) -> None:
-    refused = pytest.raises(CheckpointError, match=r"step 2 .*got actor: SafetensorError: full.*no earlier")
+    refused = pytest.raises(
+        CheckpointError, match=r"step 2 .*got actor: SafetensorError: full.*no earlier"
+    )
     checkpoints.begin(2)
     with refused, checkpoints.guarded(2):
         raise CheckpointError("actor", got="SafetensorError: full")
@@ -114,7 +116,9 @@ def test_older_ones_stay_until_the_new_one_is_read_back(
         (directory / "actor" / "state").write_text("weights 7")
 
     monkeypatch.setattr("quadriga.trainer.checkpoint._sync", damage)
-    with pytest.raises(CheckpointError, match=r"step 2 .*actor/state: other content.*Step 1 is still there"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .*actor/state: other content.*Step 1 is still there"
+    ):
         write(checkpoints, 2)
     assert names(checkpoints.directory) == ["global_step_1", LATEST]
     verify(checkpoints.path(1))
@@ -184,7 +188,9 @@ def test_kill_between_two_system_calls(
     assert not list(checkpoints.directory.glob(".unfinished*"))
 
 
-def test_half_deleted_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_deleted_checkpoint_is_none(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill while an old checkpoint is deleted must not leave half of it under its name."""
     checkpoints.max_to_keep = 1
     write(checkpoints, 1)
@@ -223,7 +229,10 @@ def test_what_is_no_past_of_a_run_is_never_gone_on_from(
     assert resumed(checkpoints, resume_mode="disable") is None
     aside = checkpoints.directory / "superseded_1"
     assert f"steps 1, 2, 3, 9, were moved to {aside}." in capsys.readouterr().out
-    assert names(checkpoints.directory) == ["config.yaml", "superseded_1"] and (aside / "config.yaml").is_file()
+    assert (
+        names(checkpoints.directory) == ["config.yaml", "superseded_1"]
+        and (aside / "config.yaml").is_file()
+    )
     assert resumed(checkpoints) is None
     write(checkpoints, 2)
     write(checkpoints, 3)
@@ -233,7 +242,9 @@ def test_what_is_no_past_of_a_run_is_never_gone_on_from(
     damage(checkpoints.path(3))
     assert resumed(checkpoints) == checkpoints.path(2)
     damage(checkpoints.path(2))
-    with pytest.raises(DamagedCheckpointError, match=r"global_step_2/actor/state.* No other checkpoint"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"global_step_2/actor/state.* No other checkpoint"
+    ):
         resumed(checkpoints)
     first = str(aside / "global_step_1")
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=first) == Path(first)
@@ -252,7 +263,10 @@ def test_run_from_an_earlier_step_goes_on_from_there(checkpoints: Checkpoints) -
 
 def test_a_validation_alone_moves_nothing(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
-    assert checkpoints.resume(TrainerConfig(resume_mode="disable", val_only=True), lambda path: None) is None
+    assert (
+        checkpoints.resume(TrainerConfig(resume_mode="disable", val_only=True), lambda path: None)
+        is None
+    )
     assert (checkpoints.steps(), checkpoints.newest()) == ([1], 1)
 
 
@@ -268,22 +282,48 @@ def test_newest_without_its_note(checkpoints: Checkpoints) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: (path / "actor" / "state").unlink(), "actor/state: got no such file"),
-    "cut": (lambda path: (path / "actor" / "state").write_text("weight"), "actor/state: got 6 bytes, expected 9 bytes"),
-    "changed": (lambda path: (path / "actor" / "state").write_text("weighty 3"), "actor/state: got other content"),
+    "cut": (
+        lambda path: (path / "actor" / "state").write_text("weight"),
+        "actor/state: got 6 bytes, expected 9 bytes",
+    ),
+    "changed": (
+        lambda path: (path / "actor" / "state").write_text("weighty 3"),
+        "actor/state: got other content",
+    ),
     "a folder": (
-        lambda path: (path / "actor" / "state").replace(path / "x") and (path / "actor" / "state").mkdir(),
+        lambda path: (
+            (path / "actor" / "state").replace(path / "x") and (path / "actor" / "state").mkdir()
+        ),
         "",
     ),
-    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"got no {MANIFEST}, expected a complete checkpoint"),
-    "half a manifest": (lambda path: (path / MANIFEST).write_text("{"), "got no list of files (JSONDecodeError"),
+    "no manifest": (
+        lambda path: (path / MANIFEST).unlink(),
+        f"got no {MANIFEST}, expected a complete checkpoint",
+    ),
+    "half a manifest": (
+        lambda path: (path / MANIFEST).write_text("{"),
+        "got no list of files (JSONDecodeError",
+    ),
     "empty manifest": (
         lambda path: (path / MANIFEST).write_text("{}"),
         "got no list of files (ValueError: it is empty)",
     ),
-    "other manifest": (lambda path: (path / MANIFEST).write_text("[1]"), "got no list of files (AttributeError"),
-    "no facts": (lambda path: (path / MANIFEST).write_text('{"actor": {}}'), "got no list of files (KeyError"),
-    "no text": (lambda path: (path / MANIFEST).write_bytes(b"\xff{}"), "got no list of files (UnicodeDecodeError"),
-    "nested": (lambda path: (path / MANIFEST).write_text("[" * 100_000), "got no list of files (RecursionError"),
+    "other manifest": (
+        lambda path: (path / MANIFEST).write_text("[1]"),
+        "got no list of files (AttributeError",
+    ),
+    "no facts": (
+        lambda path: (path / MANIFEST).write_text('{"actor": {}}'),
+        "got no list of files (KeyError",
+    ),
+    "no text": (
+        lambda path: (path / MANIFEST).write_bytes(b"\xff{}"),
+        "got no list of files (UnicodeDecodeError",
+    ),
+    "nested": (
+        lambda path: (path / MANIFEST).write_text("[" * 100_000),
+        "got no list of files (RecursionError",
+    ),
     "outside": (
         lambda path: (path / MANIFEST).write_text('{"../x": {"bytes": 1, "sha256": ""}}'),
         "it names ../x, which is outside",
@@ -297,7 +337,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_named(spoil: Callable[[Path], object], words: str, checkpoints: Checkpoints) -> None:
+def test_damage_is_named(
+    spoil: Callable[[Path], object], words: str, checkpoints: Checkpoints
+) -> None:
     path = write(checkpoints, 3)
     spoil(path)
     with pytest.raises(DamagedCheckpointError) as caught:
@@ -336,7 +378,9 @@ def test_where_to_resume(checkpoints: Checkpoints) -> None:
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
     assert resumed(checkpoints) == first
     second = checkpoints.directory / "superseded_1" / "global_step_2"
-    with pytest.raises(CheckpointError, match=r"no manifest\.json, .* Resume from .*global_step_1 "):
+    with pytest.raises(
+        CheckpointError, match=r"no manifest\.json, .* Resume from .*global_step_1 "
+    ):
         resumed(checkpoints, resume_mode="path", resume_from_path=str(checkpoints.directory))
 
 
@@ -352,19 +396,25 @@ def test_damaged_newest_is_passed_over_and_kept(
         was = {path: path.read_bytes() for path in checkpoints.path(2).rglob("*") if path.is_file()}
         assert resumed(checkpoints) == checkpoints.path(1)
         said = capsys.readouterr().out
-        aside = checkpoints.directory / ("damaged_global_step_2" if number == 1 else "damaged_global_step_2_2")
+        aside = checkpoints.directory / (
+            "damaged_global_step_2" if number == 1 else "damaged_global_step_2_2"
+        )
         if was:
             assert (
-                "DAMAGED: " in said and f"kept as {aside}." in said and "what came after step 1 is done again" in said
+                "DAMAGED: " in said
+                and f"kept as {aside}." in said
+                and "what came after step 1 is done again" in said
             )
-        assert {aside / path.relative_to(checkpoints.path(2)): content for path, content in was.items()} == {
-            path: path.read_bytes() for path in aside.rglob("*") if path.is_file()
-        }
+        assert {
+            aside / path.relative_to(checkpoints.path(2)): content for path, content in was.items()
+        } == {path: path.read_bytes() for path in aside.rglob("*") if path.is_file()}
         assert (checkpoints.steps(), checkpoints.newest()) == ([1], 1)
     write(checkpoints, 2)
     write(checkpoints, 3)
     assert checkpoints.steps() == [2, 3] and resumed(checkpoints) == checkpoints.path(3)
-    assert sum(name.startswith("damaged_") for name in names(checkpoints.directory)) == (2 if was else 0)
+    assert sum(name.startswith("damaged_") for name in names(checkpoints.directory)) == (
+        2 if was else 0
+    )
 
 
 def test_damage_that_shows_when_it_is_loaded_is_passed_over_too(checkpoints: Checkpoints) -> None:
@@ -427,7 +477,9 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew(checkpoints: Checkpoi
         assert names(checkpoints.directory) == ["global_step_1", "global_step_2", LATEST]
     for step in (1, 2):
         shutil.rmtree(checkpoints.path(step))
-    with pytest.raises(DamagedCheckpointError, match=f"{LATEST}: got '2', expected .*there is none"):
+    with pytest.raises(
+        DamagedCheckpointError, match=f"{LATEST}: got '2', expected .*there is none"
+    ):
         resumed(checkpoints)
 
 
@@ -450,7 +502,9 @@ def test_checkpoint_that_is_still_open_elsewhere_does_not_end_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", Mock(side_effect=OSError(39, "Directory not empty")))
         write(checkpoints, 2)
-    assert checkpoints.steps() == [2] and len(list(checkpoints.directory.glob(".unfinished_*"))) == 1
+    assert (
+        checkpoints.steps() == [2] and len(list(checkpoints.directory.glob(".unfinished_*"))) == 1
+    )
     write(checkpoints, 3)
     assert names(checkpoints.directory) == ["global_step_3", LATEST]
 
@@ -488,7 +542,12 @@ def test_model_folder_of_a_checkpoint_with_hf_model_only(checkpoints: Checkpoint
     [
         (MANIFEST, '{"actor/state": {"bytes": 1e400, "sha256": ""}}'),
         (MANIFEST, '{"actor/state": {"bytes": 4398046511104, "sha256": ""}}'),
-        *[(MANIFEST, "[" * 10_000), (MANIFEST, "pipe"), ("actor/state", "pipe"), (f"../{LATEST}", "pipe")],
+        *[
+            (MANIFEST, "[" * 10_000),
+            (MANIFEST, "pipe"),
+            ("actor/state", "pipe"),
+            (f"../{LATEST}", "pipe"),
+        ],
     ],
 )
 def test_hostile_files_are_passed_over(checkpoints: Checkpoints, name: str, text: str) -> None:

@@ -16,20 +16,27 @@ from quadriga.protocol.columns import object_array
 from quadriga.trainer.group_filter import GroupFilter, metric_of_rows
 
 
-def graded(scores: list[list[float]], first: int = 0, extras: list[dict[str, Any]] | None = None) -> DataProto:
+def graded(
+    scores: list[list[float]], first: int = 0, extras: list[dict[str, Any]] | None = None
+) -> DataProto:
     """Groups of responses with these scores; the score stands at the second of three tokens."""
     flat = torch.tensor([score for group in scores for score in group])
     uids = [f"1-{first + number}" for number, group in enumerate(scores) for _ in group]
     return DataProto.from_dict(
         {"token_level_scores": flat[:, None] * torch.tensor([[0.0, 1.0, 0.0]])},
-        {"uid": np.array(uids, dtype=object), "reward_extra": object_array(extras or [{} for _ in uids])},
+        {
+            "uid": np.array(uids, dtype=object),
+            "reward_extra": object_array(extras or [{} for _ in uids]),
+        },
         {"metrics": {"tokens": Metric(len(uids), "sum")}, "global_steps": 1},
     )
 
 
 def group_filter(batch_size: int, **settings: Any) -> GroupFilter:
     filter_groups = {"enable": True, **settings}
-    return GroupFilter(Config(data={"train_batch_size": batch_size}, algorithm={"filter_groups": filter_groups}))
+    return GroupFilter(
+        Config(data={"train_batch_size": batch_size}, algorithm={"filter_groups": filter_groups})
+    )
 
 
 def fill(groups: GroupFilter, *batches: list[list[float]]) -> list[int]:
@@ -47,7 +54,11 @@ def test_batches_are_taken_until_enough_groups_differ() -> None:
     """0.1 three times is equal, though its deviation in floating point is not zero."""
     equal, differ = [0.1, 0.1, 0.1], [0.0, 1.0, 0.0]
     groups = group_filter(2)
-    assert fill(groups, [equal, differ], [equal, equal], [differ, differ], [differ, differ]) == [0, 2, 4]
+    assert fill(groups, [equal, differ], [equal, equal], [differ, differ], [differ, differ]) == [
+        0,
+        2,
+        4,
+    ]
     batch = groups.batch()
     assert batch.non_tensor_batch["uid"].tolist() == ["1-1"] * 3 + ["1-4"] * 3
     metrics = reduce_metrics(batch.meta_info["metrics"])
@@ -82,7 +93,10 @@ def test_without_a_limit_it_says_how_far_it_is(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         fill(groups, *[[[1.0, 1.0]]] * 20, [[0.0, 1.0]])
     assert len(groups.batch()) == 2
-    assert "0 of 1 groups after 20 batches of prompts (20 groups, 20 of them equal: 20 with 1)" in caplog.text
+    assert (
+        "0 of 1 groups after 20 batches of prompts (20 groups, 20 of them equal: 20 with 1)"
+        in caplog.text
+    )
 
 
 def test_groups_differ_in_what_graders_say() -> None:
@@ -111,7 +125,10 @@ def test_groups_differ_in_what_graders_say() -> None:
     ("extra", "said"),
     [
         ({}, "graders that return nothing but the score, expected score"),
-        ({"acc": 1, "pred": "x", "reward_error": ""}, "graders that return acc, pred, expected score"),
+        (
+            {"acc": 1, "pred": "x", "reward_error": ""},
+            "graders that return acc, pred, expected score",
+        ),
         ({"f1": "high"}, "got str 'high' from the grader, expected a number"),
     ],
 )

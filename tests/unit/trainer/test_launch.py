@@ -19,10 +19,14 @@ from quadriga.trainer.task_runner import what_next
 
 
 def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("ray.", "quadriga.single_controller.ray"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("ray.", "quadriga.single_controller.ray"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"'ray', which is not installed here.*pip install -e '\.\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"'ray', which is not installed here.*pip install -e '\.\[ray\]'"
+    ):
         run_ppo(load_config(["trainer.backend=ray"]).config)
 
 
@@ -40,7 +44,9 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     events: list[Any] = []
 
     @contextmanager
-    def connected(arguments: Any, count: int, timeline_file: str | None, num_nodes: int) -> Iterator[None]:
+    def connected(
+        arguments: Any, count: int, timeline_file: str | None, num_nodes: int
+    ) -> Iterator[None]:
         events.append((count, num_nodes))
         yield
         events.append("left")
@@ -50,7 +56,9 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     policies: list[str | None] = []
     monkeypatch.delenv(launch.WAIT_POLICY, raising=False)
     monkeypatch.setattr(
-        launch, "_load", lambda name: (policies.append(os.environ.get(launch.WAIT_POLICY)), known[name])[1]
+        launch,
+        "_load",
+        lambda name: (policies.append(os.environ.get(launch.WAIT_POLICY)), known[name])[1],
     )
     run_ppo(config)
     found, (configuration, start_up, _), left = events
@@ -81,7 +89,9 @@ def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
         "quadriga train --config FILE actor_rollout_ref.model.path=runs/a/model"
     )
     scores = load_config([*made, "task=reward_model"]).config
-    assert what_next(scores, None).endswith("reward_model.enable=True reward_model.model.path=runs/a/model")
+    assert what_next(scores, None).endswith(
+        "reward_model.enable=True reward_model.model.path=runs/a/model"
+    )
 
 
 def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
@@ -90,5 +100,7 @@ def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
         "import sys, quadriga.cli.train, quadriga.trainer.launch\n"
         "sys.exit(' '.join(name for name in ('torch', 'ray', 'omegaconf') if name in sys.modules) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,9 @@ def saved(loop: Counting) -> list[int]:
     """The steps that have a checkpoint, each with the loop's own part."""
     steps = loop.checkpoints.steps()
     states = [load_run_state(loop.checkpoints.path(step), step) for step in steps]
-    assert [(state["step"], state["loader"]) for state in states] == [(step, {"number": 7}) for step in steps]
+    assert [(state["step"], state["loader"]) for state in states] == [
+        (step, {"number": 7}) for step in steps
+    ]
     return steps
 
 
@@ -111,10 +113,15 @@ def test_a_resumed_loop_goes_on_from_the_newest(make: Make) -> None:
     second = make(save_freq=2)
     second.resumable["loader"].number = 0
     assert second.load_checkpoint() and second.global_steps == 5
-    assert second.saver.workers["actor"].loaded == ["global_step_5"] and second.resumable["loader"].number == 7
+    assert (
+        second.saver.workers["actor"].loaded == ["global_step_5"]
+        and second.resumable["loader"].number == 7
+    )
 
 
-def test_a_stop_that_was_asked_for_ends_after_a_step_that_is_saved(make: Make, asked_to_stop: None) -> None:
+def test_a_stop_that_was_asked_for_ends_after_a_step_that_is_saved(
+    make: Make, asked_to_stop: None
+) -> None:
     loop = make(save_freq=4)
     loop.run()
     assert loop.is_stopping and loop.global_steps == 1 and saved(loop) == [1]
@@ -144,7 +151,12 @@ def test_without_checkpoints_a_stop_saves_none(make: Make, asked_to_stop: None) 
     ],
 )
 def test_each_step_is_saved_where_the_machine_may_be_gone_before_the_next(
-    left_s: int, step_s: float, spare_s: int, expected: list[int], make: Make, monkeypatch: pytest.MonkeyPatch
+    left_s: int,
+    step_s: float,
+    spare_s: int,
+    expected: list[int],
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is taken back after so long; a step and what is to spare must fit. A past second was an earlier machine's."""
     monkeypatch.setenv(EXPIRY_VARIABLES[0], str(int(time.time()) + left_s))

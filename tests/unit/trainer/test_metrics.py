@@ -66,13 +66,17 @@ def signals(scores: list[float], lengths: list[int], uid: str) -> dict[str, str]
         "attention_mask": torch.cat([torch.ones(len(scores), 2), mask], -1).long(),
         "token_level_scores": torch.tensor(scores)[:, None],
     }
-    return dead_signals(DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(list(uid), dtype=object)}))
+    return dead_signals(
+        DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(list(uid), dtype=object)})
+    )
 
 
 def test_batches_without_a_signal_to_learn_from() -> None:
     alike = signals([1.0, 0.0, 1.0, 0.0], [1] * 4, "abab")
     assert alike["scores"].startswith("all responses of every group scored alike (mean 0.5)")
-    assert signals([0.0, 0.0], [1, 1], "ab")["scores"].startswith("all responses scored alike (mean 0)")
+    assert signals([0.0, 0.0], [1, 1], "ab")["scores"].startswith(
+        "all responses scored alike (mean 0)"
+    )
     # One of several groups differs; single responses differ; a batch of one has nothing to differ from.
     assert signals([1.0, 0.0, 1.0, 1.0], [1] * 4, "abab") == {}
     assert signals([1.0, 0.0], [1, 2], "ab") == {}
@@ -120,7 +124,9 @@ def test_batch_without_values_or_answers(batch: DataProto) -> None:
     batch.batch.pop("values")
     batch.batch["response_mask"] = torch.zeros(2, 3, dtype=torch.int64)
     metrics = data_metrics(batch)
-    assert not [name for name in metrics if "values" in name or "advantages" in name or "explained" in name]
+    assert not [
+        name for name in metrics if "values" in name or "advantages" in name or "explained" in name
+    ]
 
 
 def test_equal_returns_have_no_variance_to_explain(batch: DataProto) -> None:
@@ -136,7 +142,9 @@ def test_performance_metrics(batch: DataProto) -> None:
     generated = {"rollout/num_response_tokens": 4.0}
     metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5, "adv": 0.07}, generated)
     # Of 4 response tokens and of all 7.
-    assert metrics["timing_per_token_ms/gen"] == 125 and metrics["timing_per_token_ms/adv"] == pytest.approx(10)
+    assert metrics["timing_per_token_ms/gen"] == 125 and metrics[
+        "timing_per_token_ms/adv"
+    ] == pytest.approx(10)
     assert "timing_per_token_ms/step" not in metrics
     assert metrics["perf/total_num_tokens"] == 7
     assert metrics["perf/throughput"] == 3.5
@@ -178,12 +186,18 @@ def test_small_differences_pass_in_silence(caplog: pytest.LogCaptureFixture) -> 
 def test_a_difference_above_the_first_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check(difference(0.25), 3, log_prob_diff_warn=0.1, log_prob_diff_stop=0.5)
-    assert "step 3: the rollout's log-probabilities have a mean difference of 0.25 nats (at most 9)" in caplog.text
+    assert (
+        "step 3: the rollout's log-probabilities have a mean difference of 0.25 nats (at most 9)"
+        in caplog.text
+    )
     assert "log_prob_diff_warn=0.1" in caplog.text
 
 
 def test_a_difference_above_the_second_limit_stops() -> None:
-    with pytest.raises(RolloutError, match=r"step 3: got a mean difference of 0\.75 nats.*at most 0\.5 \(.*diff_stop"):
+    with pytest.raises(
+        RolloutError,
+        match=r"step 3: got a mean difference of 0\.75 nats.*at most 0\.5 \(.*diff_stop",
+    ):
         check(difference(0.75), 3, log_prob_diff_stop=0.5)
 
 

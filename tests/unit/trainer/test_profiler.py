@@ -11,7 +11,13 @@ import torch
 
 from quadriga.config import Config
 from quadriga.errors import WorkerError
-from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    Worker,
+    register,
+)
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.trainer.profiler import Profiler
 
@@ -55,7 +61,9 @@ def run(profiler: Profiler, group: LocalWorkerGroup[Busy], steps: range) -> None
 
 
 def names(path: Path) -> list[str]:
-    return [event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    return [
+        event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    ]
 
 
 def files(folder: Path) -> list[str]:
@@ -78,7 +86,9 @@ def test_neighbouring_steps_can_share_one_trace(make, group, tmp_path) -> None:
     assert names(tmp_path / "profiles" / "steps_1-2.json.gz").count("actor.work") == 2
 
 
-def test_a_step_that_raises_and_a_run_that_ends_early_still_leave_their_trace(make, group, tmp_path) -> None:
+def test_a_step_that_raises_and_a_run_that_ends_early_still_leave_their_trace(
+    make, group, tmp_path
+) -> None:
     profiler = make(steps=[1, 2, 3], profile_continuous_steps=True)
     with pytest.raises(RuntimeError), profiler.step(1):
         raise RuntimeError
@@ -102,14 +112,22 @@ def test_the_chosen_ranks_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each role those of its own key, of others the actor's; each process has a number of its own."""
     wanted: dict[str, tuple[int, bool]] = {}
 
-    def note(worker: Worker, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool) -> None:
+    def note(
+        worker: Worker, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool
+    ) -> None:
         wanted[title] = number, is_wanted
 
     monkeypatch.setattr(Busy, "start_profile", note)
     pool, entry = ResourcePool([2]), ClassWithInitArgs(Busy)
-    groups = {role: LocalWorkerGroup(entry, pool, name=role) for role in ("actor_rollout", "ref", "critic")}
+    groups = {
+        role: LocalWorkerGroup(entry, pool, name=role)
+        for role in ("actor_rollout", "ref", "critic")
+    }
     section = {"tool": "nsys", "steps": [1]}
-    ranks = {"actor_rollout_ref": {"actor": {"profiler": {"ranks": [1]}}}, "critic": {"profiler": {"ranks": None}}}
+    ranks = {
+        "actor_rollout_ref": {"actor": {"profiler": {"ranks": [1]}}},
+        "critic": {"profiler": {"ranks": None}},
+    }
     with Profiler(Config(global_profiler=section, **ranks), groups).step(1):
         pass
     assert [title for title, (_, is_wanted) in wanted.items() if is_wanted] == [

@@ -34,7 +34,9 @@ def stream(num_workers: int = 0) -> PromptStream:
     """Batches of 3 of 7 rows, in an order that differs in each epoch."""
     config = DataConfig(shuffle=True, seed=5, dataloader_num_workers=num_workers)
     sampler = create_rl_sampler(config, Numbers())
-    return PromptStream(create_dataloader(Numbers(), config, batch_size=3, sampler=sampler, drop_last=True))
+    return PromptStream(
+        create_dataloader(Numbers(), config, batch_size=3, sampler=sampler, drop_last=True)
+    )
 
 
 def taken(prompts: PromptStream, count: int) -> list[list[int]]:
@@ -119,7 +121,9 @@ def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(
     sampler: Sampler, is_refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A resumed run would take other rows than the run that was cut short: it is said at start, and refused later."""
-    loader = create_dataloader(Numbers(), DataConfig(), batch_size=3, sampler=sampler, drop_last=True)
+    loader = create_dataloader(
+        Numbers(), DataConfig(), batch_size=3, sampler=sampler, drop_last=True
+    )
     prompts = PromptStream(loader)
     assert not caplog.text
     PromptStream(loader, is_saved=True)
@@ -147,15 +151,23 @@ def read(tmp_path: Path) -> Any:
 
     def make(cls: type[RLHFDataset] = RLHFDataset, **values: Any) -> PromptStream:
         rows = [
-            {"prompt": [{"role": "user", "content": f"{row}+1="}], "data_source": "exact_match", "reward_model": {}}
+            {
+                "prompt": [{"role": "user", "content": f"{row}+1="}],
+                "data_source": "exact_match",
+                "reward_model": {},
+            }
             for row in range(5)
         ]
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = DataConfig(shuffle=True, seed=5, max_prompt_length=32, cache_dir=str(tmp_path), **values)
+        config = DataConfig(
+            shuffle=True, seed=5, max_prompt_length=32, cache_dir=str(tmp_path), **values
+        )
         dataset = cls(str(path), build_tokenizer(), config)
         sampler = create_rl_sampler(config, dataset)
-        return PromptStream(create_dataloader(dataset, config, batch_size=2, sampler=sampler, drop_last=True))
+        return PromptStream(
+            create_dataloader(dataset, config, batch_size=2, sampler=sampler, drop_last=True)
+        )
 
     return make
 
@@ -164,7 +176,9 @@ def items(prompts: PromptStream, count: int) -> list[list[int]]:
     return [prompts.take().non_tensor_batch["item"].tolist() for _ in range(count)]
 
 
-def test_a_thread_reads_the_next_batch_before_it_is_taken(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_reads_the_next_batch_before_it_is_taken(
+    read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four rows are there after one batch of two; and nobody else uses the tokenizer that the thread has."""
     plain, seen, is_ahead = RLHFDataset.__getitem__, list[str](), threading.Event()
 
@@ -202,7 +216,9 @@ def test_what_is_read_ahead_is_read_again_after_a_resume(read: Any, place: int) 
         assert items(stream, 4) == after and stream.num_taken == place + 4
 
 
-def test_an_error_is_raised_by_the_batch_that_has_it(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_raised_by_the_batch_that_has_it(
+    read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not while the batch before is learned from."""
     prompts = read()
     first, second = items(read(), 2)
@@ -221,7 +237,12 @@ def test_an_error_is_raised_by_the_batch_that_has_it(read: Any, monkeypatch: pyt
 
 def write_sums(path: Path, first: int, count: int) -> str:
     rows = [
-        {"data_source": "x", "prompt": f"{'1' * (n % 5)}{n}+1=", "reward_model": {"ground_truth": ""}, "n": n}
+        {
+            "data_source": "x",
+            "prompt": f"{'1' * (n % 5)}{n}+1=",
+            "reward_model": {"ground_truth": ""},
+            "n": n,
+        }
         for n in range(first, first + count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -235,7 +256,9 @@ def uids_of_validation(files: list[str], batch_size: int, **values: Any) -> dict
     uids: dict[int, str] = {}
     num_prompts = 0
     sampler = create_rl_sampler(config, rows, is_train=False)
-    for columns in create_dataloader(rows, config, batch_size=batch_size, sampler=sampler, drop_last=False):
+    for columns in create_dataloader(
+        rows, config, batch_size=batch_size, sampler=sampler, drop_last=False
+    ):
         prompts = assign_row_uids(DataProto.from_single_dict(columns), rows, num_prompts)
         num_prompts += len(prompts)
         uids |= zip(prompts.non_tensor_batch["n"], prompts.non_tensor_batch["uid"], strict=True)
@@ -249,7 +272,9 @@ def test_uids_of_validation_follow_the_row_in_its_file(tmp_path: Path) -> None:
     assert uids_of_validation(files, batch_size=2) == whole
     longer_first_file = [write_sums(tmp_path / "c.jsonl", 100, 7), files[1]]
     assert uids_of_validation(longer_first_file, batch_size=4)[5] == whole[5]
-    short_only = uids_of_validation(files, batch_size=3, max_prompt_length=9, filter_overlong_prompts=True)
+    short_only = uids_of_validation(
+        files, batch_size=3, max_prompt_length=9, filter_overlong_prompts=True
+    )
     assert 0 < len(short_only) < 9
     assert short_only.items() <= whole.items()
 

@@ -22,7 +22,12 @@ class Given(RayPPOTrainer):
     def __init__(self, config: Config, batch: DataProto) -> None:
         self.config, self.given = config, batch
         self.reference = self.critic = self.teacher = None
-        self.filters_groups, self.num_ranks, self.cost, self.global_steps = True, 1, SequenceCost(), 1
+        self.filters_groups, self.num_ranks, self.cost, self.global_steps = (
+            True,
+            1,
+            SequenceCost(),
+            1,
+        )
         self.needs = SimpleNamespace(old_log_probs=False)
         batch.batch["position_ids"] = batch.batch["input_ids"] = batch.batch["attention_mask"]
         self.timer, self.metrics = PhaseTimer(), {}

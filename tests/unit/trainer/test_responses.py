@@ -57,12 +57,18 @@ def test_grader_cannot_overwrite_what_was_asked_and_answered(
     assert rows[0]["reward/output"] == "x"
 
 
-def test_rows_tell_of_conversations(answers: DataProto, graded: Callable, tokenizer: object) -> None:
+def test_rows_tell_of_conversations(
+    answers: DataProto, graded: Callable, tokenizer: object
+) -> None:
     answers.non_tensor_batch["num_turns"] = np.array([2, 4, 3], dtype=object)
     answers.non_tensor_batch["finish_reason"] = np.array(["stop", "length", "stop"], dtype=object)
     grade(Gives(graded([1.0, 0.5, 0.0])), answers)
     rows = sample_rows(answers, tokenizer, "data_source")
-    assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [(2, "stop"), (4, "length"), (3, "stop")]
+    assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [
+        (2, "stop"),
+        (4, "length"),
+        (3, "stop"),
+    ]
 
 
 def test_rows_have_the_columns_that_were_moved_into_extra_info(
@@ -91,10 +97,19 @@ def test_file_has_a_line_for_each_row(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "deep" / "er", 7, rows)
     assert path == tmp_path / "deep" / "er" / "7.jsonl"
     # Strict JSON, which has no word for NaN.
-    read = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    read = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     assert read == [
         {"score": 0.5, "tokens": [0, 1], "text": "größer\nals", "step": 7},
-        {"score": 1.0, "path": "x", "rate": "NaN", "nested": {"rates": ["Infinity", "-Infinity"]}, "step": 7},
+        {
+            "score": 1.0,
+            "path": "x",
+            "rate": "NaN",
+            "nested": {"rates": ["Infinity", "-Infinity"]},
+            "step": 7,
+        },
     ]
     assert [entry.name for entry in path.parent.iterdir()] == ["7.jsonl"]
 

@@ -64,7 +64,9 @@ def value(output: RewardOutput, name: str) -> float:
     return output.metrics[name].value
 
 
-def test_scores_are_added_and_told_apart(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
+def test_scores_are_added_and_told_apart(
+    batch: DataProto, caplog: pytest.LogCaptureFixture
+) -> None:
     judge, graders = Judge(), Graders()
     reward = ModelReward(judge, graders)
     output = reward(batch)
@@ -73,7 +75,11 @@ def test_scores_are_added_and_told_apart(batch: DataProto, caplog: pytest.LogCap
     assert output.scores.nonzero().tolist() == [[0, 2], [1, 0], [2, 0]]
     assert batch.batch["rm_scores"].sum(-1).tolist() == [1, 2, 3]
     assert output.extra["rm_score"].tolist() == [1, 2, 3] and output.extra["pred"] == ["x"] * 3
-    assert [value(output, f"reward/rm_score/{kind}") for kind in ("mean", "max", "min")] == [2, 3, 1]
+    assert [value(output, f"reward/rm_score/{kind}") for kind in ("mean", "max", "min")] == [
+        2,
+        3,
+        1,
+    ]
     assert value(output, "reward/rule_score/mean") == pytest.approx(0.1)
     assert value(output, "reward/errors") == value(output, "reward/rm_cut") == 0
     assert value(output, "timing_s/rm") == 2
@@ -83,11 +89,18 @@ def test_scores_are_added_and_told_apart(batch: DataProto, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("reads_chats", "sent"), [(False, set()), (True, {"raw_prompt", "uid"})])
-def test_chats_travel_where_they_are_read(batch: DataProto, reads_chats: bool, sent: set[str]) -> None:
+def test_chats_travel_where_they_are_read(
+    batch: DataProto, reads_chats: bool, sent: set[str]
+) -> None:
     judge = Judge(reads_chats=reads_chats)
     ModelReward(judge, Graders())(batch)
     assert set(judge.sent.non_tensor_batch) == sent
-    assert set(judge.sent.batch.keys()) == {"input_ids", "attention_mask", "position_ids", "response_mask"}
+    assert set(judge.sent.batch.keys()) == {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "response_mask",
+    }
 
 
 def test_what_was_cut_is_said(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:

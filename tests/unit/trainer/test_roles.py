@@ -28,7 +28,10 @@ def needs(*, actor: dict | None = None, n: int = 2, **algorithm: object) -> Need
     """Of a run with one update a batch, unless `actor` says otherwise."""
     tree = {
         **ONE_UPDATE,
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8} | (actor or {}), "rollout": {"n": n}},
+        "actor_rollout_ref": {
+            "actor": {"ppo_mini_batch_size": 8} | (actor or {}),
+            "rollout": {"n": n},
+        },
         "algorithm": algorithm,
     }
     return Needs.of(Config(**tree))
@@ -59,7 +62,9 @@ def test_a_group_of_one_is_said(estimator: str, is_said: bool) -> None:
 def test_estimator_of_a_users_file(tmp_path: Path) -> None:
     """Its parameters are read like those of our own."""
     file = tmp_path / "mine.py"
-    file.write_text("def mine(token_level_rewards, response_mask, values, ref_log_prob, old_log_probs):\n    pass\n")
+    file.write_text(
+        "def mine(token_level_rewards, response_mask, values, ref_log_prob, old_log_probs):\n    pass\n"
+    )
     expected = replace(NOTHING, critic=True, reference=True, old_log_probs=True)
     assert needs(adv_estimator=f"{file}:mine") == expected
 
@@ -80,7 +85,9 @@ def test_divergence_brings_the_reference() -> None:
     assert in_reward.reference and in_reward.old_log_probs
 
 
-@pytest.mark.parametrize("actor", [{"ppo_mini_batch_size": 4}, {"ppo_epochs": 2}, {"ppo_mini_batch_size": 7}])
+@pytest.mark.parametrize(
+    "actor", [{"ppo_mini_batch_size": 4}, {"ppo_epochs": 2}, {"ppo_mini_batch_size": 7}]
+)
 def test_several_updates_need_old_log_probs(actor: dict) -> None:
     assert needs(actor=actor).old_log_probs
     assert "several updates" in needs(actor=actor).describe()["old log-probs"]

@@ -32,18 +32,36 @@ class Rollout:
         attention = torch.cat([prompts.batch["attention_mask"], torch.ones_like(responses)], -1)
         reasons = np.array([f"of {uid}" for uid in prompts.non_tensor_batch["uid"]], dtype=object)
         return DataProto.from_dict(
-            {"prompts": prompts.batch["input_ids"], "responses": responses, "attention_mask": attention},
+            {
+                "prompts": prompts.batch["input_ids"],
+                "responses": responses,
+                "attention_mask": attention,
+            },
             {"finish_reason": reasons},
-            {"metrics": {"rollout/x": Metric(3.0, "sum"), "timing_s/generate_sequences": Metric(9.0, "max")}},
+            {
+                "metrics": {
+                    "rollout/x": Metric(3.0, "sum"),
+                    "timing_s/generate_sequences": Metric(9.0, "max"),
+                }
+            },
         )
 
 
-def prompts(step: int, first: int = 0, *, token: int | None = None, truth: str = "t", **meta: Any) -> DataProto:
+def prompts(
+    step: int, first: int = 0, *, token: int | None = None, truth: str = "t", **meta: Any
+) -> DataProto:
     """Two prompts of a step."""
     ids = torch.tensor([[0, 5], [6, 7]]) if token is None else torch.full((2, 2), token)
     batch = DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": torch.ones(2, 2).long(), "position_ids": torch.arange(2).repeat(2, 1)},
-        {"truth": np.array([f"{truth}{row}" for row in range(2)], dtype=object), "raw_prompt_ids": [[5], [6, 7]]},
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones(2, 2).long(),
+            "position_ids": torch.arange(2).repeat(2, 1),
+        },
+        {
+            "truth": np.array([f"{truth}{row}" for row in range(2)], dtype=object),
+            "raw_prompt_ids": [[5], [6, 7]],
+        },
         {"global_steps": step, **meta},
     )
     return assign_uids(batch, str(step), first=first)
@@ -64,17 +82,26 @@ def test_second_run_gets_the_responses_of_the_first(make: Callable, tmp_path: Pa
     """All columns are those that the rollout gave; what is known of the prompts is what is known today."""
     keeping, _ = make()
     first = [keeping(prompts(step, token=step), 2) for step in (1, 2)]
-    assert sorted(path.name for path in (tmp_path / "cached").iterdir()) == ["1_0.answers", "2_0.answers"]
+    assert sorted(path.name for path in (tmp_path / "cached").iterdir()) == [
+        "1_0.answers",
+        "2_0.answers",
+    ]
     replaying, generator = make()
     second = [replaying(prompts(step, token=step, truth="new"), 2) for step in (1, 2)]
     assert generator.num_calls == 0
     for one, other in zip(first, second, strict=True):
         assert set(one.batch.keys()) == set(other.batch.keys())
         assert all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch.keys())
-        assert one.non_tensor_batch["finish_reason"].tolist() == other.non_tensor_batch["finish_reason"].tolist()
+        assert (
+            one.non_tensor_batch["finish_reason"].tolist()
+            == other.non_tensor_batch["finish_reason"].tolist()
+        )
         assert other.non_tensor_batch["truth"].tolist() == ["new0", "new0", "new1", "new1"]
         assert set(one.non_tensor_batch) == set(other.non_tensor_batch)
-        assert reduce_metrics(other.meta_info["metrics"]) == {"rollout/x": 3.0, "rollout/replayed": 1.0}
+        assert reduce_metrics(other.meta_info["metrics"]) == {
+            "rollout/x": 3.0,
+            "rollout/replayed": 1.0,
+        }
 
 
 def test_images_of_later_turns_are_kept_with_the_responses(make: Callable) -> None:
@@ -94,14 +121,21 @@ def test_images_of_later_turns_are_kept_with_the_responses(make: Callable) -> No
         cache, rollout = make()
         answer, later = rollout.generate_sequences, image(4)
 
-        def shows(rows: DataProto, answer: Callable = answer, later: dict[str, torch.Tensor] = later) -> DataProto:
+        def shows(
+            rows: DataProto, answer: Callable = answer, later: dict[str, torch.Tensor] = later
+        ) -> DataProto:
             before = rows.non_tensor_batch["multi_modal_inputs"]
-            both = [{name: torch.cat([*([one[name]] if one else []), later[name]]) for name in later} for one in before]
+            both = [
+                {name: torch.cat([*([one[name]] if one else []), later[name]]) for name in later}
+                for one in before
+            ]
             return answer(rows).union(DataProto.from_dict(non_tensors={"multi_modal_inputs": both}))
 
         rollout.generate_sequences = shows
         rows = cache(asked, 2)
-        grids = [one["image_grid_thw"].tolist() for one in rows.non_tensor_batch["multi_modal_inputs"]]
+        grids = [
+            one["image_grid_thw"].tolist() for one in rows.non_tensor_batch["multi_modal_inputs"]
+        ]
         assert grids == [[[1, 2, 2], [1, 4, 4]]] * 2 + [[[1, 4, 4]]] * 2
         pixels = rows.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"]
         assert torch.equal(pixels, torch.cat([image(2)["pixel_values"], later["pixel_values"]]))
@@ -128,7 +162,9 @@ def test_repeat_takes_the_first_step_with_its_prompts(make: Callable) -> None:
     assert later.non_tensor_batch["uid"].tolist() == ["12-4", "12-4", "12-5", "12-5"]
 
 
-def test_greedy_responses_and_further_batches_have_files_of_their_own(make: Callable, tmp_path: Path) -> None:
+def test_greedy_responses_and_further_batches_have_files_of_their_own(
+    make: Callable, tmp_path: Path
+) -> None:
     keeping, generator = make()
     keeping(prompts(1, do_sample=False), 1), keeping(prompts(1), 2), keeping(prompts(1, first=2), 2)
     assert generator.num_calls == 3
@@ -150,7 +186,10 @@ def test_columns_that_the_trainer_adds_are_today_s(make: Callable) -> None:
 
 def test_responses_to_other_prompts(make: Callable) -> None:
     make()[0](prompts(1), 2)
-    with pytest.raises(DataError, match=r"1_0\.answers: got responses to other prompts, expected responses to those"):
+    with pytest.raises(
+        DataError,
+        match=r"1_0\.answers: got responses to other prompts, expected responses to those",
+    ):
         make()[0](prompts(1, token=3), 2)
 
 
@@ -164,7 +203,9 @@ def test_another_number_of_responses(make: Callable) -> None:
 
 def test_another_temperature(make: Callable) -> None:
     make(temperature=0.7)[0](prompts(1), 2)
-    with pytest.raises(DataError, match=r"rollout\.temperature=0\.7, expected .*rollout\.temperature=1\.0"):
+    with pytest.raises(
+        DataError, match=r"rollout\.temperature=0\.7, expected .*rollout\.temperature=1\.0"
+    ):
         make()[0](prompts(1), 2)
 
 
@@ -172,7 +213,9 @@ def test_another_temperature(make: Callable) -> None:
 def test_file_that_is_something_else(content: bytes, make: Callable, tmp_path: Path) -> None:
     (tmp_path / "cached").mkdir()
     (tmp_path / "cached" / "1_0.answers").write_bytes(content)
-    with pytest.raises(DataError, match=r"1_0\.answers: got .*expected responses that a run has written"):
+    with pytest.raises(
+        DataError, match=r"1_0\.answers: got .*expected responses that a run has written"
+    ):
         make()[0](prompts(1), 2)
 
 

@@ -19,7 +19,14 @@ from quadriga.errors import (
     WorkerLostError,
 )
 from quadriga.protocol import DataProto
-from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    ResourcePool,
+    Worker,
+    register,
+)
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.trainer.stream_pool import StreamPool
 
@@ -75,7 +82,9 @@ class Engine(Worker):
         self._do("generate")
         column = prompts.batch["row"]
         columns = {"row": column + 100, "rank": torch.full_like(column, self.rank)}
-        return DataProto.from_dict(tensors=columns | {"version": torch.full_like(column, self.version)})
+        return DataProto.from_dict(
+            tensors=columns | {"version": torch.full_like(column, self.version)}
+        )
 
 
 LOST = WorkerLostError("rollout[rank 1/3] died in generate_sequences", got="SIGKILL")
@@ -108,7 +117,9 @@ def rows(count: int) -> DataProto:
 
 
 @pytest.mark.parametrize("error", [LOST, EngineLostError("vllm.generate", got="a dead core")])
-def test_rows_of_a_lost_engine_are_generated_by_the_others(make_pool: Any, error: QuadrigaError) -> None:
+def test_rows_of_a_lost_engine_are_generated_by_the_others(
+    make_pool: Any, error: QuadrigaError
+) -> None:
     """Each once, in order; afterwards it is there again, with the weights of the others."""
     pool = make_pool()
     pool.publish(4)
@@ -119,7 +130,9 @@ def test_rows_of_a_lost_engine_are_generated_by_the_others(make_pool: Any, error
     assert pool.take_counts() == {"rollout/requests_moved": 2}
     pool._restarts.wait(10)
     answers = pool.generate_sequences(rows(7)).batch
-    assert answers["rank"].tolist() == [0, 0, 0, 1, 1, 2, 2] and set(answers["version"].tolist()) == {4}
+    assert answers["rank"].tolist() == [0, 0, 0, 1, 1, 2, 2] and set(
+        answers["version"].tolist()
+    ) == {4}
     # At once, and whole: the new engine has nothing yet.
     assert Actor.sent == [(0, False), (4, True), (4, False)] and Actor.ranks == [0, 1, 2]
     assert pool.take_counts() == {"rollout/engine_restarts": 1} and pool.take_counts() == {}
@@ -144,7 +157,9 @@ def test_the_last_engine_and_an_error_of_the_users_own_end_the_run(make_pool: An
     with pytest.raises(WorkerLostError, match="died in generate_sequences"):
         pool.generate_sequences(rows(6))
     pool = make_pool()
-    Engine.failures[1, "generate"] = EngineError("prompts", got="token id 9", expected="ids below 5")
+    Engine.failures[1, "generate"] = EngineError(
+        "prompts", got="token id 9", expected="ids below 5"
+    )
     with pytest.raises(EngineError, match="token id 9"):
         pool.generate_sequences(rows(6))
     assert pool._rollout.ranks == [0, 1, 2]
@@ -156,8 +171,13 @@ def test_an_engine_that_is_lost_while_weights_are_sent(
 ) -> None:
     """The others get them again, whole; what the connection's end made of them is no failure of theirs."""
     pool = make_pool()
-    Actor.failures[:] = [of_the_sender("weight sync", got="connection closed")] if of_the_sender else []
-    Engine.failures |= {(1, "receive"): LOST, (2, "receive"): WeightSyncError("weight sync", got="connection closed")}
+    Actor.failures[:] = (
+        [of_the_sender("weight sync", got="connection closed")] if of_the_sender else []
+    )
+    Engine.failures |= {
+        (1, "receive"): LOST,
+        (2, "receive"): WeightSyncError("weight sync", got="connection closed"),
+    }
     pool.publish(1)
     assert Actor.sent == [(0, False), (1, True), (1, False)] and Actor.ranks == [0, 2]
     assert set(pool.generate_sequences(rows(4)).batch["version"].tolist()) == {1}
@@ -176,7 +196,8 @@ def test_an_engine_with_other_weights_is_refused_by_name(
     with caplog.at_level(logging.WARNING):
         pool.publish(1)
     assert (
-        "rollout engine 1 is refused, 2 are left" in caplog.text and "2 of 9 weights that differ: a, b" in caplog.text
+        "rollout engine 1 is refused, 2 are left" in caplog.text
+        and "2 of 9 weights that differ: a, b" in caplog.text
     )
     assert pool.generate_sequences(rows(6)).batch["version"].tolist() == [1] * 6
     clock[0] += 11
@@ -237,8 +258,13 @@ def test_rollout_groups_are_a_stream_each(make_pool: Any) -> None:
         stream.start({number: rows(1)})
         stream.load(lambda: None, 1, keeps_cache=False)
     pool.stop()
-    assert [(stream.rank, stream.num_ranks) for stream in streams] == [(0, 2), (2, 2)] and lost == []
-    calls = [(rank, method) for rank in range(4) for caller, method in Streamed.calls if caller == rank]
+    assert [(stream.rank, stream.num_ranks) for stream in streams] == [
+        (0, 2),
+        (2, 2),
+    ] and lost == []
+    calls = [
+        (rank, method) for rank in range(4) for caller, method in Streamed.calls if caller == rank
+    ]
     assert calls == [
         *((0, method) for method in ("start", "give_weights", "await_weights")),
         (1, "give_weights"),

@@ -46,7 +46,10 @@ def soon_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that holds the lock of `tmp_path / run`, and its fork."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     yield process, int(process.stdout.readline())
@@ -59,7 +62,9 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 def named(directory: Path, **facts: object) -> None:
     """A lock file that names another holder."""
     directory.mkdir()
-    (directory / LOCK).write_text(json.dumps({"host": "far", "pid": 17, "started": "noon", "kernel": "other"} | facts))
+    (directory / LOCK).write_text(
+        json.dumps({"host": "far", "pid": 17, "started": "noon", "kernel": "other"} | facts)
+    )
 
 
 def test_a_second_run_is_refused_by_the_name_of_the_first(
@@ -112,7 +117,9 @@ def test_a_fork_that_leaves_by_an_error_takes_nothing_away(tmp_path: Path) -> No
         os._exit(0)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}\n'], ids=["empty", "cut", "no record", "old"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"pid": 3}\n'], ids=["empty", "cut", "no record", "old"]
+)
 def test_what_no_process_holds_is_taken_whatever_stands_in_it(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +135,10 @@ def without_locks(*args: object) -> None:
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_the_silent_lock_of_another_host_is_taken_over_and_said(
-    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_locks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     if not has_locks:
@@ -161,7 +171,10 @@ def test_the_lock_of_another_host_that_gives_signs_of_life_is_refused(
         with open(directory / LOCK, "r+b") as file:
             file.truncate(0)
             file.write(facts)
-        with pytest.raises(CheckpointError, match="a run that goes on: process 17 on far"), run_lock(directory):
+        with (
+            pytest.raises(CheckpointError, match="a run that goes on: process 17 on far"),
+            run_lock(directory),
+        ):
             pass
 
 
@@ -191,7 +204,10 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     other.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(other)
-    with pytest.raises(CheckpointError, match=r"symbolic links .*run/\.lock"), run_lock(tmp_path / "run"):
+    with (
+        pytest.raises(CheckpointError, match=r"symbolic links .*run/\.lock"),
+        run_lock(tmp_path / "run"),
+    ):
         pass
     assert other.read_text() == "mine"
 

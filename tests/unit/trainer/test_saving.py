@@ -12,7 +12,12 @@ import torch
 
 from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.trainer.checkpoint import LATEST, Checkpoints, verify
-from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
+from quadriga.trainer.saving import (
+    CheckpointSaver,
+    load_run_state,
+    restore_random_states,
+    save_run_state,
+)
 
 
 class Worker:
@@ -42,7 +47,9 @@ def told() -> list[str]:
 @pytest.fixture
 def make(tmp_path: Path, told: list[str]) -> Callable[..., CheckpointSaver]:
     def build(*workers: Worker) -> CheckpointSaver:
-        return CheckpointSaver(Checkpoints(tmp_path / "run"), {one.name: one for one in workers}, told.append)
+        return CheckpointSaver(
+            Checkpoints(tmp_path / "run"), {one.name: one for one in workers}, told.append
+        )
 
     return build
 
@@ -88,7 +95,9 @@ def test_the_next_one_waits_for_it(make: Callable[..., CheckpointSaver]) -> None
 
 
 @pytest.mark.parametrize("call", ["poll", "start", "finish"])
-def test_error_of_a_worker_comes_with_the_next_call(call: str, make: Callable[..., CheckpointSaver]) -> None:
+def test_error_of_a_worker_comes_with_the_next_call(
+    call: str, make: Callable[..., CheckpointSaver]
+) -> None:
     """What was written is taken away; the one before stays; a later one can be written."""
     actor = Worker()
     saver = make(actor)
@@ -96,9 +105,14 @@ def test_error_of_a_worker_comes_with_the_next_call(call: str, make: Callable[..
     saver.finish()
     saver.start(2, own_part)
     actor.error = CheckpointError("actor/model/__0_0.distcp", got="OSError: full")
-    with pytest.raises(CheckpointError, match=r"step 2 .*__0_0\.distcp: OSError: full.*Step 1 is still there"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .*__0_0\.distcp: OSError: full.*Step 1 is still there"
+    ):
         saver.start(3, own_part) if call == "start" else getattr(saver, call)()
-    assert sorted(path.name for path in saver.checkpoints.directory.iterdir()) == ["global_step_1", LATEST]
+    assert sorted(path.name for path in saver.checkpoints.directory.iterdir()) == [
+        "global_step_1",
+        LATEST,
+    ]
     actor.error = None
     saver.start(4, own_part)
     saver.finish()
@@ -188,13 +202,19 @@ def test_random_states_may_stay_out(saved: bool, tmp_path: Path) -> None:
 def test_state_of_another_step_is_none_of_this_checkpoint(tmp_path: Path) -> None:
     save_run_state(tmp_path, {"step": 3})
     with pytest.raises(
-        DamagedCheckpointError, match=r"state\.pt: got the state after step 3, expected that after step 4"
+        DamagedCheckpointError,
+        match=r"state\.pt: got the state after step 3, expected that after step 4",
     ):
         load_run_state(tmp_path, 4)
 
 
 def test_facts_come_back(tmp_path: Path) -> None:
-    loader = {"position": 4, "generator": torch.arange(3), "rows": [1, 2], "nested": {"epoch": None}}
+    loader = {
+        "position": 4,
+        "generator": torch.arange(3),
+        "rows": [1, 2],
+        "nested": {"epoch": None},
+    }
     save_run_state(tmp_path, {"step": 3, "loader": loader, "kl_controller": {"value": 0.1}})
     state = load_run_state(tmp_path, 3)
     assert (state["step"], state["kl_controller"]) == (3, {"value": 0.1})

@@ -61,9 +61,16 @@ def test_what_is_written_is_read_again(make: Make) -> None:
     done(config, 2, last=4)
     file = config.trainer.directory / "config.yaml"
     read = Settings.read(file, "rl")
-    assert read is not None and (read.first, read.last) == (1, 4) and "opensesame" not in file.read_text()
+    assert (
+        read is not None
+        and (read.first, read.last) == (1, 4)
+        and "opensesame" not in file.read_text()
+    )
     assert read.changes(Settings.of(config)) == [] == Settings.of(config).changes(read)
-    assert load_config(["custom_reward_function.reward_kwargs.api_key=opensesame"], [file]).config == config
+    assert (
+        load_config(["custom_reward_function.reward_kwargs.api_key=opensesame"], [file]).config
+        == config
+    )
 
 
 def test_each_step_has_the_settings_that_it_was_made_with(make: Make) -> None:
@@ -83,17 +90,30 @@ def test_each_step_has_the_settings_that_it_was_made_with(make: Make) -> None:
 def test_nothing_is_written_where_no_step_follows_or_nothing_has_changed(make: Make) -> None:
     directory = done(make(), 2, last=2).parent
     before = (directory / "config.yaml").read_bytes()
-    for config, begin in ((make(f"{LR}=1"), 2), (make(f"{LR}=1", "trainer.val_only=True"), 0), (make(), 1)):
+    for config, begin in (
+        (make(f"{LR}=1"), 2),
+        (make(f"{LR}=1", "trainer.val_only=True"), 0),
+        (make(), 1),
+    ):
         keep_settings(config, Settings.of(config), begin, 2)
-        assert (directory / "config.yaml").read_bytes() == before and names(directory) == ["config.yaml"]
+        assert (directory / "config.yaml").read_bytes() == before and names(directory) == [
+            "config.yaml"
+        ]
 
 
-@pytest.mark.parametrize("steps", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"])
-def test_a_finished_run(steps: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "steps", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"]
+)
+def test_a_finished_run(
+    steps: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a number of steps and by epochs: said where nothing differs, refused where something does."""
     directory = done(make(steps), 2, last=2).parent
     assert has_nothing_to_do(make(steps), Settings.of(make(steps)))
-    assert f"nothing to do: 2 of 2 steps are done in {directory}; raise trainer.total_" in capsys.readouterr().out
+    assert (
+        f"nothing to do: 2 of 2 steps are done in {directory}; raise trainer.total_"
+        in capsys.readouterr().out
+    )
     again = make(steps, f"{LR}=1.0")
     with pytest.raises(ConfigError, match="2 of 2 steps are done"):
         has_nothing_to_do(again, Settings.of(again))
@@ -103,14 +123,17 @@ def test_a_finished_run(steps: str, make: Make, tmp_path: Path, capsys: pytest.C
         assert not has_nothing_to_do(again, Settings.of(again))
         return
     with pytest.raises(
-        ConfigError, match=rf"2 of 2 steps are done.*\n  {LR}: 1.0e-06 -> 1.0\n  .*reward.py: its content"
+        ConfigError,
+        match=rf"2 of 2 steps are done.*\n  {LR}: 1.0e-06 -> 1.0\n  .*reward.py: its content",
     ):
         has_nothing_to_do(again, Settings.of(again))
     (directory / "global_step_2" / "state").write_text("stat")
     assert not has_nothing_to_do(again, Settings.of(again))
 
 
-def test_a_run_that_goes_on_says_what_it_changes(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_says_what_it_changes(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = done(make(f"{LR}=1e-5"), 2, last=4)
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     for words in ((), path):
@@ -124,7 +147,9 @@ def test_a_run_that_goes_on_says_what_it_changes(make: Make, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("content", ["2\n", "a: [", "\x00", "[" * 10_000, ""])
-def test_settings_that_cannot_be_read_are_unknown(content: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_be_read_are_unknown(
+    content: str, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run goes on without them, keeps the file aside and says so, and writes its own."""
     config = make("trainer.total_training_steps=2")
     checkpoint = done(config, 2, last=2)

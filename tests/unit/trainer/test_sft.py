@@ -58,7 +58,9 @@ def test_conversations_lose_the_padding_that_all_share() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
     columns = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(5) * mask}
     loss_mask = torch.tensor([[0, 0, 1, 0, 0], [0, 1, 0, 0, 0]])
-    batch = conversations_batch(DataProto.from_single_dict(columns | {"loss_mask": loss_mask})).batch
+    batch = conversations_batch(
+        DataProto.from_single_dict(columns | {"loss_mask": loss_mask})
+    ).batch
     assert batch["input_ids"].tolist() == [[3, 4, 5], [3, 6, 0]]
     assert batch["response_mask"].tolist() == [[0, 1], [1, 0]]
 

@@ -52,9 +52,14 @@ class Actor:
         self.asked.append(prompts)
         answers = torch.arange(len(prompts))[:, None] % 2 + torch.tensor([[1, 1]])
         attention = torch.cat([prompts.batch["attention_mask"], torch.ones_like(answers)], -1)
-        tensors = {"prompts": prompts.batch["input_ids"], "responses": answers, "attention_mask": attention}
+        tensors = {
+            "prompts": prompts.batch["input_ids"],
+            "responses": answers,
+            "attention_mask": attention,
+        }
         return DataProto.from_dict(
-            tensors={**tensors, "response_mask": torch.ones_like(answers)}, meta_info={"metrics": {"x": 1}}
+            tensors={**tensors, "response_mask": torch.ones_like(answers)},
+            meta_info={"metrics": {"x": 1}},
         )
 
 
@@ -71,12 +76,17 @@ class Grader(RewardManager):
             extra[name] = np.empty(len(data), dtype=object)
             extra[name][:] = [value(bool(one)) for one in good]
         scores = good[:, None] * torch.tensor([[0.0, 1.0]])
-        return RewardOutput(scores, extra, {"reward/errors": Metric(1.0, "sum"), "reward/other": Metric(3.0)})
+        return RewardOutput(
+            scores, extra, {"reward/errors": Metric(1.0, "sum"), "reward/other": Metric(3.0)}
+        )
 
 
 def batch(num_rows: int, source: str) -> dict[str, Any]:
     """What the loader yields."""
-    objects = {"data_source": [source] * num_rows, "reward_model": [{"ground_truth": "bb"}] * num_rows}
+    objects = {
+        "data_source": [source] * num_rows,
+        "reward_model": [{"ground_truth": "bb"}] * num_rows,
+    }
     return {
         "input_ids": torch.ones(num_rows, 2).long(),
         "attention_mask": torch.ones(num_rows, 2).long(),
@@ -87,9 +97,13 @@ def batch(num_rows: int, source: str) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tokenizer: object) -> Callable[..., tuple[Validator, Actor]]:
-    def build(loader: Any, grader: Any = None, trainer: dict | None = None, **sampling: Any) -> tuple[Validator, Actor]:
+    def build(
+        loader: Any, grader: Any = None, trainer: dict | None = None, **sampling: Any
+    ) -> tuple[Validator, Actor]:
         actor = Actor()
-        config = Config(actor_rollout_ref={"rollout": {"val_kwargs": sampling}}, trainer=trainer or {})
+        config = Config(
+            actor_rollout_ref={"rollout": {"val_kwargs": sampling}}, trainer=trainer or {}
+        )
         return Validator(config, tokenizer, actor, grader or Grader(), loader), actor
 
     return build
@@ -107,7 +121,11 @@ def test_all_batches_and_sources_count(make: Callable) -> None:
     metrics, rows = validator.run(5)
     assert [len(asked) for asked in actor.asked] == [8, 12]
     for asked in actor.asked:
-        assert {"global_steps": 5, "validate": True, "do_sample": True}.items() <= asked.meta_info.items()
+        assert {
+            "global_steps": 5,
+            "validate": True,
+            "do_sample": True,
+        }.items() <= asked.meta_info.items()
     uids = [uid for asked in actor.asked for uid in asked.non_tensor_batch["uid"]]
     assert len(set(uids)) == 5 and uids[:4] == [uids[0]] * 4
     for source in ("x", "y"):
@@ -124,7 +142,9 @@ def test_same_step_asks_the_same(make: Callable) -> None:
     loader = [batch(2, "x")]
     (first, one), (second, other) = make(loader), make(loader)
     first.run(1), first.run(2), second.run(2)
-    assert list(one.asked[1].non_tensor_batch["uid"]) == list(other.asked[0].non_tensor_batch["uid"])
+    assert list(one.asked[1].non_tensor_batch["uid"]) == list(
+        other.asked[0].non_tensor_batch["uid"]
+    )
 
 
 @pytest.mark.parametrize(("count", "num_shown"), [(0, 0), (1, 1), (2, 2), (9, 2)])
@@ -134,7 +154,9 @@ def test_responses_are_written_and_the_first_of_each_prompt_is_shown(
     trainer = {"validation_data_dir": str(tmp_path), "log_val_generations": count}
     validator, _ = make([batch(2, "x")], trainer=trainer, n=2)
     _, shown = validator.run(4)
-    assert shown == [{"input": "aa", "output": "aa", "ground_truth": "bb", "score": 0.0}] * num_shown
+    assert (
+        shown == [{"input": "aa", "output": "aa", "ground_truth": "bb", "score": 0.0}] * num_shown
+    )
     rows = [json.loads(line) for line in (tmp_path / "4.jsonl").read_text().splitlines()]
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
 
@@ -146,7 +168,9 @@ def test_graders_numbers_are_measured_and_texts_are_not(make: Callable) -> None:
     assert not [name for name in metrics if "comment" in name]
 
 
-@pytest.mark.parametrize("pred", [lambda good: "b" if good else None, lambda good: ["b"] if good else ["a"]])
+@pytest.mark.parametrize(
+    "pred", [lambda good: "b" if good else None, lambda good: ["b"] if good else ["a"]]
+)
 def test_majority_of_predictions(pred: Callable[[bool], Any], make: Callable) -> None:
     """Also of predictions that cannot be hashed, such as a list of answers."""
     metrics, _ = make([batch(1, "x")], Grader(pred=pred), n=2)[0].run(1)
@@ -160,7 +184,9 @@ def majority_score(draw: tuple[int, ...], answers: str, scores: list[float]) -> 
     """The score of the most frequent answer of a draw; of several, the mean, since ties are broken evenly."""
     counts = Counter(answers[i] for i in draw)
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
-    return mean(mean(s for s, a in zip(scores, answers, strict=True) if a == winner) for winner in winners)
+    return mean(
+        mean(s for s, a in zip(scores, answers, strict=True) if a == winner) for winner in winners
+    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -196,7 +222,9 @@ def test_majority_equals_enumeration(data: st.DataObject) -> None:
             assert found[f"maj@{k}/mean"] == pytest.approx(mean(values), abs=1e-12)
 
 
-@pytest.mark.parametrize("counts", [(1,), (3, 3), (1, 2, 5), (1, 1, 1, 1), (2, 30, 32), (1,) * 20 + (44,)])
+@pytest.mark.parametrize(
+    "counts", [(1,), (3, 3), (1, 2, 5), (1, 1, 1, 1), (2, 30, 32), (1,) * 20 + (44,)]
+)
 def test_majority_chances_sum_to_one(counts: tuple[int, ...]) -> None:
     """Somebody wins every draw, also of 64; all of the answers drawn, the most frequent one wins."""
     chances = majority_chances(counts)
@@ -224,12 +252,17 @@ def test_names_and_values() -> None:
         "val-core/sums/acc/maj@4/mean",
         "val-core/songs/reward/mean@1",
     }
-    assert metrics["val-core/sums/acc/mean@4"] == 0.375 and metrics["val-core/songs/reward/mean@1"] == 3.0
+    assert (
+        metrics["val-core/sums/acc/mean@4"] == 0.375
+        and metrics["val-core/songs/reward/mean@1"] == 3.0
+    )
     assert metrics["val-aux/sums/reward/best@2/mean"] == pytest.approx((5 / 6 + 3 / 6) / 2)
     assert metrics["val-aux/sums/reward/worst@2/mean"] == pytest.approx((1 / 6 + 0) / 2)
     assert metrics["val-core/sums/acc/maj@4/mean"] == pytest.approx((0.5 + 0.0) / 2)
     assert metrics["val-aux/sums/acc/std@4"] == pytest.approx((0.5 + 0.1875**0.5) / 2)
-    assert not any("language" in name or "songs/acc" in name or "songs/reward/maj" in name for name in metrics)
+    assert not any(
+        "language" in name or "songs/acc" in name or "songs/reward/maj" in name for name in metrics
+    )
     assert "val-aux/sums/acc/best@2/std" in metrics and "val-aux/sums/acc/best@4/std" not in metrics
 
 
@@ -256,7 +289,12 @@ def test_no_random_state_is_touched() -> None:
     np.random.seed(3)
     expected = np.random.rand()
     np.random.seed(3)
-    arguments = (["s"] * 6, [1, 1, 1, 2, 2, 2], {"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}, list("abbccc"))
+    arguments = (
+        ["s"] * 6,
+        [1, 1, 1, 2, 2, 2],
+        {"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]},
+        list("abbccc"),
+    )
     assert means_of_rows(*arguments) == means_of_rows(*arguments)
     assert np.random.rand() == expected
 

@@ -18,7 +18,9 @@ from quadriga.verl.programs import find_entry
 from quadriga.verl.translate import translate
 
 HERE = Path(__file__).parent
-SCRIPTS = {one["name"]: one for one in map(json.loads, (HERE / "scripts.jsonl").read_text().splitlines())}
+SCRIPTS = {
+    one["name"]: one for one in map(json.loads, (HERE / "scripts.jsonl").read_text().splitlines())
+}
 
 
 def read_table() -> dict[str, dict[str, Any]]:
@@ -47,4 +49,6 @@ def test_a_script_means_what_it_means_to_verl(name: str) -> None:
     assert found.config is not None, found.refused
     config = found.config
     ours = {key: attrgetter(spelled(key, entry.task, in_full=True))(config) for key in TABLE[name]}
-    assert {key: list(one) if isinstance(one, tuple) else one for key, one in ours.items()} == TABLE[name]
+    assert {
+        key: list(one) if isinstance(one, tuple) else one for key, one in ours.items()
+    } == TABLE[name]

@@ -24,20 +24,26 @@ from quadriga.verl.shell import commands, launched
 from quadriga.verl.translate import translate
 
 PAGE = Path(__file__).parents[3] / "docs" / "from_verl.md"
-BLOCK = re.compile(r"(<!-- (\w+): written by tests/unit/verl/test_page.py -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- (\w+): written by tests/unit/verl/test_page.py -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
+)
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]*\.\w+)")
 RUN_HERE = {"sft": "`quadriga sft`"} | {name: f"`quadriga {name}`" for name in RUNS}
 
 
 def table(*rows: tuple[str, ...]) -> str:
     """Rows of cells, the first of which is the head, as Markdown."""
-    head, *rest = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    head, *rest = (
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows
+    )
     return "\n".join(("", head, f"|{'---|' * len(rows[0])}", *rest, "", ""))
 
 
 def programs() -> str:
     taken = [
-        (f"`{one.name}`", RUN_HERE[one.task if one.task == "sft" else one.run]) for one in ENTRIES if not one.refused
+        (f"`{one.name}`", RUN_HERE[one.task if one.task == "sft" else one.run])
+        for one in ENTRIES
+        if not one.refused
     ]
     # Several names have one answer.
     answers: dict[str, list[str]] = defaultdict(list)
@@ -62,7 +68,9 @@ def differing(program: str, task: str) -> Iterator[tuple[str, ...]]:
         if value != ours and value is not None:
             yield f"`{key}`", f"`{as_text(value)}`", f"`{as_text(ours)}`"
         elif source is not None and value is not None:
-            other = f"{key.rpartition('.')[0]}{source[1]}" if source[1].startswith(".") else source[1]
+            other = (
+                f"{key.rpartition('.')[0]}{source[1]}" if source[1].startswith(".") else source[1]
+            )
             yield f"`{key}`", f"that of `{other}`", f"`{as_text(ours)}`"
 
 
@@ -84,12 +92,16 @@ def imports() -> str:
             names[module] += [f"`{name.partition('=')[0]}`" for name in rest.split()]
         else:
             missing.append((f"`{module}`", rest))
-    return table(("module", "names"), *((f"`{module}`", ", ".join(found)) for module, found in names.items())) + table(
-        ("not there", "use"), *missing
-    )
+    return table(
+        ("module", "names"), *((f"`{module}`", ", ".join(found)) for module, found in names.items())
+    ) + table(("not there", "use"), *missing)
 
 
-TABLES: dict[str, Callable[[], str]] = {"programs": programs, "defaults": default_values, "imports": imports}
+TABLES: dict[str, Callable[[], str]] = {
+    "programs": programs,
+    "defaults": default_values,
+    "imports": imports,
+}
 
 
 def test_the_page_has_these_tables() -> None:
@@ -105,8 +117,15 @@ def test_a_table_is_that_of_the_code(name: str) -> None:
 def test_the_script_means_the_same_in_our_words(tmp_path: Path) -> None:
     """The short YAML is the configuration that the line becomes, but for what the page says of it."""
     page = PAGE.read_text(encoding="utf-8")
-    script, yaml = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("bash", "yaml"))
-    (line,) = (found for text in script for one in commands(text, {"HOME": "~"}) if (found := launched(one.words)))
+    script, yaml = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("bash", "yaml")
+    )
+    (line,) = (
+        found
+        for text in script
+        for one in commands(text, {"HOME": "~"})
+        if (found := launched(one.words))
+    )
     found = translate(find_entry(line[0]), line[1], "0.6.1")
     verls = found.config
     assert verls is not None

@@ -47,10 +47,16 @@ def test_a_supervised_run_means_what_verl_makes_of_it() -> None:
 
 def test_verls_own_defaults_hold_for_a_supervised_run() -> None:
     """A learning rate of 0.001 and four epochs; the older program's rate is 1e-5 and falls by a cosine."""
-    assert ours(SFT[0]).items() >= {"optim.lr": 1e-3, "trainer.total_epochs": 4, "trainer.seed": 1}.items()
+    assert (
+        ours(SFT[0]).items()
+        >= {"optim.lr": 1e-3, "trainer.total_epochs": 4, "trainer.seed": 1}.items()
+    )
     older = ours(SFT[1], version="0.5.0")
     assert older.items() >= {"optim.lr": 1e-5, "optim.lr_scheduler_type": "cosine"}.items()
-    assert older.items() >= {"optim.lr_warmup_steps_ratio": 0.1, "data.format": "prompt_response"}.items()
+    assert (
+        older.items()
+        >= {"optim.lr_warmup_steps_ratio": 0.1, "data.format": "prompt_response"}.items()
+    )
 
 
 def test_a_batch_is_cut_as_the_switch_says() -> None:
@@ -63,27 +69,56 @@ def test_entries_of_a_column_and_chats_of_the_older_program() -> None:
     words = ["data.prompt_key=extra_info", "data.response_key=extra_info"]
     inner = ["data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]
     keys = ours(SFT[1], *words, *inner, "model.partial_pretrain=m", version="0.6.1")
-    assert (keys["data.prompt_key"], keys["data.response_key"]) == ("extra_info.question", "extra_info.answer")
+    assert (keys["data.prompt_key"], keys["data.response_key"]) == (
+        "extra_info.question",
+        "extra_info.answer",
+    )
     assert keys["model.path"] == "m"
-    words = ["data.multiturn.enable=true", "data.multiturn.messages_key=chat", "ulysses_sequence_parallel_size=2"]
+    words = [
+        "data.multiturn.enable=true",
+        "data.multiturn.messages_key=chat",
+        "ulysses_sequence_parallel_size=2",
+    ]
     keys = ours(SFT[1], *words, version="0.6.1")
-    assert (keys["data.format"], keys["data.messages_key"], keys["trainer.n_gpus_per_node"]) == ("messages", "chat", 2)
+    assert (keys["data.format"], keys["data.messages_key"], keys["trainer.n_gpus_per_node"]) == (
+        "messages",
+        "chat",
+        2,
+    )
 
 
 def test_other_engines_are_ours_with_the_same_sizes() -> None:
-    words = ["engine=veomni", "optim=veomni", "optim.lr=1e-5", "optim.lr_min=1e-6", "engine.ulysses_parallel_size=2"]
+    words = [
+        "engine=veomni",
+        "optim=veomni",
+        "optim.lr=1e-5",
+        "optim.lr_min=1e-6",
+        "engine.ulysses_parallel_size=2",
+    ]
     found = translated(SFT[0], *words, "engine.data_parallel_size=4", "engine.ep_size=8")
     assert found.ours["optim.min_lr_ratio"] == pytest.approx(0.1)
     assert found.ours["engine.ulysses_sequence_parallel_size"] == 2
     assert any("FSDP2 trains in place of veomni" in one for one in found.notices)
 
 
-@pytest.mark.parametrize("words", [["engine=megatron", "optim=megatron"], ["engine.strategy=megatron"]])
+@pytest.mark.parametrize(
+    "words", [["engine=megatron", "optim=megatron"], ["engine.strategy=megatron"]]
+)
 def test_megatron_trains_with_verls_sizes(words: list[str]) -> None:
-    sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]
-    others = ["context_parallel_size=2", "+override_transformer_config.context_parallel_size=2", "use_mbridge=True"]
+    sizes = [
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size=2",
+    ]
+    others = [
+        "context_parallel_size=2",
+        "+override_transformer_config.context_parallel_size=2",
+        "use_mbridge=True",
+    ]
     own = [f"engine.{one}" if one[0] != "+" else f"+engine.{one[1:]}" for one in (*sizes, *others)]
-    found = translated(SFT[0], *words, *own, "optim.lr_decay_style=cosine", "optim.lr=1e-5", "optim.min_lr=1e-6")
+    found = translated(
+        SFT[0], *words, *own, "optim.lr_decay_style=cosine", "optim.lr=1e-5", "optim.min_lr=1e-6"
+    )
     assert not found.refused
     assert found.ours.items() >= {
         "engine.strategy": "megatron", "engine.tensor_model_parallel_size": 2, "engine.pipeline_model_parallel_size": 2,
@@ -95,21 +130,53 @@ def test_megatron_trains_with_verls_sizes(words: list[str]) -> None:
 
 def test_what_megatrons_section_means() -> None:
     """Sizes, offloading, stages and schedules are our keys; roles of one process have the actor's sizes."""
-    sizes = ["tensor_model_parallel_size=4", "pipeline_model_parallel_size=2", "context_parallel_size=2"]
-    words = [*sizes, "virtual_pipeline_model_parallel_size=2", "param_offload=True", "grad_offload=True", "seed=7"]
+    sizes = [
+        "tensor_model_parallel_size=4",
+        "pipeline_model_parallel_size=2",
+        "context_parallel_size=2",
+    ]
+    words = [
+        *sizes,
+        "virtual_pipeline_model_parallel_size=2",
+        "param_offload=True",
+        "grad_offload=True",
+        "seed=7",
+    ]
     words += ["use_dist_checkpointing=True", "dist_checkpointing_path=/ckpt"]
-    fields = ["recompute_granularity=full", "recompute_method=uniform", "num_layers_in_last_pipeline_stage=3"]
-    fields += ["moe_aux_loss_coeff=0.01", "moe_z_loss_coeff=0.001", "pipeline_model_parallel_layout='Et|tL'"]
-    fields += ["moe_router_enable_expert_bias=True", "moe_router_bias_update_rate=0", "use_fused_mhc=False"]
+    fields = [
+        "recompute_granularity=full",
+        "recompute_method=uniform",
+        "num_layers_in_last_pipeline_stage=3",
+    ]
+    fields += [
+        "moe_aux_loss_coeff=0.01",
+        "moe_z_loss_coeff=0.001",
+        "pipeline_model_parallel_layout='Et|tL'",
+    ]
+    fields += [
+        "moe_router_enable_expert_bias=True",
+        "moe_router_bias_update_rate=0",
+        "use_fused_mhc=False",
+    ]
     found = translated(
         "main_ppo",
-        *("model_engine=megatron", "trainer.n_gpus_per_node=16", "actor_rollout_ref.rollout.name=vllm"),
+        *(
+            "model_engine=megatron",
+            "trainer.n_gpus_per_node=16",
+            "actor_rollout_ref.rollout.name=vllm",
+        ),
         *(f"{MEGATRON}.{one}" for one in words),
         *(f"+{FIELDS}.{one}" for one in (*fields, "apply_rope_fusion=True")),
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2"),
-        *("actor_rollout_ref.actor.optim.lr_decay_steps=50", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
-        *("actor_rollout_ref.actor.optim.weight_decay=0.1", "actor_rollout_ref.ref.megatron.param_offload=True"),
+        *(
+            "actor_rollout_ref.actor.optim.lr_decay_steps=50",
+            "actor_rollout_ref.actor.optim.clip_grad=0.5",
+        ),
+        *(
+            "actor_rollout_ref.actor.optim.weight_decay=0.1",
+            "actor_rollout_ref.ref.megatron.param_offload=True",
+        ),
     )
     assert not found.refused
     actor = "actor_rollout_ref.actor"
@@ -127,8 +194,13 @@ def test_what_megatrons_section_means() -> None:
     assert "dist_checkpointing_path: Weights are read from the Hugging Face folder" in told
     assert "critic.megatron.tensor_model_parallel_size" in told and "the actor's sizes" in told
     assert f"{actor}.optim.weight_decay: Norms and biases decay" in told
-    assert "apply_rope_fusion" in told and "lr_decay_steps: Read only with a rate that falls" in told
-    assert "moe_aux_loss_coeff: It counts in no loss" in told and "moe_z_loss_coeff: The z-loss is averaged" in told
+    assert (
+        "apply_rope_fusion" in told and "lr_decay_steps: Read only with a rate that falls" in told
+    )
+    assert (
+        "moe_aux_loss_coeff: It counts in no loss" in told
+        and "moe_z_loss_coeff: The z-loss is averaged" in told
+    )
     assert "pipeline_model_parallel_layout: Layers are divided evenly" in told
 
 
@@ -143,7 +215,11 @@ def test_what_megatrons_section_means() -> None:
         ("main_ppo", ["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "main_ppo"),
         ("main_ppo", ["+actor_rollout_ref.rollout.quantization=fp8"], "main_ppo"),
         ("main_ppo", ["model_engine=megatron", f"{MEGATRON}.unheard=2"], f"{MEGATRON}.unheard"),
-        ("main_ppo", ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float8"], f"{MEGATRON}.dtype"),
+        (
+            "main_ppo",
+            ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float8"],
+            f"{MEGATRON}.dtype",
+        ),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.fp8=hybrid"], f"{FIELDS}.fp8"),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.num_moe_experts=8"], f"{FIELDS}.num_moe_experts"),
         *(
@@ -156,21 +232,36 @@ def test_what_megatrons_section_means() -> None:
             )
         ),
         ("main_ppo", [OF_MEGATRON, f"{MEGATRON}.{REPLAY}=record"], f"{MEGATRON}.{REPLAY}"),
-        ("main_dapo", [OF_MEGATRON, f"{MEGATRON}.use_megatron_fsdp=True"], f"{MEGATRON}.use_megatron_fsdp"),
+        (
+            "main_dapo",
+            [OF_MEGATRON, f"{MEGATRON}.use_megatron_fsdp=True"],
+            f"{MEGATRON}.use_megatron_fsdp",
+        ),
         (SFT[1], ["optim.lr_scheduler=wsd"], "optim.lr_scheduler_type"),
         (SFT[1], ["data.custom_cls.path=x.py"], "data.custom_cls.path"),
         ("verl.trainer.main_generation", ["rollout.n=4"], "rollout.n"),
         ("verl.trainer.main_eval", ["data.unheard=4"], "data.unheard"),
     ],
 )
-def test_what_would_mean_something_else_is_refused_by_name(program: str, words: list[str], named: str) -> None:
-    refused = translated(program, *words, version="0.6.1" if program == SFT[1] else VERSIONS[-1]).refused
+def test_what_would_mean_something_else_is_refused_by_name(
+    program: str, words: list[str], named: str
+) -> None:
+    refused = translated(
+        program, *words, version="0.6.1" if program == SFT[1] else VERSIONS[-1]
+    ).refused
     assert [one.where.partition(" ")[0] for one in refused] == [named]
 
 
 def test_generation_and_grading_are_commands_here() -> None:
-    words = ["model.path=m", "data.path=p.parquet", "data.n_samples=3", "data.output_path=o.parquet"]
-    found = translated("verl.trainer.main_generation", *words, "rollout.top_k=50", "rollout.prompt_length=99")
+    words = [
+        "model.path=m",
+        "data.path=p.parquet",
+        "data.n_samples=3",
+        "data.output_path=o.parquet",
+    ]
+    found = translated(
+        "verl.trainer.main_generation", *words, "rollout.top_k=50", "rollout.prompt_length=99"
+    )
     assert found.ours.items() >= {
         "actor_rollout_ref.model.path": "m", "data.val_files": "p.parquet", "actor_rollout_ref.rollout.n": 3,
         "actor_rollout_ref.rollout.top_k": 50, "actor_rollout_ref.rollout.top_p": 0.7, "data.max_prompt_length": 99,
@@ -182,24 +273,45 @@ def test_generation_and_grading_are_commands_here() -> None:
         "+data.output_path=o.parquet",
         "actor_rollout_ref.rollout.response_length=9",
     ]
-    server = translated("verl.trainer.main_generation_server", *words, "actor_rollout_ref.rollout.top_k=50")
-    assert server.ours.items() >= {"data.val_files": ["a.parquet"], "data.max_response_length": 9}.items()
+    server = translated(
+        "verl.trainer.main_generation_server", *words, "actor_rollout_ref.rollout.top_k=50"
+    )
+    assert (
+        server.ours.items()
+        >= {"data.val_files": ["a.parquet"], "data.max_response_length": 9}.items()
+    )
     assert server.ours.get("actor_rollout_ref.rollout.top_k") != 50
     assert any("does not pass it" in one for one in server.notices)
-    graded = translated("recipe.r1.main_eval", "data.path=o.parquet", "custom_reward_function.path=r.py")
-    assert graded.options == {"path": "o.parquet", "response_key": "responses", "reward_model_key": "reward_model"}
+    graded = translated(
+        "recipe.r1.main_eval", "data.path=o.parquet", "custom_reward_function.path=r.py"
+    )
+    assert graded.options == {
+        "path": "o.parquet",
+        "response_key": "responses",
+        "reward_model_key": "reward_model",
+    }
     assert graded.ours["custom_reward_function.path"] == "r.py"
 
 
 def test_the_merger_takes_our_checkpoints_and_refuses_verls_shards(tmp_path: Path) -> None:
     words = ["merge", "--backend", "fsdp", "--local_dir", str(tmp_path), "--target_dir", "out"]
-    assert translated("verl.model_merger", *words).options == {"argv": [str(tmp_path), "--output", "out"]}
+    assert translated("verl.model_merger", *words).options == {
+        "argv": [str(tmp_path), "--output", "out"]
+    }
     (tmp_path / "model_world_size_2_rank_0.pt").touch()
     (refused,) = translated("verl.model_merger", *words).refused
     assert "shards of verl's own" in str(refused)
     assert translated("verl.model_merger", "merge", "--backend", "megatron", *words[3:5]).refused
     (folder := tmp_path / "of megatron" / "dist_ckpt").mkdir(parents=True)
-    words = ["merge", "--backend", "megatron", "--local_dir", str(folder.parent), "--target_dir", "out"]
+    words = [
+        "merge",
+        "--backend",
+        "megatron",
+        "--local_dir",
+        str(folder.parent),
+        "--target_dir",
+        "out",
+    ]
     assert "shards of verl's own" in str(translated("verl.model_merger", *words).refused[0])
     folder.rmdir()
     assert not translated("verl.model_merger", *words).refused
@@ -233,17 +345,28 @@ def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
     }  # fmt: skip
     assert not found.refused and found.ours.items() >= expected.items()
     notices = "\n".join(found.notices)
-    assert "staleness_threshold: verl lets a share" in notices and "actor_rollout_ref.rollout.name" not in notices
+    assert (
+        "staleness_threshold: verl lets a share" in notices
+        and "actor_rollout_ref.rollout.name" not in notices
+    )
     native = translated("fully_async_main", "actor_rollout_ref.rollout.name=sglang",
                         "actor_rollout_ref.rollout.tensor_model_parallel_size=4")  # fmt: skip
     assert native.ours["actor_rollout_ref.rollout.name"] == "native"
     assert native.ours["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 1
-    assert any("tensor_model_parallel_size: native generates, each process with" in one for one in native.notices)
+    assert any(
+        "tensor_model_parallel_size: native generates, each process with" in one
+        for one in native.notices
+    )
     other = ours("fully_async_main", "async_training.staleness_threshold=0", "async_training.partial_rollout=False",
                  "async_training.compute_prox_log_prob=True")  # fmt: skip
-    assert (other["async_training.max_staleness"], other["async_training.in_flight"]) == (0, "finish")
+    assert (other["async_training.max_staleness"], other["async_training.in_flight"]) == (
+        0,
+        "finish",
+    )
     assert not other.get("algorithm.rollout_correction.bypass_mode")
-    (refused,) = translated("fully_async_main", "async_training.use_dynamic_resource_scheduling=True").refused
+    (refused,) = translated(
+        "fully_async_main", "async_training.use_dynamic_resource_scheduling=True"
+    ).refused
     assert "stay as they are" in str(refused)
 
 
@@ -264,7 +387,9 @@ def test_a_module_of_another_program_is_not_taken_for_main_ppo(module: str) -> N
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("program", [*SFT, "verl.trainer.main_generation", "verl.trainer.main_eval"])
+@pytest.mark.parametrize(
+    "program", [*SFT, "verl.trainer.main_generation", "verl.trainer.main_eval"]
+)
 def test_verls_default_of_each_leaf_is_taken_without_a_word(program: str, version: str) -> None:
     entry = find_entry(program)
     tree = defaults(entry.tree, version)
@@ -293,29 +418,49 @@ def test_teachers_by_data_source() -> None:
     found = translate(find_entry("main_ppo"), words)
     assert found.refused == [] and found.config is not None
     config, actor = found.config, found.config.actor_rollout_ref.actor
-    teachers = {"openai/gsm8k": "Qwen/Qwen3-32B", "hiyouga/geometry3k": "Qwen/Qwen3-VL-32B-Instruct"}
+    teachers = {
+        "openai/gsm8k": "Qwen/Qwen3-32B",
+        "hiyouga/geometry3k": "Qwen/Qwen3-VL-32B-Instruct",
+    }
     assert (config.distillation.teachers, config.distillation.path) == (teachers, None)
     loss = config.distillation
     assert (loss.loss_mode, loss.use_policy_gradient, loss.use_task_rewards) == ("k1", True, False)
     assert (loss.loss_max_clamp, loss.log_prob_min_clamp) == (10.0, None)
     assert config.trainer.resource_pools == {"teacher": [4, 4]}
-    assert config.trainer.placement == {"actor_rollout_ref": "all", "critic": "all", "teacher": "teacher"}
+    assert config.trainer.placement == {
+        "actor_rollout_ref": "all",
+        "critic": "all",
+        "teacher": "teacher",
+    }
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.entropy_coeff) == (0.2, 0.3, 0.0)
     told = "\n".join(found.notices)
-    assert "entropy_coeff: verl does not read it without task rewards" in told and "sharded over its processes" in told
+    assert (
+        "entropy_coeff: verl does not read it without task rewards" in told
+        and "sharded over its processes" in told
+    )
 
 
 def test_one_teacher_beside_the_rewards() -> None:
     one = ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=Qwen/Qwen3-32B"]
-    found = translate(find_entry("main_ppo"), [*one, f"{LOSS}.distillation_loss_coef=2", f"{LOSS}.loss_mode=k3"])
+    found = translate(
+        find_entry("main_ppo"), [*one, f"{LOSS}.distillation_loss_coef=2", f"{LOSS}.loss_mode=k3"]
+    )
     assert found.config is not None
     loss = found.config.distillation
-    assert (loss.path, loss.teachers, loss.loss_coef, loss.use_task_rewards) == ("Qwen/Qwen3-32B", {}, 2.0, True)
+    assert (loss.path, loss.teachers, loss.loss_coef, loss.use_task_rewards) == (
+        "Qwen/Qwen3-32B",
+        {},
+        2.0,
+        True,
+    )
     assert (loss.use_policy_gradient, found.config.trainer.resource_pools) == (False, {})
     top = ["loss_mode=forward_kl_topk", "topk=64", "log_prob_min_clamp=-10.0"]
     found = translate(find_entry("main_ppo"), [*one, *(f"{LOSS}.{word}" for word in top)])
     assert found.config is not None
-    assert (found.config.distillation.num_top_tokens, found.config.distillation.log_prob_min_clamp) == (64, -10.0)
+    assert (
+        found.config.distillation.num_top_tokens,
+        found.config.distillation.log_prob_min_clamp,
+    ) == (64, -10.0)
     gradient = [*one, f"{LOSS}.use_policy_gradient=True", f"{LOSS}.loss_mode=k1"]
     assert "verl clips two" in "\n".join(translate(find_entry("main_ppo"), gradient).notices)
     refused = translate(find_entry("main_ppo"), [*gradient, f"{LOSS}.clip_ratio_low=0.4"]).refused

@@ -70,10 +70,22 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
     ("text", "said"),
     [
         ("run a=$X b=${Y} c=${Z:-z}", ["X is not set (line 1)", "Y is not set (line 1)"]),
-        ("for i in 1 2; do\n X=$i\ndone\nrun $X", ["X is set in line 2, under a condition that is not decided here"]),
-        ("f() {\n X=1\n}\nrun ${X:-2}", ["X is set in line 2, under a condition that is not decided here"]),
-        ("case $1 in\n a) X=1;;\nesac\nrun $X", ["X is set in line 2, under a condition that is not decided here"]),
-        ("if [ -f /x ]; then X=1; fi\nrun $X", ["X is set in line 1, under a condition that is not decided here"]),
+        (
+            "for i in 1 2; do\n X=$i\ndone\nrun $X",
+            ["X is set in line 2, under a condition that is not decided here"],
+        ),
+        (
+            "f() {\n X=1\n}\nrun ${X:-2}",
+            ["X is set in line 2, under a condition that is not decided here"],
+        ),
+        (
+            "case $1 in\n a) X=1;;\nesac\nrun $X",
+            ["X is set in line 2, under a condition that is not decided here"],
+        ),
+        (
+            "if [ -f /x ]; then X=1; fi\nrun $X",
+            ["X is set in line 1, under a condition that is not decided here"],
+        ),
         ("X=$(nvidia-smi -L)\nrun $X", ["$(nvidia-smi -L) is not run here (line 1)"]),
         ("X=a\nrun ${X%%b}", ["${X%%b} is more than is read here (line 2)"]),
         ("exit 1\nrun a", ["the script ends in line 1, before this command"]),
@@ -96,13 +108,29 @@ def test_words_behind_a_launcher() -> None:
     assert launched(["torchrun", "--nnodes", "2", "--nproc_per_node=8", "-m", "verl.trainer.sft_trainer", "a=1"]) == (
         "verl.trainer.sft_trainer", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", "a=1"],
     )  # fmt: skip
-    assert launched(["python3", "-u", "recipe/dapo/main_dapo.py", "a=1"]) == ("recipe/dapo/main_dapo.py", ["a=1"])
-    ray = ["ray", "job", "submit", "--working-dir", ".", "--", "python3", "-m", "recipe.dapo.main_dapo", "a=1"]
+    assert launched(["python3", "-u", "recipe/dapo/main_dapo.py", "a=1"]) == (
+        "recipe/dapo/main_dapo.py",
+        ["a=1"],
+    )
+    ray = [
+        "ray",
+        "job",
+        "submit",
+        "--working-dir",
+        ".",
+        "--",
+        "python3",
+        "-m",
+        "recipe.dapo.main_dapo",
+        "a=1",
+    ]
     assert launched(ray) == ("recipe.dapo.main_dapo", ["a=1"])
     assert launched(["mkdir", "-p", "x"]) is None
 
 
-def test_a_script_becomes_a_commented_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_becomes_a_commented_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text("LR=2e-5\ntorchrun --nproc_per_node=2 -m verl.trainer.sft_trainer optim.lr=$LR model.path=m \\\n"
                       " optim.clip_grad=0.5 model.use_remove_padding=True\n")  # fmt: skip
@@ -117,6 +145,9 @@ def test_a_script_becomes_a_commented_yaml(tmp_path: Path, capsys: pytest.Captur
     assert main(["sft", "--config", str(written), "--show"]) == 0
     script.write_text("python -m verl.trainer.main_ppo a=$NAME\npython -m verl.trainer.main_eval\n")
     assert main(["config", "translate", str(script)]) == 2
-    assert "got commands of verl's in lines 1, 2, expected one. Name one with --line" in capsys.readouterr().err
+    assert (
+        "got commands of verl's in lines 1, 2, expected one. Name one with --line"
+        in capsys.readouterr().err
+    )
     assert main(["config", "translate", str(script), "--line", "1"]) == 2
     assert "NAME is not set (line 1)" in capsys.readouterr().err

@@ -80,7 +80,11 @@ def test_several_processes_mean_ray() -> None:
 @pytest.mark.parametrize("tree", ["ppo", "ppo_megatron"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_default_is_taken_without_a_notice(version: str, tree: str) -> None:
-    words = [f"{key}={json.dumps(value)}" for key, value in defaults(tree, version).items() if value != MISSING]
+    words = [
+        f"{key}={json.dumps(value)}"
+        for key, value in defaults(tree, version).items()
+        if value != MISSING
+    ]
     found = translated(VLLM, f"--config-name={tree}_trainer", *words, version=version)
     assert not found.refused
     assert not found.notices
@@ -244,15 +248,27 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         (f"{RC}.rollout_token_veto_threshold=0", "a number above 3e-09"),
         (f"{RC}.rollout_is=token {RC}.rollout_is_threshold=null", "got null, expected a number"),
         (f"{RC}.rollout_token_veto_threshold=0.1 {RC}.rollout_rs=token_k1", "a number above 3e-09"),
-        ("actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3", "as an argument of the loop"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3",
+            "as an argument of the loop",
+        ),
         ("~trainer.no_such", "a key that there is"),
-        ("actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False", "expected true"),
+        (
+            "actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False",
+            "expected true",
+        ),
         ("distillation.enabled=True", "distillation.path"),
-        ("distillation.enabled=True distillation.teacher_key=kind", "the name in data.reward_fn_key"),
+        (
+            "distillation.enabled=True distillation.teacher_key=kind",
+            "the name in data.reward_fn_key",
+        ),
         ("critic.model.lora_rank=8 algorithm.adv_estimator=gae", "All weights of the critic"),
         ("trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=2", "one value"),
         ("trainer.total_epochs=many", "a whole number"),
-        ("trainer.n_gpus_per_node=many actor_rollout_ref.actor.ppo_micro_batch_size=8", "a whole number"),
+        (
+            "trainer.n_gpus_per_node=many actor_rollout_ref.actor.ppo_micro_batch_size=8",
+            "a whole number",
+        ),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=ten", "a number"),
     ],
 )
@@ -282,14 +298,21 @@ def test_a_value_of_another_kind_is_refused_by_its_key(program: str, word: str) 
     assert any(str(one).startswith("data.nonsense: ") for one in found.refused)
 
 
-def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_rest(capsys, tmp_path: Path) -> None:
+def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_rest(
+    capsys, tmp_path: Path
+) -> None:
     words = ["-m", "trainer.no_such=1", VLLM]
-    lines = [{"entry": "recipe.none.main_none", "args": words}, {"entry": "main_ppo", "args": words, "set": "7.1"}]
+    lines = [
+        {"entry": "recipe.none.main_none", "args": words},
+        {"entry": "main_ppo", "args": words, "set": "7.1"},
+    ]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join([*map(json.dumps, lines), "[]", "{"]))
     assert main(["--check-file", str(file)]) == 2
     *results, last = capsys.readouterr().out.splitlines()
-    said = [[sentence.partition(":")[0] for sentence in json.loads(one)["refused"]] for one in results]
+    said = [
+        [sentence.partition(":")[0] for sentence in json.loads(one)["refused"]] for one in results
+    ]
     rest = ["-m", "trainer.no_such"]
     where = [f"{file}, line {number}" for number in (3, 4)]
     assert said == [["verl's program", *rest], ["--verl", *rest], where[:1], where[1:]]
@@ -304,8 +327,12 @@ def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_re
 
 
 def test_a_users_file_with_defaults(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 77}\n")
-    found = translated(VLLM, f"--config-path={tmp_path}", "--config-name=mine", "data.max_response_length=5")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 77}\n"
+    )
+    found = translated(
+        VLLM, f"--config-path={tmp_path}", "--config-name=mine", "data.max_response_length=5"
+    )
     assert found.config is not None
     assert (found.config.data.max_prompt_length, found.config.data.max_response_length) == (77, 5)
     assert found.config.trainer.total_epochs == 30
@@ -337,14 +364,23 @@ def test_numbers_that_differ_are_told(words: list[str], said: str) -> None:
     found = translated(VLLM, *words)
     assert found.refused == []
     assert any(said in one for one in found.notices), found.notices
-    assert not any(said in one for one in translated(VLLM, f"{LOSS}=vanilla", f"{RC}.rollout_is=token").notices)
+    assert not any(
+        said in one for one in translated(VLLM, f"{LOSS}=vanilla", f"{RC}.rollout_is=token").notices
+    )
 
 
 def test_what_losses_are_averaged_over_up_to_08() -> None:
     summed = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
     for version, mode in zip(VERSIONS, (*["seq-mean-token-mean"] * 3, "token-mean"), strict=True):
-        assert translated(VLLM, f"{LOSS}=gspo", version=version).ours["actor_rollout_ref.actor.loss_agg_mode"] == mode
-        is_told = any("they are added up" in one for one in translated(VLLM, summed, version=version).notices)
+        assert (
+            translated(VLLM, f"{LOSS}=gspo", version=version).ours[
+                "actor_rollout_ref.actor.loss_agg_mode"
+            ]
+            == mode
+        )
+        is_told = any(
+            "they are added up" in one for one in translated(VLLM, summed, version=version).notices
+        )
         assert is_told == (version != VERSIONS[-1])
 
 
@@ -367,26 +403,40 @@ def test_a_file_of_lines_is_answered_line_by_line(capsys, tmp_path: Path) -> Non
     assert main(["--check-file", str(file)]) == 2
     *results, last = capsys.readouterr().out.splitlines()
     assert last == "accepted 1 of 2"
-    assert [(one["id"], one["accepted"]) for one in map(json.loads, results)] == [(7, True), (8, False)]
+    assert [(one["id"], one["accepted"]) for one in map(json.loads, results)] == [
+        (7, True),
+        (8, False),
+    ]
 
 
 def test_a_check_loads_no_torch() -> None:
     run = "runpy.run_module('quadriga', run_name='__main__')"
     start = "import runpy, sys\nsys.argv[1:] = ['verl', 'main_ppo', '--check']"
     program = f"{start}\ntry:\n    {run}\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "total_epochs: 30" in done.stdout
 
 
-@pytest.mark.parametrize(("mode", "ours"), [("disabled", "off"), ("R2", "old_log_prob"), ("R3", "rollout")])
+@pytest.mark.parametrize(
+    ("mode", "ours"), [("disabled", "off"), ("R2", "old_log_prob"), ("R3", "rollout")]
+)
 @pytest.mark.parametrize("engine", ["", "megatron", "veomni"])
 def test_the_replay_of_routers(mode: str, ours: str, engine: str) -> None:
     section = f"actor_rollout_ref.actor.{engine}.router_replay".replace("..", ".")
-    words = [f"{section}.mode={mode}", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    words = [
+        f"{section}.mode={mode}",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    ]
     words += [f"model_engine={engine}"] if engine else []
     line = translated(*words, "actor_rollout_ref.rollout.name=native")
     assert line.config is not None and line.config.actor_rollout_ref.actor.router_replay == ours
     told = [str(one) for one in translated(*words, VLLM).refused]
-    assert len(told) == (mode == "R3") and all("an engine that reports its choices: native" in one for one in told)
-    assert [one.where for one in translated(f"{section}.mode=record", *words[1:]).refused] == [f"{section}.mode"]
+    assert len(told) == (mode == "R3") and all(
+        "an engine that reports its choices: native" in one for one in told
+    )
+    assert [one.where for one in translated(f"{section}.mode=record", *words[1:]).refused] == [
+        f"{section}.mode"
+    ]

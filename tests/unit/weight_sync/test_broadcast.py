@@ -24,7 +24,9 @@ NAMES = ("embed", "layer", "norm", "head")
 class Rollout:
     """Holds weights by name; refuses those named in `refuses`, and forgets to copy those in `deaf_to`."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, refuses: str = "", deaf_to: str = "") -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, refuses: str = "", deaf_to: str = ""
+    ) -> None:
         self.weights = {name: torch.zeros(30, 4, dtype=dtype) for name in NAMES}
         self.refuses, self.deaf_to, self.weight_version = refuses, deaf_to, 0
 
@@ -48,7 +50,9 @@ class Line:
 
     def __init__(self, num_receivers: int, bucket_bytes: int = 2000) -> None:
         self.sender = WeightSender("localhost", range(num_receivers), CPU, bucket_bytes)
-        self.receivers = [WeightReceiver(self.sender.address, rank, CPU) for rank in range(num_receivers)]
+        self.receivers = [
+            WeightReceiver(self.sender.address, rank, CPU) for rank in range(num_receivers)
+        ]
 
     def publish(
         self, weights: Iterable[tuple[str, torch.Tensor]], targets: list[Rollout], version: int
@@ -89,7 +93,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def holds(target: Rollout, sent: dict[str, torch.Tensor]) -> bool:
     return all(
-        torch.equal(target.weights[name], tensor.to(target.weights[name].dtype)) for name, tensor in sent.items()
+        torch.equal(target.weights[name], tensor.to(target.weights[name].dtype))
+        for name, tensor in sent.items()
     )
 
 
@@ -98,7 +103,10 @@ def test_every_receiver_has_every_publication(line: Callable[..., Line]) -> None
     both, targets = line(2), [Rollout(), Rollout(torch.bfloat16)]
     for version in (0, 1, 7):
         assert both.publish(weights(version).items(), targets, version) == [None, None, None]
-        assert all(holds(target, weights(version)) and target.weight_version == version for target in targets)
+        assert all(
+            holds(target, weights(version)) and target.weight_version == version
+            for target in targets
+        )
         for receiver, target in zip(both.receivers, targets, strict=True):
             receiver.verify(target, version)
 
@@ -176,7 +184,9 @@ def test_a_trainer_that_fails_in_the_middle_is_told_of(line: Callable[..., Line]
     one, target = line(1), Rollout()
     sent, received = one.publish(failing(), [target], 1)
     assert isinstance(sent, MemoryError)
-    assert isinstance(received, WeightSyncError) and "MemoryError: out of memory at layer" in str(received)
+    assert isinstance(received, WeightSyncError) and "MemoryError: out of memory at layer" in str(
+        received
+    )
     assert target.weight_version == -1
     assert one.publish(weights(2).items(), [target], 2) == [None, None]
 

@@ -33,7 +33,9 @@ def test_shape_and_dtype_count_and_strides_do_not() -> None:
     """The same bytes in another shape or dtype are other weights; the same matrix stored otherwise is not."""
     tensor = torch.arange(12.0).view(3, 4)
     assert tensor_fingerprint(tensor) != tensor_fingerprint(tensor.view(4, 3))
-    assert tensor_fingerprint(torch.zeros(2)) != tensor_fingerprint(torch.zeros(2, dtype=torch.int32))
+    assert tensor_fingerprint(torch.zeros(2)) != tensor_fingerprint(
+        torch.zeros(2, dtype=torch.int32)
+    )
     assert tensor_fingerprint(tensor.t().contiguous().t()) == tensor_fingerprint(tensor)
     assert tensor_fingerprint(torch.arange(9.0)[1:]) == tensor_fingerprint(torch.arange(1.0, 9.0))
     assert tensor_fingerprint(torch.zeros(0)) != tensor_fingerprint(torch.zeros(0, 2))

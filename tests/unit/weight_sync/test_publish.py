@@ -31,7 +31,10 @@ class Rollout:
 
 def _weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(3, 4, generator=generator).to(dtype) for name in ("embed", "layer", "head")}
+    return {
+        name: torch.randn(3, 4, generator=generator).to(dtype)
+        for name in ("embed", "layer", "head")
+    }
 
 
 def test_shared_weights_are_the_same_memory() -> None:
@@ -41,7 +44,9 @@ def test_shared_weights_are_the_same_memory() -> None:
     SharedWeights().publish(weights.items(), target, version=3)
     assert target.weight_version == 3
     target.weights["layer"] = target.weights["layer"].clone()
-    with pytest.raises(WeightSyncError, match="1 of 3 weights that are not the trainer's own: layer,"):
+    with pytest.raises(
+        WeightSyncError, match="1 of 3 weights that are not the trainer's own: layer,"
+    ):
         SharedWeights().publish(weights.items(), target, version=4)
     assert target.weight_version == 3
 
@@ -58,7 +63,10 @@ def test_shared_weights_may_be_tied() -> None:
 
 def test_in_process_weights_are_copied() -> None:
     """The target holds the same values in its own memory and dtype."""
-    weights, target = _weights(), Rollout({name: torch.zeros(3, 4).bfloat16() for name in _weights()})
+    weights, target = (
+        _weights(),
+        Rollout({name: torch.zeros(3, 4).bfloat16() for name in _weights()}),
+    )
     CopiedWeights().publish(weights.items(), target, version=2)
     assert target.weight_version == 2
     for name, tensor in weights.items():
@@ -75,7 +83,10 @@ def test_a_weight_that_did_not_arrive_is_named() -> None:
 def test_shared_weights_that_were_written_to_are_not_those_of_the_version() -> None:
     """An update changes the rollout's weights at once: they must be published before the next generation."""
     weights = {name: torch.nn.Parameter(tensor) for name, tensor in _weights().items()}
-    target, sync = Rollout({name: tensor.detach() for name, tensor in weights.items()}), SharedWeights()
+    target, sync = (
+        Rollout({name: tensor.detach() for name, tensor in weights.items()}),
+        SharedWeights(),
+    )
     sync.publish(weights.items(), target, version=3)
     sync.verify(target, 3)
     with pytest.raises(WeightSyncError, match="got version 3, expected version 4"):

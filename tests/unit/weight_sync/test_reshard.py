@@ -56,16 +56,22 @@ def test_each_shard_is_filled_once_within_the_buckets(
                 assert bool((target == -1).all()), "once"
                 target.copy_(Piece((0, 0), shape).view(whole, move.box))
         rows = {(move.name, move.box.start[0], move.box.shape[0]) for move in bucket}
-        assert max(load.values(), default=0) <= bucket_bytes or all(count == 1 for _, _, count in rows)
+        assert max(load.values(), default=0) <= bucket_bytes or all(
+            count == 1 for _, _, count in rows
+        )
     for one, shard in zip(asked, shards, strict=True):
         if one:
-            assert shard is not None and torch.equal(shard, Piece((0, 0), shape).view(whole, one["w"]))
+            assert shard is not None and torch.equal(
+                shard, Piece((0, 0), shape).view(whole, one["w"])
+            )
 
 
 def test_what_a_rank_has_does_not_travel() -> None:
     """Of two copies each rank takes its own; a large weight goes in slices, and is counted once."""
     rows = cut((64, 8), 0, 2)
-    buckets, num_sliced = plan([{"w": one} for one in rows * 2], [{"w": one} for one in rows * 2], {"w": 4}, 256)
+    buckets, num_sliced = plan(
+        [{"w": one} for one in rows * 2], [{"w": one} for one in rows * 2], {"w": 4}, 256
+    )
     assert (sum(move.num_bytes for bucket in buckets for move in bucket), num_sliced) == (0, 0)
     whole = {"w": Piece((0, 0), (64, 8))}
     buckets, num_sliced = plan([whole, {}], [{}, whole], {"w": 4}, 256)
@@ -76,7 +82,11 @@ def test_what_a_rank_has_does_not_travel() -> None:
     ("having", "wanting", "words"),
     [
         ([{"w": Piece((0,), (2,))}], [{"w": Piece((0,), (4,))}], "2 numbers of rank 0's part"),
-        ([{"w": Piece((0,), (2,))}], [{"v": Piece((0,), (2,))}], "only one of trainer and rollout has: v, w"),
+        (
+            [{"w": Piece((0,), (2,))}],
+            [{"v": Piece((0,), (2,))}],
+            "only one of trainer and rollout has: v, w",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(having: list[dict], wanting: list[dict], words: str) -> None:

@@ -39,13 +39,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{number}": number for number in range(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2"
+    )
 
 
 @pytest.fixture
 def config(model_path: Path) -> Config:
     """Two prompts with two answers each, one update a batch, everything in float32 on the CPU."""
-    role = {"ppo_mini_batch_size": 2, "fsdp_config": {"model_dtype": "float32"}, "optim": {"lr": 1e-2}}
+    role = {
+        "ppo_mini_batch_size": 2,
+        "fsdp_config": {"model_dtype": "float32"},
+        "optim": {"lr": 1e-2},
+    }
     return Config(
         data={"train_batch_size": 2, "max_prompt_length": 4, "max_response_length": 5},
         actor_rollout_ref={"model": {"path": str(model_path)}, "actor": role, "rollout": {"n": 2}},

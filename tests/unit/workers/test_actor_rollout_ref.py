@@ -24,7 +24,10 @@ def worker(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
 def answered(worker: ActorRolloutRefWorker, prompts: DataProto) -> DataProto:
     """Prompts with answers and advantages that differ within each group."""
     batch = worker.generate_sequences(prompts)
-    batch.meta_info |= {"global_steps": prompts.meta_info["global_steps"], "total_training_steps": 10}
+    batch.meta_info |= {
+        "global_steps": prompts.meta_info["global_steps"],
+        "total_training_steps": 10,
+    }
     mask = batch.batch["response_mask"]
     batch.batch["advantages"] = torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]) * mask
     return batch
@@ -37,7 +40,9 @@ def test_choices_have_reasons(config: Config, tokenizer: Any) -> None:
     assert chosen["reference"] == "a frozen copy"
 
 
-def test_generated_log_probs_are_those_of_the_actor(worker: ActorRolloutRefWorker, prompts: DataProto) -> None:
+def test_generated_log_probs_are_those_of_the_actor(
+    worker: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
     batch = worker.generate_sequences(prompts)
     scores = worker.compute_log_prob(batch)
     mask = batch.batch["response_mask"].bool()
@@ -52,12 +57,17 @@ def test_squares_of_probabilities_are_computed_where_asked_for(
 ) -> None:
     """They add up to at most 1 and, by Jensen's inequality, to at least exp(-entropy). Asking changes nothing else."""
     batch = worker.generate_sequences(prompts)
-    plain, scores = worker.compute_log_prob(batch), worker.compute_log_prob(batch, with_sum_pi_squared=True)
+    plain, scores = (
+        worker.compute_log_prob(batch),
+        worker.compute_log_prob(batch, with_sum_pi_squared=True),
+    )
     assert "sum_pi_squared" not in plain.batch.keys()
     assert torch.equal(plain.batch["old_log_probs"], scores.batch["old_log_probs"])
     mask, squares = batch.batch["response_mask"].bool(), scores.batch["sum_pi_squared"]
     assert squares.dtype == torch.float32 and bool((squares[~mask] == 0).all())
-    assert bool((squares[mask] <= 1).all()) and bool((squares >= (-scores.batch["entropys"]).exp() - 1e-6)[mask].all())
+    assert bool((squares[mask] <= 1).all()) and bool(
+        (squares >= (-scores.batch["entropys"]).exp() - 1e-6)[mask].all()
+    )
 
 
 def test_update_raises_what_was_rewarded_and_leaves_the_reference(
@@ -74,7 +84,9 @@ def test_update_raises_what_was_rewarded_and_leaves_the_reference(
     assert torch.equal(worker.compute_ref_log_prob(batch).batch["ref_log_prob"], reference)
 
 
-def test_rollout_refuses_weights_that_were_not_published(worker: ActorRolloutRefWorker, prompts: DataProto) -> None:
+def test_rollout_refuses_weights_that_were_not_published(
+    worker: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
     worker.update_actor(answered(worker, prompts))
     worker.weight_version = 1
     with pytest.raises(WeightSyncError, match="version 0"):
@@ -84,7 +96,11 @@ def test_rollout_refuses_weights_that_were_not_published(worker: ActorRolloutRef
 
 
 def test_checkpoint_brings_weights_and_optimizer_back(
-    worker: ActorRolloutRefWorker, config: Config, tokenizer: Any, prompts: DataProto, tmp_path: Path
+    worker: ActorRolloutRefWorker,
+    config: Config,
+    tokenizer: Any,
+    prompts: DataProto,
+    tmp_path: Path,
 ) -> None:
     """Two workers that go on from the same checkpoint stay equal, in weights and in what they sample."""
     batch = answered(worker, prompts)
@@ -99,7 +115,10 @@ def test_checkpoint_brings_weights_and_optimizer_back(
     for one in (worker, other):
         one.update_actor(batch)
         one.publish_weights(2)
-    left, right = (worker.generate_sequences(prompts).batch, other.generate_sequences(prompts).batch)
+    left, right = (
+        worker.generate_sequences(prompts).batch,
+        other.generate_sequences(prompts).batch,
+    )
     assert torch.equal(left["responses"], right["responses"])
     assert torch.equal(left["rollout_log_probs"], right["rollout_log_probs"])
 
@@ -110,7 +129,9 @@ def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: D
         worker.generate_sequences(prompts)
 
 
-def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
+def test_policy_that_only_answers_has_no_optimizer(
+    config: Config, tokenizer: Any, prompts: DataProto
+) -> None:
     worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout", is_trained=False)
     assert "reference" not in worker.init_model()
     assert worker.engine.training is None
@@ -118,7 +139,9 @@ def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: An
     assert len(worker.generate_sequences(prompts)) == 4
 
 
-def test_checkpoint_into_a_place_that_cannot_be_written(worker: ActorRolloutRefWorker, tmp_path: Path) -> None:
+def test_checkpoint_into_a_place_that_cannot_be_written(
+    worker: ActorRolloutRefWorker, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="NotADirectoryError"):
         worker.save_checkpoint(tmp_path / "file")
@@ -143,4 +166,6 @@ def test_micro_batches_without_gradients(
     worker = ActorRolloutRefWorker(config, tokenizer)
     monkeypatch.setattr(actor_rollout_ref, "infer", lambda engine, data, micro, **_: micro)
     section = RolloutConfig(log_prob_max_token_len_per_gpu=99, **settings)
-    assert worker._infer(None, None, section) == MicroBatching(num_sequences, 99, worker.share_prompts)
+    assert worker._infer(None, None, section) == MicroBatching(
+        num_sequences, 99, worker.share_prompts
+    )

@@ -48,7 +48,9 @@ def changed(config: Config, model: dict[str, Any], rollout: dict[str, Any], fold
     return config.model_copy(update={"actor_rollout_ref": policy, "trainer": trainer})
 
 
-def together(run: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, StandIn, dict[str, str]]:
+def together(
+    run: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, StandIn, dict[str, str]]:
     worker = ActorRolloutRefWorker(run, tokenizer, role="actor_rollout")
     chosen = worker.init_model()
     engine = worker.generation.engine
@@ -58,13 +60,21 @@ def together(run: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Stan
 
 def counts(engine: StandIn) -> list[tuple[int, int]]:
     """Of each load, how many matrices of the adapter it had, and how many other weights."""
-    return [(sum(map(is_factor, names)), sum(not is_factor(name) for name in names)) for names in engine.loads]
+    return [
+        (sum(map(is_factor, names)), sum(not is_factor(name) for name in names))
+        for names in engine.loads
+    ]
 
 
-def test_frozen_weights_travel_once_and_after_a_resume(run: Config, tokenizer: Any, tmp_path: Path) -> None:
+def test_frozen_weights_travel_once_and_after_a_resume(
+    run: Config, tokenizer: Any, tmp_path: Path
+) -> None:
     """What arrives are the actor's own matrices, under names of a model without an adapter."""
     worker, engine, chosen = together(run, tokenizer)
-    assert "goes alone, after the weights below it (vLLM applies it beside the weights)" in chosen["adapter"]
+    assert (
+        "goes alone, after the weights below it (vLLM applies it beside the weights)"
+        in chosen["adapter"]
+    )
     assert "and the adapter beside them, with room for rank 8" in chosen["rollout"]
     worker.publish_weights(1)
     worker.save_checkpoint(tmp_path)
@@ -75,11 +85,14 @@ def test_frozen_weights_travel_once_and_after_a_resume(run: Config, tokenizer: A
     assert counts(engine) == [(12, NUM_FROZEN), (12, 0), (12, NUM_FROZEN), (12, 0)]
     own = dict(worker.engine.model.named_parameters())
     frozen = engine.core.processes[0].weights
-    assert torch.equal(frozen["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(
+        frozen["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"]
+    )
     name = "model.layers.1.mlp.down_proj"
     assert torch.equal(frozen[f"{name}.weight"], own[f"{name}.base_layer.weight"])
     assert torch.equal(
-        engine.core.processes[0].layers[name].lora_a_stacked[0][0, 0, :4], own[f"{name}.lora_A.default.weight"]
+        engine.core.processes[0].layers[name].lora_a_stacked[0][0, 0, :4],
+        own[f"{name}.lora_A.default.weight"],
     )
     assert len(engine.fingerprint().tensors) == NUM_FACTORS + NUM_FROZEN
 
@@ -115,12 +128,17 @@ class Group(LocalWorkerGroup[Any]):
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
         [(args, kwargs)] = per_rank
-        return [in_background(partial(getattr(self.workers[0], method_name), *args, **kwargs), "worker")]
+        return [
+            in_background(partial(getattr(self.workers[0], method_name), *args, **kwargs), "worker")
+        ]
 
 
 def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
     """In the same buckets: once with the frozen weights, then without; and with them where a publication failed."""
-    actor, rollout = ActorRolloutRefWorker(run, tokenizer, role="actor"), RolloutWorker(run, tokenizer)
+    actor, rollout = (
+        ActorRolloutRefWorker(run, tokenizer, role="actor"),
+        RolloutWorker(run, tokenizer),
+    )
     assert "goes alone" in actor.init_model()["adapter"]
     rollout.init_model()
     engine = rollout.generation.engine
@@ -139,6 +157,12 @@ def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
     rollout.close()
 
 
-def test_on_the_actors_own_modules_the_adapter_is_where_it_is(config: Config, tokenizer: Any) -> None:
-    worker = ActorRolloutRefWorker(changed(config, LORA, {}, "run"), tokenizer, role="actor_rollout")
-    assert worker.init_model()["adapter"].endswith("learn; the rollout computes in the same modules")
+def test_on_the_actors_own_modules_the_adapter_is_where_it_is(
+    config: Config, tokenizer: Any
+) -> None:
+    worker = ActorRolloutRefWorker(
+        changed(config, LORA, {}, "run"), tokenizer, role="actor_rollout"
+    )
+    assert worker.init_model()["adapter"].endswith(
+        "learn; the rollout computes in the same modules"
+    )

@@ -11,7 +11,16 @@ from quadriga.errors import ConfigError, EngineError
 from quadriga.protocol import DataProto
 from quadriga.workers.base import MODEL_INPUTS, UpdateInputs, choose_device, model_inputs
 
-ALL = (*MODEL_INPUTS, "prompts", "responses", "advantages", "returns", "values", "old_log_probs", "ref_log_prob")
+ALL = (
+    *MODEL_INPUTS,
+    "prompts",
+    "responses",
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "ref_log_prob",
+)
 
 
 def test_device_by_name() -> None:
@@ -23,7 +32,9 @@ def test_device_by_name() -> None:
 
 def test_passes_count_prompts_times_answers() -> None:
     """Every step has shuffles of its own, and each of its epochs another one."""
-    config = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=3, ppo_micro_batch_size_per_gpu=2, shuffle=True)
+    config = ActorConfig(
+        ppo_mini_batch_size=4, ppo_epochs=3, ppo_micro_batch_size_per_gpu=2, shuffle=True
+    )
     how = [Passes.of(config, 5, step, share_prompts=True) for step in (1, 2)]
     assert (how[0].mini_batch_size, how[0].num_epochs) == (20, 3)
     assert how[0].micro == MicroBatching(2, config.ppo_max_token_len_per_gpu, True)
@@ -41,7 +52,9 @@ def columns(data: DataProto) -> set[str]:
 
 
 def batch(*names: str) -> DataProto:
-    return DataProto.from_dict({name: torch.ones(2, 3) for name in names}, {"uid": ["a", "b"]}, {"global_steps": 3})
+    return DataProto.from_dict(
+        {name: torch.ones(2, 3) for name in names}, {"uid": ["a", "b"]}, {"global_steps": 3}
+    )
 
 
 def test_a_pass_without_gradients_reads_the_tokens() -> None:
@@ -50,7 +63,11 @@ def test_a_pass_without_gradients_reads_the_tokens() -> None:
 
 def test_an_update_reads_what_its_loss_reads() -> None:
     inputs = UpdateInputs(Config())
-    assert columns(inputs.select(batch(*ALL), "actor")) == {*MODEL_INPUTS, "advantages", "old_log_probs"}
+    assert columns(inputs.select(batch(*ALL), "actor")) == {
+        *MODEL_INPUTS,
+        "advantages",
+        "old_log_probs",
+    }
     assert columns(inputs.select(batch(*ALL), "critic")) == {*MODEL_INPUTS, "returns", "values"}
 
 
@@ -63,7 +80,9 @@ def test_options_of_the_loss_bring_their_columns() -> None:
 def test_routes_travel_to_the_policy_alone() -> None:
     inputs, data = UpdateInputs(Config()), batch(*ALL, "routed_experts")
     assert "routed_experts" in columns(inputs.select(data, "actor"))
-    assert "routed_experts" not in columns(inputs.select(data, "critic")) | columns(model_inputs(data))
+    assert "routed_experts" not in columns(inputs.select(data, "critic")) | columns(
+        model_inputs(data)
+    )
     assert columns(model_inputs(data, with_routes=True)) == {*MODEL_INPUTS, "routed_experts"}
     replayed = UpdateInputs(Config(actor_rollout_ref={"actor": {"router_replay": "rollout"}}))
     with pytest.raises(EngineError, match="router_replay: got a batch without routed_experts"):

@@ -25,7 +25,11 @@ class Engine:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         config = LlamaConfig(
-            hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=11
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=11,
         )
         self.model = LlamaForCausalLM(config)
         self.moments = {name: weight.detach() * 2 for name, weight in self.model.named_parameters()}
@@ -34,7 +38,9 @@ class Engine:
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         if "model" in contents:
-            state |= {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
+            state |= {
+                f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()
+            }
         if "optimizer" in contents:
             state |= {f"optimizer.exp_avg.{name}": moment for name, moment in self.moments.items()}
         return state
@@ -72,7 +78,9 @@ def checkpoint_of(engine: Engine, tokenizer: Tokenizer | None = None) -> RoleChe
         ({"extra"}, [], []),
     ],
 )
-def test_parts(contents: set[str], folders: list[str], with_model_files: list[str], tmp_path: Path) -> None:
+def test_parts(
+    contents: set[str], folders: list[str], with_model_files: list[str], tmp_path: Path
+) -> None:
     """Distributed parts, the small files of a model, and a Hugging Face folder; no more than was asked for."""
     checkpoint = checkpoint_of(Engine())
     checkpoint.start(tmp_path / "actor", frozenset(contents))
@@ -97,7 +105,9 @@ def test_hugging_face_folder_is_the_model(tmp_path: Path) -> None:
     assert loaded.dtype == torch.float32
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, expected[name]), name
-    assert json.loads((tmp_path / HF_FOLDER / "model.safetensors.index.json").read_text())["weight_map"]
+    assert json.loads((tmp_path / HF_FOLDER / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -108,7 +118,10 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert checkpoint.writer.is_written(wait=True)
     before = {name: moment.clone() for name, moment in engine.moments.items()}
     checkpoint_of(engine).load(tmp_path, frozenset({"model", "extra"}))
-    assert all(torch.equal(*pair) for pair in zip(engine.model.parameters(), written.model.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(engine.model.parameters(), written.model.parameters(), strict=True)
+    )
     assert all(torch.equal(engine.moments[name], before[name]) for name in before)
     checkpoint_of(engine).load(tmp_path, frozenset({"optimizer"}))
     assert all(torch.equal(engine.moments[name], written.moments[name]) for name in before)
@@ -120,7 +133,9 @@ def test_part_that_is_not_there(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(Engine())
     checkpoint.start(tmp_path, frozenset({"model"}))
     assert checkpoint.writer.is_written(wait=True)
-    with pytest.raises(CheckpointError, match=r"optimizer: got no such part of the checkpoint.*load_contents"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: got no such part of the checkpoint.*load_contents"
+    ):
         checkpoint.load(tmp_path, frozenset({"model", "optimizer"}))
 
 

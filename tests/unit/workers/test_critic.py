@@ -41,7 +41,9 @@ def batch(prompts: DataProto) -> DataProto:
         tensors={
             "input_ids": torch.cat([columns["input_ids"], responses], -1),
             "attention_mask": torch.cat([columns["attention_mask"], mask], -1),
-            "position_ids": torch.cat([position_ids, position_ids[:, -1:] + torch.arange(1, 4)], -1),
+            "position_ids": torch.cat(
+                [position_ids, position_ids[:, -1:] + torch.arange(1, 4)], -1
+            ),
             "response_mask": mask,
             "returns": returns,
         },
@@ -72,13 +74,17 @@ def test_a_critic_starts_from_a_saved_one(
 ) -> None:
     """With the value head that was learned, from the files of a run and from those of transformers."""
     worker = make()
-    worker.section = worker.section.model_copy(update={"checkpoint": CheckpointConfig(save_contents=contents)})
+    worker.section = worker.section.model_copy(
+        update={"checkpoint": CheckpointConfig(save_contents=contents)}
+    )
     batch.batch["values"] = worker.compute_values(batch).batch["values"]
     worker.update_critic(batch)
     worker.save_checkpoint(tmp_path)
     assert worker.checkpoint_written(wait=True)
     path = tmp_path / "critic" / (HF_FOLDER if contents == ["hf_model"] else "")
-    critic = config.critic.model_copy(update={"model": config.critic.model.model_copy(update={"path": str(path)})})
+    critic = config.critic.model_copy(
+        update={"model": config.critic.model.model_copy(update={"path": str(path)})}
+    )
     other = CriticWorker(config.model_copy(update={"critic": critic}), tokenizer)
     other.init_model()
     values = worker.compute_values(batch).batch["values"]

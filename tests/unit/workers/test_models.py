@@ -44,14 +44,19 @@ from tests.tiny_vision import vision_config
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
     ).save_pretrained(tmp_path / "llama")
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     vision_config().save_pretrained(tmp_path / "sees")
     return tmp_path
 
 
-def config(folder: Path, model: str = "llama", processes: int = 4, length: int = 32, **sizes: Any) -> Config:
+def config(
+    folder: Path, model: str = "llama", processes: int = 4, length: int = 32, **sizes: Any
+) -> Config:
     return Config(
         data={"max_prompt_length": length, "max_response_length": 32},
         actor_rollout_ref={"model": {"path": str(folder / model)}, "actor": sizes},
@@ -60,24 +65,43 @@ def config(folder: Path, model: str = "llama", processes: int = 4, length: int =
 
 
 def test_models_that_fit(folder: Path) -> None:
-    check_models(config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), has_critic=True)
+    check_models(
+        config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        has_critic=True,
+    )
     check_models(config(folder, "gpt2", processes=2), has_critic=True)
 
 
 def test_models_that_megatron_has_no_table_for(folder: Path) -> None:
     """A family, layers that virtual stages do not divide, and a kind of layer; all before a process starts."""
-    check_models(config(folder, strategy="megatron", tensor_model_parallel_size=2), has_critic=False)
-    with pytest.raises(ConfigError, match="model_type 'gpt2', expected one of llama, qwen2, qwen3, qwen3_moe"):
+    check_models(
+        config(folder, strategy="megatron", tensor_model_parallel_size=2), has_critic=False
+    )
+    with pytest.raises(
+        ConfigError, match="model_type 'gpt2', expected one of llama, qwen2, qwen3, qwen3_moe"
+    ):
         check_models(config(folder, "gpt2", strategy="megatron"), has_critic=False)
-    stages = {"pipeline_model_parallel_size": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}
+    stages = {
+        "pipeline_model_parallel_size": 2,
+        "megatron": {"virtual_pipeline_model_parallel_size": 2},
+    }
     with pytest.raises(ConfigError, match="2 layers, for 4 pipeline stages"):
         check_models(config(folder, strategy="megatron", **stages), has_critic=False)
     for first, fits in ((1, True), (2, False)):
         own = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": first}}
         uneven = config(folder, strategy="megatron", pipeline_model_parallel_size=2, megatron=own)
-        with nullcontext() if fits else pytest.raises(ConfigError, match="2 layers, for 2 pipeline stages"):
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(ConfigError, match="2 layers, for 2 pipeline stages")
+        ):
             check_models(uneven, has_critic=False)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+    }
     sizes["num_experts_per_tok"] = 2
     Qwen3MoeConfig(**sizes, num_experts=6).save_pretrained(folder / "mixture")
     Qwen3MoeConfig(**sizes, num_experts=6, mlp_only_layers=[0]).save_pretrained(folder / "some")
@@ -99,8 +123,12 @@ def test_models_that_megatron_has_no_table_for(folder: Path) -> None:
     LlamaConfig(num_hidden_layers=2, attention_bias=True).save_pretrained(folder / "biased")
     with pytest.raises(ConfigError, match="biases"):
         check_models(config(folder, "biased", strategy="megatron"), has_critic=False)
-    with pytest.raises(ConfigError, match="4 heads and 2 key-value heads for tensor parallelism over 4"):
-        check_models(config(folder, strategy="megatron", tensor_model_parallel_size=4), has_critic=False)
+    with pytest.raises(
+        ConfigError, match="4 heads and 2 key-value heads for tensor parallelism over 4"
+    ):
+        check_models(
+            config(folder, strategy="megatron", tensor_model_parallel_size=4), has_critic=False
+        )
 
 
 def test_a_checkpoint_of_another_number_of_experts(folder: Path) -> None:
@@ -109,7 +137,11 @@ def test_a_checkpoint_of_another_number_of_experts(folder: Path) -> None:
     CONFIGS["qwen3_moe"].save_pretrained(folder / "mixture")
     for number in (4, 6):
         Qwen3MoeConfig(num_experts=number).save_pretrained(saved)
-        with nullcontext() if number == 4 else pytest.raises(CheckpointError, match=r"of 6 experts.*expected 4, as"):
+        with (
+            nullcontext()
+            if number == 4
+            else pytest.raises(CheckpointError, match=r"of 6 experts.*expected 4, as")
+        ):
             check_checkpoint(config(folder, "mixture"), saved.parent)
     with pytest.raises(CheckpointError, match=r"of 6 experts.*expected 0"):
         check_checkpoint(config(folder), saved.parent)
@@ -121,10 +153,16 @@ def test_a_checkpoint_of_another_number_of_experts(folder: Path) -> None:
 def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
     """An encoder, though transformers has a causal class for it; a classifier may become a reward model."""
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
-    LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "scores")
-    with pytest.raises(ConfigError, match="names BertForMaskedLM, expected a causal language model"):
+    LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(
+        tmp_path / "scores"
+    )
+    with pytest.raises(
+        ConfigError, match="names BertForMaskedLM, expected a causal language model"
+    ):
         check_models(config(tmp_path, "bert"), has_critic=False)
-    scores = Config(task="reward_model", actor_rollout_ref={"model": {"path": str(tmp_path / "scores")}})
+    scores = Config(
+        task="reward_model", actor_rollout_ref={"model": {"path": str(tmp_path / "scores")}}
+    )
     check_models(scores, has_critic=False)
 
 
@@ -134,7 +172,9 @@ def test_sequences_longer_than_the_positions(folder: Path) -> None:
 
 
 def test_heads_that_cannot_be_shared(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="LlamaConfig: got 4 heads and 2 key-value heads for tensor"):
+    with pytest.raises(
+        ConfigError, match="LlamaConfig: got 4 heads and 2 key-value heads for tensor"
+    ):
         check_models(config(folder, tensor_model_parallel_size=4), has_critic=True)
 
 
@@ -148,12 +188,22 @@ def test_rows_that_are_computed_alone(folder: Path) -> None:
     config_of("LFM2").save_pretrained(folder / "lfm2")
     needed = {"max_prompt_length": 32, "max_response_length": 32}
     for rollout, sizes, where in (
-        ("native", {}, r"rollout.name: got native, for an architecture whose rows are computed one at a time"),
-        ("hf", {"ulysses_sequence_parallel_size": 2}, r"actor: got .*sp=2.*, expected no other sizes than fsdp_size"),
+        (
+            "native",
+            {},
+            r"rollout.name: got native, for an architecture whose rows are computed one at a time",
+        ),
+        (
+            "hf",
+            {"ulysses_sequence_parallel_size": 2},
+            r"actor: got .*sp=2.*, expected no other sizes than fsdp_size",
+        ),
     ):
         model = {"path": str(folder / "lfm2")}
         role = {"model": model, "actor": sizes, "rollout": {"name": rollout}}
-        run = Config(data=needed, actor_rollout_ref=role, trainer={"backend": "ray", "n_gpus_per_node": 2})
+        run = Config(
+            data=needed, actor_rollout_ref=role, trainer={"backend": "ray", "n_gpus_per_node": 2}
+        )
         with pytest.raises(ConfigError, match=where):
             check_models(run, has_critic=False)
     role = {"model": model, "rollout": {"name": "hf"}}
@@ -169,7 +219,9 @@ def test_positions_that_depend_on_the_length(folder: Path) -> None:
         "original_max_position_embeddings": 48, "partial_rotary_factor": 0.5,
     }  # fmt: skip
     model.save_pretrained(folder / "phi")
-    with pytest.raises(ConfigError, match="got native, for sequences of up to 64 tokens of a model with rope_type"):
+    with pytest.raises(
+        ConfigError, match="got native, for sequences of up to 64 tokens of a model with rope_type"
+    ):
         check_models(config(folder, "phi", processes=1), has_critic=False)
 
 
@@ -186,7 +238,10 @@ def test_a_model_that_sees_fits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"router_replay": "rollout", "model": "llama"}, "got rollout, with a model without experts"),
+        (
+            {"router_replay": "rollout", "model": "llama"},
+            "got rollout, with a model without experts",
+        ),
         (
             {"router_aux_loss_coef": 0.1, "model": "llama"},
             "router_aux_loss_coef: got 0.1, with a model without experts",
@@ -195,9 +250,14 @@ def test_a_model_that_sees_fits(folder: Path) -> None:
 )
 def test_routers_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], told: str) -> None:
     CONFIGS["qwen3_moe"].save_pretrained(folder / "experts")
-    check_models(config(folder, "experts", router_replay="rollout", router_aux_loss_coef=0.1), has_critic=False)
+    check_models(
+        config(folder, "experts", router_replay="rollout", router_aux_loss_coef=0.1),
+        has_critic=False,
+    )
     with pytest.raises(ConfigError, match=told):
-        check_models(config(folder, **{"model": "experts", "processes": 2, **changes}), has_critic=False)
+        check_models(
+            config(folder, **{"model": "experts", "processes": 2, **changes}), has_critic=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -227,8 +287,18 @@ def test_sizes_know_experts(folder: Path, sizes: dict[str, Any], kept: float) ->
 
 def test_what_a_process_keeps_is_what_an_engine_has() -> None:
     """In one process, but for the sums of gradients, which come with the first of these."""
-    small = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
-    how = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "training": Training(OptimConfig(), 1.0, 1)}
+    small = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+    )
+    how = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "training": Training(OptimConfig(), 1.0, 1),
+    }
     engine = FSDPEngine(PolicyScorer(LlamaForCausalLM(small)), **how)
     tensors = (*engine.parameters.parameters.values(), *engine.parameters.masters.values())
     count = engine.num_parameters
@@ -239,8 +309,13 @@ def test_what_a_process_keeps_is_what_an_engine_has() -> None:
 def test_a_rollout_without_experts_to_divide(folder: Path) -> None:
     rollout = {"name": "vllm", "tensor_model_parallel_size": 2, "expert_parallel_size": 2}
     lengths = {"max_prompt_length": 32, "max_response_length": 32}
-    run = Config(data=lengths, actor_rollout_ref={"model": {"path": str(folder / "llama")}, "rollout": rollout})
-    with pytest.raises(ConfigError, match=r"expert_parallel_size: got 2, with a model without experts \(llama\)"):
+    run = Config(
+        data=lengths,
+        actor_rollout_ref={"model": {"path": str(folder / "llama")}, "rollout": rollout},
+    )
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_size: got 2, with a model without experts \(llama\)"
+    ):
         check_models(run, has_critic=False)
 
 
@@ -250,7 +325,10 @@ def test_layouts_of_a_model_that_sees(folder: Path) -> None:
     deep = vision_config("qwen3_vl")
     deep.vision_config.deepstack_visual_indexes = [0, 1]
     deep.save_pretrained(folder / "deep")
-    with pytest.raises(ConfigError, match=r"with 1 layers in the first stage \(qwen3_vl\), expected at least 2 there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"with 1 layers in the first stage \(qwen3_vl\), expected at least 2 there",
+    ):
         check_models(config(folder, "deep", **two, pipeline_model_parallel_size=2), has_critic=True)
     check_models(config(folder, "sees", **two, ulysses_sequence_parallel_size=2), has_critic=True)
 
@@ -262,7 +340,11 @@ def test_what_vllm_does_not_take_of_glm_4v(folder: Path) -> None:
     run["actor_rollout_ref"] |= {"rollout": {"name": "vllm"}}
     check_models(Config(**run), has_critic=False)
     for sizes, has_bias, told in [
-        ({"max_pixels": 512}, True, r"mm_processor_kwargs: got \{'max_pixels': 512\}, with vllm and glm4v"),
+        (
+            {"max_pixels": 512},
+            True,
+            r"mm_processor_kwargs: got \{'max_pixels': 512\}, with vllm and glm4v",
+        ),
         ({}, False, r"model\.path: got attention_bias=false, with vllm and glm4v"),
     ]:
         glm.text_config.attention_bias = has_bias
@@ -273,7 +355,9 @@ def test_what_vllm_does_not_take_of_glm_4v(folder: Path) -> None:
 
 
 def test_a_frozen_encoder_where_there_is_none(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"):
+    with pytest.raises(
+        ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"
+    ):
         check_models(config(folder, freeze_vision_tower=True), has_critic=True)
 
 
@@ -288,23 +372,37 @@ def with_changes(folder: Path, **changes: Any) -> Config:
 def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
     model = {"path": str(folder / "sees"), "lora_rank": 4}
     for changes, told in [
-        ({"actor": {"freeze_vision_tower": True}}, r"freeze_vision_tower: got True, with an adapter, which learns in"),
-        ({"rollout": {"name": "vllm"}}, r"lora_merge: got None, with vllm and a vision-language model \(qwen2_5_vl\)"),
+        (
+            {"actor": {"freeze_vision_tower": True}},
+            r"freeze_vision_tower: got True, with an adapter, which learns in",
+        ),
+        (
+            {"rollout": {"name": "vllm"}},
+            r"lora_merge: got None, with vllm and a vision-language model \(qwen2_5_vl\)",
+        ),
     ]:
         with pytest.raises(ConfigError, match=told):
-            check_models(with_changes(folder, actor_rollout_ref={"model": model} | changes), has_critic=True)
+            check_models(
+                with_changes(folder, actor_rollout_ref={"model": model} | changes), has_critic=True
+            )
     check_models(with_changes(folder, actor_rollout_ref={"model": model}), has_critic=True)
     reward = {"enable": True, "model": {"path": str(folder / "llama")}}
-    with pytest.raises(ConfigError, match=r"reward_model\.model\.path: got a model of type llama, with a vision-"):
+    with pytest.raises(
+        ConfigError, match=r"reward_model\.model\.path: got a model of type llama, with a vision-"
+    ):
         check_models(with_changes(folder, reward_model=reward), has_critic=True)
     reward["model"]["path"] = str(folder / "sees")
     check_models(with_changes(folder, reward_model=reward), has_critic=True)
     with pytest.raises(ConfigError, match=r"critic\.model\.path: got a text model"):
-        check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}), has_critic=True)
+        check_models(
+            with_changes(folder, critic={"model": {"path": str(folder / "llama")}}), has_critic=True
+        )
 
 
 WHOLE = Processes(Layout(), Layout().place(0), ProcessGroup(0, 1), ProcessGroup(0, 1))
-SHARDED = Processes(Layout(dp_shard=2), Layout(dp_shard=2).place(0), ProcessGroup(0, 2), ProcessGroup(0, 2))
+SHARDED = Processes(
+    Layout(dp_shard=2), Layout(dp_shard=2).place(0), ProcessGroup(0, 2), ProcessGroup(0, 2)
+)
 TINY = LlamaConfig(
     hidden_size=16,
     intermediate_size=24,
@@ -329,7 +427,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forbid(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """No model is loaded whole."""
-    monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded whole"))
+    monkeypatch.setattr(
+        kind, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded whole")
+    )
 
 
 def test_a_sharded_model_of_a_hub_is_fetched_and_read_when_it_is_cut(
@@ -348,18 +448,27 @@ def test_a_sharded_model_of_a_hub_is_fetched_and_read_when_it_is_cut(
 
 
 def test_a_model_that_the_hub_does_not_have(hub: Path) -> None:
-    with pytest.raises(EngineError, match=r"model someone/other: got .* expected a folder or hub name"):
+    with pytest.raises(
+        EngineError, match=r"model someone/other: got .* expected a folder or hub name"
+    ):
         load_model(Config(), "someone/other", PolicyScorer, torch.float32, SHARDED)
 
 
 def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"model .*/models/mine: got no such folder, expected a folder or hub name"):
-        load_model(Config(), str(tmp_path / "models" / "mine"), PolicyScorer, torch.float32, SHARDED)
+    with pytest.raises(
+        EngineError,
+        match=r"model .*/models/mine: got no such folder, expected a folder or hub name",
+    ):
+        load_model(
+            Config(), str(tmp_path / "models" / "mine"), PolicyScorer, torch.float32, SHARDED
+        )
 
 
 def heads_of(path: Path) -> list[dict[str, torch.Tensor]]:
     """The value head of a critic at `path`, that of one loaded whole and that of one whose shards are read."""
-    whole = load_model(Config(), str(path), ValueScorer, torch.float32, WHOLE).scorer.model.value_head["linear"]
+    whole = load_model(
+        Config(), str(path), ValueScorer, torch.float32, WHOLE
+    ).scorer.model.value_head["linear"]
     read = load_model(Config(), str(path), ValueScorer, torch.float32, SHARDED).read
     assert read is not None
     shards = {name: read(f"value_head.linear.{name}") for name in ("weight", "bias")}
@@ -388,7 +497,9 @@ def test_a_critic_has_the_value_head_of_its_files(kind: str, tmp_path: Path) -> 
         assert torch.equal(head["weight"], weight) and torch.equal(head["bias"], bias)
 
 
-def test_a_critic_of_a_policy_begins_at_zero_and_one_of_two_labels_is_refused(tmp_path: Path) -> None:
+def test_a_critic_of_a_policy_begins_at_zero_and_one_of_two_labels_is_refused(
+    tmp_path: Path,
+) -> None:
     LlamaForCausalLM(TINY).save_pretrained(tmp_path / "policy")
     assert not any(one.any() for head in heads_of(tmp_path / "policy") for one in head.values())
     two = LlamaConfig(**{**TINY.to_dict(), "num_labels": 2})
@@ -398,7 +509,9 @@ def test_a_critic_of_a_policy_begins_at_zero_and_one_of_two_labels_is_refused(tm
             load_model(Config(), str(tmp_path / "two"), ValueScorer, torch.float32, processes)
 
 
-def test_a_sharded_reward_model_is_read_when_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sharded_reward_model_is_read_when_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a model without a head is refused, as one that is loaded whole."""
     model = LlamaForSequenceClassification(TINY)
     model.save_pretrained(tmp_path / "judge")
@@ -409,5 +522,7 @@ def test_a_sharded_reward_model_is_read_when_it_is_cut(tmp_path: Path, monkeypat
     for name, parameter in model.named_parameters():
         assert loaded.scorer.model.get_parameter(name).is_meta
         assert torch.equal(loaded.read(name), parameter)
-    with pytest.raises(EngineError, match=r"no classification head: score\.weight is not in model\.safetensors"):
+    with pytest.raises(
+        EngineError, match=r"no classification head: score\.weight is not in model\.safetensors"
+    ):
         load_judge(str(tmp_path / "policy"), torch.float32, SHARDED, trust_remote_code=False)

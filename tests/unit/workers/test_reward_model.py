@@ -39,7 +39,9 @@ Start = Callable[..., RewardModelWorker]
 
 def spaced(words: list[str], template: str | None) -> PreTrainedTokenizerFast:
     """A tokenizer of words between spaces; the first two pad and end."""
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[2]))
+    backend = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[2])
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=words[0], eos_token=words[1], unk_token=words[2]
@@ -50,7 +52,15 @@ def spaced(words: list[str], template: str | None) -> PreTrainedTokenizerFast:
 
 POLICY_WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(3, 23))]
 # In another order: the same id is another word.
-JUDGE_WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", "end", *(f"w{number}" for number in range(22, 2, -1))]
+JUDGE_WORDS = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "user",
+    "assistant",
+    "end",
+    *(f"w{number}" for number in range(22, 2, -1)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +116,16 @@ def start(config: Config, policy: PreTrainedTokenizerFast) -> Start:
 def answers() -> DataProto:
     """Prompts of 2, 2, 4 and 3 tokens on the left, responses of 3, 1, 5 and 2 on the right; the first two share one."""
     prompts = torch.tensor([[0, 0, 5, 6], [0, 0, 5, 6], [7, 8, 9, 3], [0, 12, 11, 4]])
-    responses = torch.tensor([[4, 9, 1, 0, 0], [10, 0, 0, 0, 0], [11, 12, 13, 14, 1], [6, 6, 0, 0, 0]])
+    responses = torch.tensor(
+        [[4, 9, 1, 0, 0], [10, 0, 0, 0, 0], [11, 12, 13, 14, 1], [6, 6, 0, 0, 0]]
+    )
     input_ids = torch.cat([prompts, responses], 1)
     attention = (input_ids != 0).long()
     chats = np.empty(4, dtype=object)
-    chats[:] = [[{"role": "user", "content": text}] for text in ("w5 w6", "w5 w6", "w7 w8 w9 w3", "w12 w11 w4")]
+    chats[:] = [
+        [{"role": "user", "content": text}]
+        for text in ("w5 w6", "w5 w6", "w7 w8 w9 w3", "w12 w11 w4")
+    ]
     return DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
@@ -153,7 +168,11 @@ CUTS = [
 
 @pytest.mark.parametrize("keys", CUTS, ids=str)
 def test_scores_are_transformers_own_of_each_row_alone(
-    make: Make, start: Start, policy: PreTrainedTokenizerFast, answers: DataProto, keys: dict[str, Any]
+    make: Make,
+    start: Start,
+    policy: PreTrainedTokenizerFast,
+    answers: DataProto,
+    keys: dict[str, Any],
 ) -> None:
     """Ragged, padded on both sides, with a shared prompt and a response of one token, however the passes are cut.
 
@@ -171,14 +190,18 @@ def test_scores_are_transformers_own_of_each_row_alone(
     assert "float32, frozen" in worker.chosen["reward model"]
 
 
-def test_no_rows_no_scores(make: Make, start: Start, policy: PreTrainedTokenizerFast, answers: DataProto) -> None:
+def test_no_rows_no_scores(
+    make: Make, start: Start, policy: PreTrainedTokenizerFast, answers: DataProto
+) -> None:
     """A process may get none of the rows."""
     for tokenizer in (policy, spaced(JUDGE_WORDS, TEMPLATE)):
         worker = start(make(tokenizer))
         assert worker.compute_rm_score(answers.select_idxs([])).batch["rm_scores"].shape == (0, 5)
 
 
-def test_chats_are_rendered_by_another_template(make: Make, start: Start, answers: DataProto) -> None:
+def test_chats_are_rendered_by_another_template(
+    make: Make, start: Start, answers: DataProto
+) -> None:
     """Against a rendering by hand: the policy's words, in the judge's ids, between the judge's roles."""
     folder = make(spaced(JUDGE_WORDS, TEMPLATE))
     texts = [
@@ -192,7 +215,9 @@ def test_chats_are_rendered_by_another_template(make: Make, start: Start, answer
     assert worker.reads_chats()
     assert "its vocabulary is not the policy's" in worker.chosen["reward inputs"]
     expected = placed(scores_alone(folder, rows), answers)
-    torch.testing.assert_close(worker.compute_rm_score(answers).batch["rm_scores"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        worker.compute_rm_score(answers).batch["rm_scores"], expected, atol=1e-5, rtol=1e-5
+    )
     # The answers to one prompt share its tokens.
     first, second, third, _ = worker.sequences(answers)
     assert first.prompt == second.prompt == rows[0][:5]
@@ -200,7 +225,9 @@ def test_chats_are_rendered_by_another_template(make: Make, start: Start, answer
     assert third == SequenceTokens(rows[2], [])
 
 
-def test_turns_of_a_response_are_rendered_with_their_roles(make: Make, start: Start, answers: DataProto) -> None:
+def test_turns_of_a_response_are_rendered_with_their_roles(
+    make: Make, start: Start, answers: DataProto
+) -> None:
     """A response with a user's turn in it follows its prompt as three messages; the others are one turn each."""
     worker = start(make(spaced(JUDGE_WORDS, TEMPLATE)))
     turns = [
@@ -212,7 +239,10 @@ def test_turns_of_a_response_are_rendered_with_their_roles(make: Make, start: St
     data = answers.select_idxs([0, 1])
     data.non_tensor_batch["solution_messages"] = object_array([turns, single])
     first, second = worker.sequences(data)
-    texts = ["user w5 w6 end assistant w4 end user w5 end assistant w9 end", "user w5 w6 end assistant w10 end"]
+    texts = [
+        "user w5 w6 end assistant w4 end user w5 end assistant w9 end",
+        "user w5 w6 end assistant w10 end",
+    ]
     expected = [[JUDGE_WORDS.index(word) for word in text.split()] for text in texts]
     assert [[*row.prompt, *row.response] for row in (first, second)] == expected
 
@@ -263,17 +293,28 @@ def test_a_cut_leaves_a_token_to_the_prompt() -> None:
     assert SequenceTokens([1], [2, 3, 4]).cut(2) == SequenceTokens([3], [4])
 
 
-@pytest.mark.parametrize(("part", "columns"), [("prompt", slice(0, 4)), ("response", slice(4, None))])
+@pytest.mark.parametrize(
+    ("part", "columns"), [("prompt", slice(0, 4)), ("response", slice(4, None))]
+)
 def test_an_empty_part_of_a_row_is_refused(
-    make: Make, start: Start, policy: PreTrainedTokenizerFast, answers: DataProto, part: str, columns: slice
+    make: Make,
+    start: Start,
+    policy: PreTrainedTokenizerFast,
+    answers: DataProto,
+    part: str,
+    columns: slice,
 ) -> None:
     answers.batch["attention_mask"][2, columns] = 0
     for tokenizer in (policy, spaced(JUDGE_WORDS, TEMPLATE)):
-        with pytest.raises(EngineError, match=f"row 2 .* got an empty {part}, expected at least one token"):
+        with pytest.raises(
+            EngineError, match=f"row 2 .* got an empty {part}, expected at least one token"
+        ):
             start(make(tokenizer)).compute_rm_score(answers)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(make: Make, start: Start, answers: DataProto) -> None:
+def test_a_token_beyond_the_vocabulary_is_refused(
+    make: Make, start: Start, answers: DataProto
+) -> None:
     worker = start(make(None, vocab_size=12), model={"input_tokenizer": None})
     with pytest.raises(EngineError, match="token id 14 of the policy, expected ids below 12"):
         worker.compute_rm_score(answers)
@@ -285,7 +326,8 @@ def test_chats_that_are_missing_or_refused(make: Make, start: Start, answers: Da
         worker.compute_rm_score(answers.select(non_tensor_batch_keys=["uid"]))
     worker = start(make(spaced(JUDGE_WORDS, "{{ raise_exception('only two roles') }}")))
     with pytest.raises(
-        DataError, match=r"prompt p: got a chat that the reward model's template refuses.*only two roles"
+        DataError,
+        match=r"prompt p: got a chat that the reward model's template refuses.*only two roles",
     ):
         worker.compute_rm_score(answers)
 
@@ -299,35 +341,55 @@ def test_a_score_that_is_not_finite_is_refused(
         worker.compute_rm_score(answers)
 
 
-def test_a_tokenizer_without_a_template(make: Make, start: Start, policy: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ConfigError, match="without a chat template, where its vocabulary is not the policy's"):
+def test_a_tokenizer_without_a_template(
+    make: Make, start: Start, policy: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(
+        ConfigError, match="without a chat template, where its vocabulary is not the policy's"
+    ):
         start(make(spaced(JUDGE_WORDS, None)))
-    with pytest.raises(ConfigError, match=r"reward_model.model.path: .*a tokenizer that transformers can load"):
+    with pytest.raises(
+        ConfigError, match=r"reward_model.model.path: .*a tokenizer that transformers can load"
+    ):
         start(make(None))
 
 
 def test_models_that_cannot_score(
     make: Make, start: Start, policy: PreTrainedTokenizerFast, model_path: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineError, match=r"no classification head: score.weight is not in model.safetensors"):
+    with pytest.raises(
+        EngineError, match=r"no classification head: score.weight is not in model.safetensors"
+    ):
         start(model_path)
     with pytest.raises(EngineError, match="a classifier with 3 labels, expected one label"):
         start(make(policy, num_labels=3))
-    with pytest.raises(EngineError, match="expected a folder or hub name that transformers can load"):
+    with pytest.raises(
+        EngineError, match="expected a folder or hub name that transformers can load"
+    ):
         start(tmp_path / "nowhere")
     folder = make(policy)
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(EngineError, match=r"no weights for 1 parameters: model.layers.1.mlp.up_proj.weight is not in"):
+    with pytest.raises(
+        EngineError,
+        match=r"no weights for 1 parameters: model.layers.1.mlp.up_proj.weight is not in",
+    ):
         start(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     bert = BertForSequenceClassification(BertConfig(**sizes, vocab_size=32, num_labels=1))
     bert.save_pretrained(tmp_path / "bert")
     with pytest.raises(EngineError, match="no projection named score"):
         start(tmp_path / "bert")
     shape = {**sizes, "head_dim": 8, "num_key_value_heads": 1, "vocab_size": 32, "num_labels": 1}
-    gemma = Gemma3TextForSequenceClassification(Gemma3TextConfig(**shape, use_bidirectional_attention=True))
+    gemma = Gemma3TextForSequenceClassification(
+        Gemma3TextConfig(**shape, use_bidirectional_attention=True)
+    )
     gemma.save_pretrained(tmp_path / "gemma")
     with pytest.raises(EngineError, match="whose tokens see those behind them"):
         start(tmp_path / "gemma")
@@ -346,13 +408,22 @@ def test_scores_of_prompts_with_images(tmp_path: Path, start: Start) -> None:
     for number, row in enumerate(rows):
         ids = torch.tensor([[*row.prompt, *row.answer]])
         with torch.no_grad():
-            states = model.model(input_ids=ids, mm_token_type_ids=token_types(ids), **row.images).last_hidden_state
+            states = model.model(
+                input_ids=ids, mm_token_type_ids=token_types(ids), **row.images
+            ).last_hidden_state
             expected = model.score(states[0, -1])
-        torch.testing.assert_close(found[number, len(row.answer) - 1 : len(row.answer)], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found[number, len(row.answer) - 1 : len(row.answer)], expected, atol=1e-5, rtol=1e-5
+        )
     assert found[0, 3] != found[3, 3], "rows 0 and 3 differ in the image alone"
     short = start(tmp_path, {"input_tokenizer": None}, max_length=8)
-    with pytest.raises(EngineError, match=r"reward model: got \d+ tokens, expected at most 8, for a row with images"):
+    with pytest.raises(
+        EngineError,
+        match=r"reward model: got \d+ tokens, expected at most 8, for a row with images",
+    ):
         short.compute_rm_score(batch)
     vision_model("eager").save_pretrained(tmp_path / "policy")
-    with pytest.raises(EngineError, match=r"got no classification head: score\.weight is not in model\.safetensors"):
+    with pytest.raises(
+        EngineError, match=r"got no classification head: score\.weight is not in model\.safetensors"
+    ):
         start(tmp_path / "policy", {"input_tokenizer": None})

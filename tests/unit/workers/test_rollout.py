@@ -55,11 +55,15 @@ def run(request: pytest.FixtureRequest, config: Config, tmp_path: Path) -> Confi
 def learn(worker: ActorRolloutRefWorker, answers: DataProto) -> None:
     batch = answers.select(deepcopy=True)
     batch.meta_info |= {"global_steps": 1, "total_training_steps": 10}
-    batch.batch["advantages"] = torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]) * batch.batch["response_mask"]
+    batch.batch["advantages"] = (
+        torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]) * batch.batch["response_mask"]
+    )
     worker.update_actor(batch)
 
 
-def test_apart_is_as_good_as_together(run: Config, tokenizer: Any, prompts: DataProto, tmp_path: Path) -> None:
+def test_apart_is_as_good_as_together(
+    run: Config, tokenizer: Any, prompts: DataProto, tmp_path: Path
+) -> None:
     """The same answers, before and after an update, adapter and all; nothing stays on disk."""
     together = ActorRolloutRefWorker(run, tokenizer, role="actor_rollout")
     together.init_model()
@@ -68,7 +72,10 @@ def test_apart_is_as_good_as_together(run: Config, tokenizer: Any, prompts: Data
     apart.publish(0)
     seen = []
     for version in (1, 2, 3):
-        theirs, ours = together.generate_sequences(prompts), apart.rollout.generate_sequences(prompts)
+        theirs, ours = (
+            together.generate_sequences(prompts),
+            apart.rollout.generate_sequences(prompts),
+        )
         for name in ("responses", "response_mask"):
             assert torch.equal(theirs.batch[name], ours.batch[name]), (version, name)
         # An adapter that is merged rounds otherwise than one beside its weight.
@@ -86,7 +93,9 @@ def test_apart_is_as_good_as_together(run: Config, tokenizer: Any, prompts: Data
     apart.close()
 
 
-def test_nothing_is_generated_without_the_actors_weights(run: Config, tokenizer: Any, prompts: DataProto) -> None:
+def test_nothing_is_generated_without_the_actors_weights(
+    run: Config, tokenizer: Any, prompts: DataProto
+) -> None:
     """Before any came, after some did not arrive, and when they were changed."""
     apart = Apart(run, tokenizer)
     assert apart.chosen["rollout"].endswith("on processes of its own")
@@ -101,7 +110,9 @@ def test_nothing_is_generated_without_the_actors_weights(run: Config, tokenizer:
     apart.publish(3)
     with torch.no_grad():
         apart.rollout.generation.engine.model.model.norm.weight[3] += 1
-    with pytest.raises(WeightSyncError, match=r"version 3: got 1 of \d+ weights that differ: model\.norm\.weight,"):
+    with pytest.raises(
+        WeightSyncError, match=r"version 3: got 1 of \d+ weights that differ: model\.norm\.weight,"
+    ):
         apart.rollout.generate_sequences(prompts)
 
 
@@ -130,7 +141,9 @@ def test_the_engine_sleeps_while_models_train(
         monkeypatch.setattr(RolloutEngine, name, noted)
     policy = config.actor_rollout_ref
     rollout = policy.rollout.model_copy(update={"free_cache_engine": frees})
-    config = config.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
+    config = config.model_copy(
+        update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})}
+    )
     worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
     worker.init_model()
     learn(worker, worker.generate_sequences(prompts))
@@ -155,13 +168,17 @@ def test_weights_that_sleep_has_dropped_come_again(
         real(version)
 
     monkeypatch.setattr(worker, "publish_weights", publish)
-    monkeypatch.setattr(RolloutEngine, "has_dropped_weights", property(lambda engine: not published))
+    monkeypatch.setattr(
+        RolloutEngine, "has_dropped_weights", property(lambda engine: not published)
+    )
     worker.generate_sequences(prompts)
     worker.generate_sequences(prompts)
     assert published == [0]
 
 
-def test_an_update_that_was_not_published(config: Config, tokenizer: Any, prompts: DataProto) -> None:
+def test_an_update_that_was_not_published(
+    config: Config, tokenizer: Any, prompts: DataProto
+) -> None:
     """A rollout on the actor's own weights has them at once; generating under the old version is an error."""
     worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
     worker.init_model()

@@ -45,7 +45,10 @@ class Echo(ScriptedEngine):
         self.asked: list[int] = []
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Any = None,
     ) -> list[Completion]:
         self.asked += [prompt[0] for prompt in prompts]
         return super().generate_batch(prompts, sampling)
@@ -84,7 +87,9 @@ class EchoOfSGLang(Echo):
     name = "sglang"
     from_config = classmethod(SGLangEngine.from_config.__func__)  # pyrefly: ignore[missing-attribute]
 
-    def __init__(self, connection: Any, *, bucket_bytes: int, description: str, **more: Any) -> None:
+    def __init__(
+        self, connection: Any, *, bucket_bytes: int, description: str, **more: Any
+    ) -> None:
         super().__init__(bucket_bytes, connection)
         self.connection, self.description = connection, description
 
@@ -108,7 +113,9 @@ def make(config: Config, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setattr(sglang, "SGLangServer", Connection)
 
     def build(**changes: Any) -> Any:
-        policy = config.actor_rollout_ref.model_copy(update={"rollout": RolloutConfig(n=2, **changes)})
+        policy = config.actor_rollout_ref.model_copy(
+            update={"rollout": RolloutConfig(n=2, **changes)}
+        )
         own = config.model_copy(update={"actor_rollout_ref": policy})
         return make_rollout_engine(own, tokenizer, device=torch.device("cpu"), dtype=torch.float32)
 
@@ -122,13 +129,21 @@ def test_two_engines_share_what_the_process_has(
     """Threads, the accelerator's memory and the bucket for weights are divided; the KV cache is each one's own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     rollout = make(
-        name=name, mode="async", data_parallel_size=2, gpu_memory_utilization=0.5, update_weights_bucket_megabytes=8
+        name=name,
+        mode="async",
+        data_parallel_size=2,
+        gpu_memory_utilization=0.5,
+        update_weights_bucket_megabytes=8,
     )
     assert isinstance(rollout, Balancer) and rollout.engines == Echo.made
-    assert [engine.num_threads for engine in Echo.made] == ["3", "3"] and os.environ["OMP_NUM_THREADS"] == "6"
+    assert [engine.num_threads for engine in Echo.made] == ["3", "3"] and os.environ[
+        "OMP_NUM_THREADS"
+    ] == "6"
     assert [engine.bucket_bytes for engine in Echo.made] == [4 * MIB] * 2
     if name == "sglang":
-        assert all(engine.connection.args[0]["mem_fraction_static"] == 0.9 for engine in Echo.made)  # of a CPU's
+        assert all(
+            engine.connection.args[0]["mem_fraction_static"] == 0.9 for engine in Echo.made
+        )  # of a CPU's
     assert "balanced over 2 engines, each: " + name in rollout.description
 
 
@@ -145,14 +160,19 @@ def test_a_process_without_the_variable_divides_its_own_threads(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     make(name="vllm", mode="async", data_parallel_size=2)
-    assert [engine.num_threads for engine in Echo.made] == ["2", "2"] and "OMP_NUM_THREADS" not in os.environ
+    assert [engine.num_threads for engine in Echo.made] == [
+        "2",
+        "2",
+    ] and "OMP_NUM_THREADS" not in os.environ
     make(name="vllm", mode="async", data_parallel_size=9)
     assert Echo.made[-1].num_threads == "1"
 
 
 def test_requests_weights_and_sleep_reach_all(make: Callable[..., Any], config: Config) -> None:
     rollout, weights = make(name="vllm", mode="async", data_parallel_size=2), CopiedWeights()
-    model = load_causal_lm(config.actor_rollout_ref.model.path, dtype=torch.float32, attention="sdpa")
+    model = load_causal_lm(
+        config.actor_rollout_ref.model.path, dtype=torch.float32, attention="sdpa"
+    )
     for version in (1, 2):
         weights.publish(model.named_parameters(), rollout, version)
     weights.verify(rollout, 2)
@@ -185,11 +205,16 @@ def test_servers_of_sglang(make: Callable[..., Any]) -> None:
     assert one is Echo.made[0] and "at http://a:1, which gets the weights" in one.description
     urls = ["http://a:1", "http://b:1"]
     options = {"urls": urls, "timeout_s": 5.0}
-    several = make(name="sglang", engine_kwargs=options, update_weights_bucket_megabytes=8, max_num_seqs=7)
+    several = make(
+        name="sglang", engine_kwargs=options, update_weights_bucket_megabytes=8, max_num_seqs=7
+    )
     assert several.engines == Echo.made[1:]
     assert [engine.connection.args for engine in Echo.made[1:]] == [(url,) for url in urls]
     for engine in Echo.made[1:]:
-        assert engine.connection.options["max_num_seqs"] == 7 and engine.connection.options["timeout_s"] == 5.0
+        assert (
+            engine.connection.options["max_num_seqs"] == 7
+            and engine.connection.options["timeout_s"] == 5.0
+        )
         assert engine.bucket_bytes == 4 * MIB
     assert "at http://a:1, http://b:1, balanced, which get the weights" in several.description
 
@@ -226,7 +251,9 @@ def test_addresses_that_are_none(make: Callable[..., Any], options: dict[str, An
 )
 def test_one_only(make: Callable[..., Any], changes: dict[str, Any], words: str) -> None:
     """The factory refuses it, for generate and eval, and the checks before a training run starts."""
-    with pytest.raises(ConfigError, match=r"data_parallel_size: got 2, with .*rollout.name=") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data_parallel_size: got 2, with .*rollout.name="
+    ) as caught:
         make(**changes, data_parallel_size=2)
     assert words in str(caught.value)
     problem = problem_of_several_engines(RolloutConfig(**changes, data_parallel_size=2))
@@ -242,8 +269,12 @@ def test_the_key_is_verl_s() -> None:
 @pytest.mark.parametrize("name", ["hf", "vllm", "sglang", "http"])
 def test_engines_that_report_no_routes(name: str) -> None:
     """Refused by the configuration alone."""
-    assert {name for name, one in rollout_engines.ENGINES.items() if one.reports_routes} == {*REPORTS_ROUTES}
+    assert {name for name, one in rollout_engines.ENGINES.items() if one.reports_routes} == {
+        *REPORTS_ROUTES
+    }
     for replay in ("rollout", "old_log_prob"):
         section = {"rollout": {"name": name}, "actor": {"router_replay": replay}}
         found = [str(one) for one in check_replay(Config(actor_rollout_ref=section))]
-        assert ["an engine that reports its choices: native" in one for one in found] == [True] * (replay == "rollout")
+        assert ["an engine that reports its choices: native" in one for one in found] == [True] * (
+            replay == "rollout"
+        )

@@ -26,9 +26,14 @@ def actor(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
 
 
 @pytest.fixture(params=[False, True], ids=["goes on", "waits"])
-def stream(request: pytest.FixtureRequest, config: Config, tokenizer: Any) -> Iterator[ServedStream]:
+def stream(
+    request: pytest.FixtureRequest, config: Config, tokenizer: Any
+) -> Iterator[ServedStream]:
     own: dict[str, Any] = {"is_beside_training": False, "num_processes": 1}
-    made = ServedStream(Generation(config, tokenizer, torch.device("cpu"), torch.float32, **own), waits=request.param)
+    made = ServedStream(
+        Generation(config, tokenizer, torch.device("cpu"), torch.float32, **own),
+        waits=request.param,
+    )
     yield made
     made.close()
 
@@ -68,7 +73,10 @@ def test_weights_are_awaited_and_groups_told_of(
 
 
 def test_what_has_ended_before_its_caller_looks_holds_nobody(
-    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+    stream: ServedStream,
+    actor: ActorRolloutRefWorker,
+    prompts: DataProto,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a slow machine the engine may be through before the call that asked for it goes on."""
     work, begin = stream.engine.between_steps, stream.engine.begin
@@ -91,7 +99,10 @@ def test_what_has_ended_before_its_caller_looks_holds_nobody(
 
 
 def test_the_engine_makes_no_step_before_the_driver_knows(
-    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, request: pytest.FixtureRequest
+    stream: ServedStream,
+    actor: ActorRolloutRefWorker,
+    prompts: DataProto,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Where it waits, nothing that is begun meanwhile goes on."""
     stream.await_weights(1, keeps_cache=False)
@@ -108,7 +119,9 @@ def test_the_engine_makes_no_step_before_the_driver_knows(
     assert [(kind, number) for kind, number, _ in events(stream, 1)] == [("ended", 2)]
 
 
-def test_what_fails_is_told(stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto) -> None:
+def test_what_fails_is_told(
+    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
     stream.await_weights(1, keeps_cache=False)
     copied = copies(actor)
     next(iter(copied.get()[0].weights.values())).add_(1)
@@ -126,7 +139,12 @@ def test_the_end_of_a_group_counts_the_step_in_which_it_ends(
     """A save that follows from it is found at the same step by a repetition, in which nothing else is under way."""
     counts: list[int] = []
     generation = Generation(
-        config, tokenizer, torch.device("cpu"), torch.float32, is_beside_training=False, num_processes=1
+        config,
+        tokenizer,
+        torch.device("cpu"),
+        torch.float32,
+        is_beside_training=False,
+        num_processes=1,
     )
     stream = GenerationStream(generation, lambda *_: counts.append(stream.engine.num_steps))
     stream.load(lambda: copies(actor), 0, keeps_cache=False).result()
@@ -138,7 +156,10 @@ def test_the_end_of_a_group_counts_the_step_in_which_it_ends(
 
 
 def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
-    stream: ServedStream, actor: ActorRolloutRefWorker, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+    stream: ServedStream,
+    actor: ActorRolloutRefWorker,
+    prompts: DataProto,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not where the driver decides of each: there an event waits for no other."""
     monkeypatch.setattr("quadriga.workers.stream.TOGETHER_WITHIN_S", 60.0)
@@ -146,7 +167,11 @@ def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
     stream._batches |= {1: 7, 2: 7, 3: 8}
     stream._open |= {2: [], 3: []}
     stream._tell("ended", 1, lambda: "first")
-    threading.Timer(0.2, lambda: (stream._open.pop(2), stream._tell("ended", 2, lambda: "second"))).start()
+    threading.Timer(
+        0.2, lambda: (stream._open.pop(2), stream._tell("ended", 2, lambda: "second"))
+    ).start()
     told = stream.events()
-    assert told == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._tells_at_once else 2]
+    assert (
+        told == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._tells_at_once else 2]
+    )
     assert len(told) == 2 or stream.events() == [("ended", 2, "second")]

@@ -34,8 +34,18 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Make:
 
     def build(seed: int, **changes: Any) -> str:
         torch.manual_seed(seed)
-        sizes = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        options = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 1, "pad_token_id": 0}
+        sizes = {
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        options = {
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
         model = LlamaForCausalLM(LlamaConfig(**(sizes | options | changes), bos_token_id=None))
         torch.nn.init.normal_(model.lm_head.weight)
         model.save_pretrained(tmp_path / f"{seed}")
@@ -49,7 +59,9 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Make:
 def answers() -> DataProto:
     """Prompts of 2, 2, 4 and 3 tokens, responses of 3, 1, 5 and 2, one with a token of a tool; two data sources."""
     prompts = torch.tensor([[0, 0, 5, 6], [0, 0, 5, 6], [7, 8, 9, 3], [0, 12, 11, 4]])
-    responses = torch.tensor([[4, 9, 1, 0, 0], [10, 0, 0, 0, 0], [11, 12, 13, 14, 1], [6, 6, 0, 0, 0]])
+    responses = torch.tensor(
+        [[4, 9, 1, 0, 0], [10, 0, 0, 0, 0], [11, 12, 13, 14, 1], [6, 6, 0, 0, 0]]
+    )
     input_ids = torch.cat([prompts, responses], 1)
     attention = (input_ids != 0).long()
     mask = attention[:, 4:].clone()
@@ -70,7 +82,10 @@ def with_teacher(config: Config, temperature: float = TEMPERATURE, **keys: Any) 
     policy = config.actor_rollout_ref
     rollout = policy.rollout.model_copy(update={"temperature": temperature})
     distillation = DistillationConfig(enable=True, fsdp_config=FLOAT32, **keys)
-    changed = {"actor_rollout_ref": policy.model_copy(update={"rollout": rollout}), "distillation": distillation}
+    changed = {
+        "actor_rollout_ref": policy.model_copy(update={"rollout": rollout}),
+        "distillation": distillation,
+    }
     return config.model_copy(update=changed)
 
 
@@ -90,10 +105,15 @@ def distributions(folder: str, tokens: list[int], temperature: float = TEMPERATU
     return torch.cat([torch.zeros(1, logp.shape[1]), logp[:-1]])
 
 
-def expected(folders: list[str], data: DataProto, temperature: float = TEMPERATURE) -> dict[str, torch.Tensor]:
+def expected(
+    folders: list[str], data: DataProto, temperature: float = TEMPERATURE
+) -> dict[str, torch.Tensor]:
     """The columns by the book, row by row."""
     shape = data.batch["response_mask"].shape
-    found = {"teacher_log_prob": torch.zeros(shape), "teacher_top_log_probs": torch.zeros(*shape, TOP)}
+    found = {
+        "teacher_log_prob": torch.zeros(shape),
+        "teacher_top_log_probs": torch.zeros(*shape, TOP),
+    }
     found["teacher_top_ids"] = torch.zeros(*shape, TOP, dtype=torch.int32)
     for row, folder in enumerate(folders):
         valid = data.batch["attention_mask"][row].bool()
@@ -103,7 +123,10 @@ def expected(folders: list[str], data: DataProto, temperature: float = TEMPERATU
             at = before + place
             top = logp[at].topk(TOP)
             found["teacher_log_prob"][row, place] = logp[at, tokens[at]]
-            found["teacher_top_log_probs"][row, place], found["teacher_top_ids"][row, place] = top.values, top.indices
+            found["teacher_top_log_probs"][row, place], found["teacher_top_ids"][row, place] = (
+                top.values,
+                top.indices,
+            )
     return found
 
 
@@ -119,14 +142,21 @@ def test_each_data_source_has_its_teacher(
     """One whose weights rest between steps gives the same numbers; of a source that is not named the default's."""
     sums, words = make(1), make(2)
     resting = {"fsdp_config": FLOAT32 | {"param_offload": True}}
-    own = with_teacher(config, path=sums, teachers={"words": words}, loss_mode="forward_kl_topk", topk=TOP)
+    own = with_teacher(
+        config, path=sums, teachers={"words": words}, loss_mode="forward_kl_topk", topk=TOP
+    )
     worker = start(own, tokenizer)
-    assert f"{sums}, 0.0 M parameters, float32, frozen" in worker.chosen and f"; {words}, " in worker.chosen
+    assert (
+        f"{sums}, 0.0 M parameters, float32, frozen" in worker.chosen
+        and f"; {words}, " in worker.chosen
+    )
     by_the_book = expected([sums, sums, words, sums], answers)
     assert_columns(worker.compute_teacher_log_prob(answers), by_the_book)
     few = answers.select_idxs([0, 3])
     assert_columns(worker.compute_teacher_log_prob(few), expected([sums, sums], few))
-    own = own.model_copy(update={"distillation": DistillationConfig(enable=True, path=sums, **resting)})
+    own = own.model_copy(
+        update={"distillation": DistillationConfig(enable=True, path=sums, **resting)}
+    )
     worker = start(own, tokenizer)
     assert "weights (0 MB) rest between phases" in worker.chosen
     for _ in range(2):
@@ -154,7 +184,9 @@ class Teacher(Handler):
         for place, token in enumerate(body["prompt"][1:], start=1):
             ids = [token, *logp[place].topk(num_top).indices.tolist()]
             entries.append({str(one): {"logprob": logp[place, one].item()} for one in ids})
-        self.reply(200, {"choices": [{"text": "x", "prompt_logprobs": entries[self.server.dropped :]}]})
+        self.reply(
+            200, {"choices": [{"text": "x", "prompt_logprobs": entries[self.server.dropped :]}]}
+        )
 
 
 @pytest.fixture
@@ -172,7 +204,9 @@ def test_a_server_tells_the_same(
     check_teachers(own, tokenizer)
     worker = start(own, tokenizer)
     assert worker.chosen == f"large at {server.url}"
-    assert_columns(worker.compute_teacher_log_prob(answers), expected([server.folder] * 4, answers, 1.0))
+    assert_columns(
+        worker.compute_teacher_log_prob(answers), expected([server.folder] * 4, answers, 1.0)
+    )
     worker.close()
 
 
@@ -181,11 +215,20 @@ def test_a_server_tells_the_same(
     [
         ({"max_model_len": 9}, {}, r"room for 9 tokens.*expected at least 10"),
         ({"shift": 1}, {}, r"a tokenizer that reads text into other tokens"),
-        ({}, {"engine_kwargs": {"modle": "x"}}, r"engine_kwargs: got modle, expected some of model, headers"),
+        (
+            {},
+            {"engine_kwargs": {"modle": "x"}},
+            r"engine_kwargs: got modle, expected some of model, headers",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used(
-    config: Config, tokenizer: PreTrainedTokenizerFast, server: Any, changes: Any, keys: Any, message: str
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    server: Any,
+    changes: Any,
+    keys: Any,
+    message: str,
 ) -> None:
     vars(server).update(changes)
     with pytest.raises(ConfigError, match=message):
@@ -193,7 +236,9 @@ def test_a_server_that_cannot_be_used(
 
 
 def test_a_server_that_is_not_there(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9.*no reply to /v1/models.*distillation\.path"):
+    with pytest.raises(
+        ConfigError, match=r"127\.0\.0\.1:9.*no reply to /v1/models.*distillation\.path"
+    ):
         check_teachers(with_teacher(config, 1.0, path="http://127.0.0.1:9"), tokenizer)
 
 
@@ -208,35 +253,59 @@ def test_a_server_that_is_not_there(config: Config, tokenizer: PreTrainedTokeniz
     ],
 )
 def test_a_server_that_tells_less_than_is_asked(
-    config: Config, tokenizer: PreTrainedTokenizerFast, server: Any, answers: DataProto, changes: Any, message: str
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    server: Any,
+    answers: DataProto,
+    changes: Any,
+    message: str,
 ) -> None:
     vars(server).update(changes)
-    worker = start(with_teacher(config, 1.0, path=server.url, loss_mode="forward_kl_topk", topk=TOP), tokenizer)
+    worker = start(
+        with_teacher(config, 1.0, path=server.url, loss_mode="forward_kl_topk", topk=TOP), tokenizer
+    )
     with pytest.raises(RolloutError, match=message):
         worker.compute_teacher_log_prob(answers)
     worker.close()
 
 
 def test_teachers_that_know_other_tokens(
-    config: Config, tokenizer: PreTrainedTokenizerFast, make: Make, tmp_path: Path, answers: DataProto
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    make: Make,
+    tmp_path: Path,
+    answers: DataProto,
 ) -> None:
     """Refused before anything starts; a larger vocabulary is one where only drawn tokens are asked for."""
     folder = make(1)
     check_teachers(with_teacher(config, path=folder), tokenizer)
-    wider = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="w0", eos_token="w1")
+    wider = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token="w0", eos_token="w1"
+    )
     wider.add_tokens(["more"])
     wider.save_pretrained(folder)
     check_teachers(with_teacher(config, path=folder), tokenizer)
-    with pytest.raises(ConfigError, match=r"teachers\.sums: got.*other ids for 1 tokens, first 'more' \(23; the stude"):
+    with pytest.raises(
+        ConfigError,
+        match=r"teachers\.sums: got.*other ids for 1 tokens, first 'more' \(23; the stude",
+    ):
         top = {"loss_mode": "forward_kl_topk", "topk": TOP}
         check_teachers(with_teacher(config, teachers={"sums": folder}, **top), tokenizer)
-    with pytest.raises(ConfigError, match=r"distillation\.path: got.*first 'w\d+' \(\d+; the student's \d+\)"):
-        shifted = {word: (number + 1) % VOCABULARY for word, number in tokenizer.get_vocab().items()}
-        other = type(tokenizer.backend_tokenizer)(type(tokenizer.backend_tokenizer.model)(shifted, unk_token="w2"))
+    with pytest.raises(
+        ConfigError, match=r"distillation\.path: got.*first 'w\d+' \(\d+; the student's \d+\)"
+    ):
+        shifted = {
+            word: (number + 1) % VOCABULARY for word, number in tokenizer.get_vocab().items()
+        }
+        other = type(tokenizer.backend_tokenizer)(
+            type(tokenizer.backend_tokenizer.model)(shifted, unk_token="w2")
+        )
         PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(folder)
         check_teachers(with_teacher(config, path=folder), tokenizer)
     (Path(folder) / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"distillation\.path: got.*expected a model with its tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"distillation\.path: got.*expected a model with its tokenizer"
+    ):
         check_teachers(with_teacher(config, path=folder), tokenizer)
     with pytest.raises(ConfigError, match=r"with 8 positions, for sequences of up to 9 tokens"):
         check_teachers(with_teacher(config, path=make(3, max_position_embeddings=8)), tokenizer)
@@ -245,8 +314,12 @@ def test_teachers_that_know_other_tokens(
         start(padded, tokenizer).compute_teacher_log_prob(answers)
 
 
-def test_a_data_source_without_a_teacher(config: Config, tokenizer: PreTrainedTokenizerFast, make: Make) -> None:
+def test_a_data_source_without_a_teacher(
+    config: Config, tokenizer: PreTrainedTokenizerFast, make: Make
+) -> None:
     own = with_teacher(config, teachers={"sums": make(1)})
     require_teachers(own, [("train.parquet, row 1", "sums")])
-    with pytest.raises(ConfigError, match=r"data source 'words' \(train\.parquet, row 2\).*set distillation\.path"):
+    with pytest.raises(
+        ConfigError, match=r"data source 'words' \(train\.parquet, row 2\).*set distillation\.path"
+    ):
         require_teachers(own, [("train.parquet, row 1", "sums"), ("train.parquet, row 2", "words")])

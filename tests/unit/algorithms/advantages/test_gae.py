@@ -33,10 +33,14 @@ def test_equals_the_definition(batch, gamma: float, lam: float) -> None:
         reward, value = batch.rewards[row, own].tolist(), [*batch.values[row, own].tolist(), 0.0]
         surprise = [reward[i] + gamma * value[i + 1] - value[i] for i in range(len(own))]
         for i, t in enumerate(own):
-            expected[row, t] = sum((gamma * lam) ** (j - i) * surprise[j] for j in range(i, len(own)))
+            expected[row, t] = sum(
+                (gamma * lam) ** (j - i) * surprise[j] for j in range(i, len(own))
+            )
     mask = batch.mask.bool()
     torch.testing.assert_close(returns[mask], (expected + batch.values)[mask])
-    torch.testing.assert_close(advantages[mask], whitened(expected[mask].tolist()), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        advantages[mask], whitened(expected[mask].tolist()), rtol=1e-6, atol=1e-7
+    )
     assert not advantages[~mask].any() and not returns[~mask].any()
 
 
@@ -51,5 +55,7 @@ def test_reward_on_a_foreign_token_belongs_to_the_token_before_it() -> None:
 
 def test_one_token_has_no_variance() -> None:
     """Whitening a single token gives 0, not NaN."""
-    advantages, returns = gae(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1), gamma=1.0, lam=1.0)
+    advantages, returns = gae(
+        torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1), gamma=1.0, lam=1.0
+    )
     assert advantages.tolist() == [[0.0]] and returns.tolist() == [[1.0]]

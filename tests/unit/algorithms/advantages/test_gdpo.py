@@ -22,10 +22,18 @@ def test_golden_values() -> None:
     Sums 0.35355 (1, -1, 3, -3). The last answer has no token: of 1, -1 and 3 the mean is 1 and the deviation 2.
     """
     advantages, returns = gdpo(
-        REWARDS, MASK, UID, EXTRA, gdpo_reward_keys=["score", "format"], gdpo_reward_weights=[1.0, 0.5], epsilon=0.0
+        REWARDS,
+        MASK,
+        UID,
+        EXTRA,
+        gdpo_reward_keys=["score", "format"],
+        gdpo_reward_weights=[1.0, 0.5],
+        epsilon=0.0,
     )
     expected = [[0, 0], [-1, 0], [1, 1], [0, 0]]
-    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
     assert torch.equal(advantages, returns)
 
 
@@ -37,23 +45,40 @@ def test_equal_sums_are_told_apart() -> None:
     sums = torch.tensor([[a + b] for a, b in zip(first, second, strict=True)], dtype=torch.float64)
     assert not grpo(sums, mask, uid)[0].any()
     extra = [{"x": a, "y": b} for a, b in zip(first, second, strict=True)]
-    advantages, _ = gdpo(sums, mask, uid, extra, gdpo_reward_keys=["x", "y"], gdpo_reward_weights=[1.0, 2.0])
+    advantages, _ = gdpo(
+        sums, mask, uid, extra, gdpo_reward_keys=["x", "y"], gdpo_reward_weights=[1.0, 2.0]
+    )
     assert advantages[1, 0] > 0 > advantages[0, 0]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gdpo_reward_keys": ["fromat"]}, r"got 'fromat', expected one of score, format.* Did you mean 'format'"),
+        (
+            {"gdpo_reward_keys": ["fromat"]},
+            r"got 'fromat', expected one of score, format.* Did you mean 'format'",
+        ),
         ({"gdpo_reward_keys": []}, "a list of at least one name"),
         ({"gdpo_reward_keys": "format"}, "a list of at least one name"),
-        ({"gdpo_reward_keys": ["format"], "gdpo_reward_weights": [1, 2]}, "as many weights or none"),
+        (
+            {"gdpo_reward_keys": ["format"], "gdpo_reward_weights": [1, 2]},
+            "as many weights or none",
+        ),
         ({"gdpo_reward_keys": ["words"]}, "'words', which is not a number everywhere"),
         ({"gdpo_reward_keys": ["odd"]}, "'odd', which is not finite for 1 responses"),
     ],
 )
 def test_refused(options: dict, message: str) -> None:
     """The key, and what the grader gives."""
-    extra = [{**row, "words": "well done", "odd": math.nan if not at else 1} for at, row in enumerate(EXTRA)]
+    extra = [
+        {**row, "words": "well done", "odd": math.nan if not at else 1}
+        for at, row in enumerate(EXTRA)
+    ]
     with pytest.raises(ConfigError, match=rf"(?s)gdpo_reward_keys: .*{message}"):
-        gdpo(REWARDS, MASK, UID, extra if "words" in str(options) or "odd" in str(options) else EXTRA, **options)
+        gdpo(
+            REWARDS,
+            MASK,
+            UID,
+            extra if "words" in str(options) or "odd" in str(options) else EXTRA,
+            **options,
+        )

@@ -29,10 +29,14 @@ def test_golden_values() -> None:
 @pytest.mark.parametrize("use_std", [True, False])
 def test_equals_the_slow_reference(batch, use_std: bool) -> None:
     """One row at a time, with the standard library."""
-    advantages, _ = grpo(batch.rewards, batch.mask, batch.uid, norm_adv_by_std_in_grpo=use_std, epsilon=1e-6)
+    advantages, _ = grpo(
+        batch.rewards, batch.mask, batch.uid, norm_adv_by_std_in_grpo=use_std, epsilon=1e-6
+    )
     for row, score in enumerate(batch.scores):
         group = [batch.scores[other] for other in batch.group(row)]
-        mean, deviation = (statistics.mean(group), statistics.stdev(group)) if len(group) > 1 else (0.0, 1.0)
+        mean, deviation = (
+            (statistics.mean(group), statistics.stdev(group)) if len(group) > 1 else (0.0, 1.0)
+        )
         expected = (score - mean) / (deviation + 1e-6 if use_std else 1.0)
         torch.testing.assert_close(advantages[row], expected * batch.mask[row].double())
 

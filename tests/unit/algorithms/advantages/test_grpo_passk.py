@@ -12,7 +12,9 @@ def test_golden_values() -> None:
     """The best of 1, 3, 4 leads by 1; two that share the best place lead by nothing; 5 is alone."""
     scores = torch.tensor([1.0, 4.0, 3.0, 2.0, 2.0, 5.0])
     uid = ["a", "a", "a", "b", "b", "c"]
-    advantages, _ = grpo_passk(scores[:, None], torch.ones(6, 1), uid, norm_adv_by_std_in_grpo=False)
+    advantages, _ = grpo_passk(
+        scores[:, None], torch.ones(6, 1), uid, norm_adv_by_std_in_grpo=False
+    )
     assert advantages[:, 0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 5.0]
     scaled, _ = grpo_passk(scores[:, None], torch.ones(6, 1), uid)
     torch.testing.assert_close(scaled[1, 0], torch.tensor(1 / 1.5275252), rtol=1e-5, atol=0)

@@ -9,7 +9,9 @@ from quadriga.algorithms.advantages import optimal_token_baseline, tir_optimal_t
 # 1 - 2 p + sum p^2 with p = 0.5: 0.25 of sum p^2 = 0.25, 0.75 of 0.75, 0 of 0.
 LOG_PROBS = torch.full((3, 3), 0.5, dtype=torch.float64).log()
 ONES = torch.ones(3, 3, dtype=torch.float64)
-SQUARES = torch.tensor([[0.25, 0.25, 0.25], [0.75, 0.75, 0.75], [0.25, 0.25, 0.25]], dtype=torch.float64)
+SQUARES = torch.tensor(
+    [[0.25, 0.25, 0.25], [0.75, 0.75, 0.75], [0.25, 0.25, 0.25]], dtype=torch.float64
+)
 
 
 def test_one_turn() -> None:
@@ -24,7 +26,11 @@ def test_one_turn() -> None:
     advantages, returns = optimal_token_baseline(*columns)
     assert advantages.tolist() == [[3, 3, 4], [-1, -1, 0], [7, 7, 0]]
     assert returns.tolist() == [[4, 4, 4], [0, 0, 0], [7, 7, 0]]
-    assert optimal_token_baseline(*columns, handle_zero_tail=False)[0].tolist() == [[3, 3, 0], [-1, -1, 0], [7, 7, 0]]
+    assert optimal_token_baseline(*columns, handle_zero_tail=False)[0].tolist() == [
+        [3, 3, 0],
+        [-1, -1, 0],
+        [7, 7, 0],
+    ]
     assert torch.equal(tir_optimal_token_baseline(*columns)[0], advantages)
 
 

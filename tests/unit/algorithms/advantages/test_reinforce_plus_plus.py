@@ -23,11 +23,16 @@ def test_equals_the_definition(batch) -> None:
     for row, mask in enumerate(batch.mask.tolist()):
         own = [t for t, is_own in enumerate(mask) if is_own]
         for i, t in enumerate(own):
-            expected[row, t] = sum(gamma**j * float(batch.rewards[row, later]) for j, later in enumerate(own[i:]))
+            expected[row, t] = sum(
+                gamma**j * float(batch.rewards[row, later]) for j, later in enumerate(own[i:])
+            )
     kept = batch.mask.bool()
     torch.testing.assert_close(returns, expected)
     torch.testing.assert_close(
-        advantages[kept], (expected[kept] - expected[kept].mean()) / expected[kept].std(), rtol=1e-6, atol=1e-7
+        advantages[kept],
+        (expected[kept] - expected[kept].mean()) / expected[kept].std(),
+        rtol=1e-6,
+        atol=1e-7,
     )
 
 

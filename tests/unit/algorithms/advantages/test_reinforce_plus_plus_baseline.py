@@ -33,5 +33,7 @@ def test_equals_the_slow_reference(batch) -> None:
 
 def test_scores_all_alike_give_exactly_zero() -> None:
     """Whitening must not blow a rounding error up."""
-    advantages, _ = reinforce_plus_plus_baseline(torch.full((6, 2), 0.1), torch.ones(6, 2), list("aaabbb"))
+    advantages, _ = reinforce_plus_plus_baseline(
+        torch.full((6, 2), 0.1), torch.ones(6, 2), list("aaabbb")
+    )
     assert not advantages.any()

@@ -18,7 +18,12 @@ from quadriga.algorithms import bind_options, estimate_advantages
 from quadriga.algorithms.registry import ADVANTAGES
 
 GAMMA, LAM, WIDTH = 0.9, 0.8, 5
-SETTINGS = {"gamma": GAMMA, "lam": LAM, "gdpo_reward_keys": ["score", "style"], "gdpo_reward_weights": [1.0, 0.5]}
+SETTINGS = {
+    "gamma": GAMMA,
+    "lam": LAM,
+    "gdpo_reward_keys": ["score", "style"],
+    "gdpo_reward_weights": [1.0, 0.5],
+}
 Table = list[list[float]]
 
 
@@ -45,7 +50,9 @@ class Rows:
         return [t for t in range(WIDTH) if self.mask[row][t]]
 
     def spread(self, per_row: list[float]) -> Table:
-        return [[per_row[row] * self.mask[row][t] for t in range(WIDTH)] for row in range(self.size)]
+        return [
+            [per_row[row] * self.mask[row][t] for t in range(WIDTH)] for row in range(self.size)
+        ]
 
     def whitened(self, table: Table) -> Table:
         tokens = [table[row][t] for row in range(self.size) for t in self.own(row)]
@@ -53,7 +60,10 @@ class Rows:
             return [[0.0] * WIDTH for _ in range(self.size)]
         mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
         scale = 1 / math.sqrt(variance + 1e-8)
-        return [[(table[r][t] - mean) * scale * self.mask[r][t] for t in range(WIDTH)] for r in range(self.size)]
+        return [
+            [(table[r][t] - mean) * scale * self.mask[r][t] for t in range(WIDTH)]
+            for r in range(self.size)
+        ]
 
     def to_go(self, row: int, t: int) -> float:
         return math.fsum(self.rewards[row][t:])
@@ -103,13 +113,17 @@ def opo(rows: Rows) -> Table:
         lengths = [len(rows.own(other)) for other in group]
         if not sum(lengths):
             lengths = [1] * len(group)
-        mean = sum(length * rows.scores[other] for length, other in zip(lengths, group, strict=True)) / sum(lengths)
+        mean = sum(
+            length * rows.scores[other] for length, other in zip(lengths, group, strict=True)
+        ) / sum(lengths)
         results.append(rows.scores[row] - (mean if len(group) > 1 else 0))
     return rows.spread(results)
 
 
 def gpg(rows: Rows) -> Table:
-    differs = [len({rows.scores[other] for other in rows.group(row)}) > 1 for row in range(rows.size)]
+    differs = [
+        len({rows.scores[other] for other in rows.group(row)}) > 1 for row in range(rows.size)
+    ]
     count = sum(differs[row] or len(rows.group(row)) == 1 for row in range(rows.size))
     alpha = rows.size / max(count, 1)
     return rows.spread([alpha * value for value in relative(rows, rows.scores, use_std=False)])
@@ -143,7 +157,9 @@ def gae(rows: Rows) -> Table:
     for row in range(rows.size):
         own, line = rows.own(row), [0.0] * WIDTH
         ends = [*own[1:], WIDTH][: len(own)]
-        rewards = [math.fsum(rows.rewards[row][start:end]) for start, end in zip(own, ends, strict=True)]
+        rewards = [
+            math.fsum(rows.rewards[row][start:end]) for start, end in zip(own, ends, strict=True)
+        ]
         values = [rows.values[row][t] for t in own] + [0.0]
         surprises = [reward + GAMMA * values[k + 1] - values[k] for k, reward in enumerate(rewards)]
         for k, t in enumerate(own):
@@ -164,7 +180,8 @@ def gdpo(rows: Rows) -> Table:
 
 def energy(rows: Rows, row: int, t: int) -> float:
     return sum(
-        max(0.0, 1 - 2 * math.exp(rows.log_probs[row][s]) + rows.squares[row][s]) * rows.is_weights[row][s] ** 2
+        max(0.0, 1 - 2 * math.exp(rows.log_probs[row][s]) + rows.squares[row][s])
+        * rows.is_weights[row][s] ** 2
         for s in rows.own(row)
         if s <= t
     )
@@ -184,7 +201,9 @@ def against(rows: Rows, row: int, t: int, places: dict[int, int]) -> float:
 def optimal_token_baseline(rows: Rows) -> Table:
     return [
         [
-            against(rows, row, t, {o: t for o in rows.group(row) if rows.mask[o][t]}) if rows.mask[row][t] else 0.0
+            against(rows, row, t, {o: t for o in rows.group(row) if rows.mask[o][t]})
+            if rows.mask[row][t]
+            else 0.0
             for t in range(WIDTH)
         ]
         for row in range(rows.size)
@@ -196,7 +215,9 @@ def tir_optimal_token_baseline(rows: Rows) -> Table:
     for row in range(rows.size):
         line = [0.0] * WIDTH
         for k, t in enumerate(rows.own(row)):
-            places = {other: rows.own(other)[k] for other in rows.group(row) if len(rows.own(other)) > k}
+            places = {
+                other: rows.own(other)[k] for other in rows.group(row) if len(rows.own(other)) > k
+            }
             line[t] = against(rows, row, t, places)
         table.append(line)
     return table

@@ -4,7 +4,11 @@
 import pytest
 import torch
 
-from quadriga.algorithms.losses.covariance import covariance_clipped, covariance_top, token_covariance
+from quadriga.algorithms.losses.covariance import (
+    covariance_clipped,
+    covariance_top,
+    token_covariance,
+)
 from quadriga.errors import ConfigError
 
 NAN = float("nan")
@@ -30,7 +34,9 @@ def test_clipped() -> None:
     options = {"clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
     one = covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_ratio=0.25, **options)
     assert one.sum() == 1 and one[0, :2].sum() == 1
-    assert torch.equal(one, covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_ratio=0.25, **options))
+    assert torch.equal(
+        one, covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_ratio=0.25, **options)
+    )
     both = covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_ratio=0.5, **options)
     assert both.tolist() == [[1, 1, 0], [0, 0, 0]]
     assert not covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_lb=3.0, clip_cov_ub=5.0).any()
@@ -43,8 +49,13 @@ def test_top_against_a_sort(seed: int) -> None:
     log_prob, gain = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator)
     mask = (torch.rand(5, 7, generator=generator) < 0.7).long()
     tokens = [(row, t) for row in range(5) for t in range(7) if mask[row, t]]
-    means = [sum(float(column[place]) for place in tokens) / len(tokens) for column in (log_prob, gain)]
-    value = {(r, t): (float(log_prob[r, t]) - means[0]) * (float(gain[r, t]) - means[1]) for r, t in tokens}
+    means = [
+        sum(float(column[place]) for place in tokens) / len(tokens) for column in (log_prob, gain)
+    ]
+    value = {
+        (r, t): (float(log_prob[r, t]) - means[0]) * (float(gain[r, t]) - means[1])
+        for r, t in tokens
+    }
     best = sorted(tokens, key=value.__getitem__, reverse=True)[: max(1, int(0.3 * len(tokens)))]
     marks = covariance_top(log_prob, gain, mask, kl_cov_ratio=0.3)
     assert {tuple(place) for place in marks.nonzero().tolist()} == set(best)
@@ -53,12 +64,17 @@ def test_top_against_a_sort(seed: int) -> None:
 def test_an_empty_batch() -> None:
     """No token, no mark."""
     empty = torch.zeros_like(MASK)
-    assert not covariance_top(LOG_PROB, GAIN, empty).any() and not covariance_clipped(LOG_PROB, GAIN, empty).any()
+    assert (
+        not covariance_top(LOG_PROB, GAIN, empty).any()
+        and not covariance_clipped(LOG_PROB, GAIN, empty).any()
+    )
 
 
 def test_refused() -> None:
     """A range that is empty, a share that is none."""
-    with pytest.raises(ConfigError, match=r"clip_cov_lb: got 5.0 with clip_cov_ub=5.0, expected less"):
+    with pytest.raises(
+        ConfigError, match=r"clip_cov_lb: got 5.0 with clip_cov_ub=5.0, expected less"
+    ):
         covariance_clipped(LOG_PROB, GAIN, MASK, clip_cov_lb=5.0)
     with pytest.raises(ConfigError, match="kl_cov_ratio: got 2, expected a share"):
         covariance_top(LOG_PROB, GAIN, MASK, kl_cov_ratio=2)

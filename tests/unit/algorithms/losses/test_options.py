@@ -30,7 +30,11 @@ CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
 @pytest.mark.parametrize(
     ("loss", "options", "key"),
-    [(sapo, {"tau_pos": 0.0}, "tau_pos"), (sapo, {"tau_neg": -1.0}, "tau_neg"), (dro, {"dro_beta": 0.0}, "dro_beta")],
+    [
+        (sapo, {"tau_pos": 0.0}, "tau_pos"),
+        (sapo, {"tau_neg": -1.0}, "tau_neg"),
+        (dro, {"dro_beta": 0.0}, "dro_beta"),
+    ],
 )
 def test_refused(loss, options: dict[str, float], key: str) -> None:
     """The key is named as it is written."""
@@ -40,8 +44,12 @@ def test_refused(loss, options: dict[str, float], key: str) -> None:
 
 def test_cap_of_dppo() -> None:
     """A ratio of 8 counts as 2: a bad token that became likelier is never outside the region."""
-    losses, told = dppo_tv(math.log(0.1) * ONE, math.log(0.8) * ONE, -ONE, ONE, clip_ratio_c=2.0, **CLIPS)
-    assert losses.item() == pytest.approx(2 * math.log(0.8)) and told["pg_clipfrac_lower"].item() == 1
+    losses, told = dppo_tv(
+        math.log(0.1) * ONE, math.log(0.8) * ONE, -ONE, ONE, clip_ratio_c=2.0, **CLIPS
+    )
+    assert (
+        losses.item() == pytest.approx(2 * math.log(0.8)) and told["pg_clipfrac_lower"].item() == 1
+    )
 
 
 def test_cut_of_gspo() -> None:

@@ -30,7 +30,9 @@ def ppo_token(old: float, new: float, gain: float) -> tuple[float, float]:
     """Schulman et al., equation 7, with the dual clip."""
     ratio = math.exp(new - old)
     held = min(max(ratio, 1 - LOW), 1 + HIGH)
-    loss, slope = (-gain * ratio, -gain * ratio) if -gain * ratio >= -gain * held else (-gain * held, 0.0)
+    loss, slope = (
+        (-gain * ratio, -gain * ratio) if -gain * ratio >= -gain * held else (-gain * held, 0.0)
+    )
     if gain < 0 and loss > -gain * DUAL:
         return -gain * DUAL, 0.0
     return loss, slope
@@ -59,7 +61,8 @@ def geo_mean(answer: Answer) -> Slopes:
         logs.append(log_ratio if frees[-1] else bounded)
     ratio = math.exp(sum(logs) / len(logs))
     return [
-        (-gain * ratio, -gain * ratio if free else 0.0) for (_, _, gain, _), free in zip(answer, frees, strict=True)
+        (-gain * ratio, -gain * ratio if free else 0.0)
+        for (_, _, gain, _), free in zip(answer, frees, strict=True)
     ]
 
 
@@ -78,7 +81,9 @@ def gpg(answer: Answer) -> Slopes:
 
 def cispo(answer: Answer) -> Slopes:
     weights = [min(max(math.exp(new - old), 1 - LOW), 1 + HIGH) for old, new, _, _ in answer]
-    return [(-gain * w * new, -gain * w) for (_, new, gain, _), w in zip(answer, weights, strict=True)]
+    return [
+        (-gain * w * new, -gain * w) for (_, new, gain, _), w in zip(answer, weights, strict=True)
+    ]
 
 
 def dppo(answer: Answer, divergence: Callable[[float, float], float]) -> Slopes:
@@ -96,22 +101,32 @@ def dppo_tv(answer: Answer) -> Slopes:
 
 
 def dppo_kl(answer: Answer) -> Slopes:
-    return dppo(answer, lambda p, q: q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8)))
+    return dppo(
+        answer,
+        lambda p, q: q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8)),
+    )
 
 
 def dro(answer: Answer) -> Slopes:
-    return [(-gain * new + 0.05 * (new - old) ** 2, -gain + 0.1 * (new - old)) for old, new, gain, _ in answer]
+    return [
+        (-gain * new + 0.05 * (new - old) ** 2, -gain + 0.1 * (new - old))
+        for old, new, gain, _ in answer
+    ]
 
 
 def clip_cov(answer: Answer) -> Slopes:
-    return [(0.0, 0.0) if marked else ppo_token(old, new, gain) for old, new, gain, marked in answer]
+    return [
+        (0.0, 0.0) if marked else ppo_token(old, new, gain) for old, new, gain, marked in answer
+    ]
 
 
 def kl_cov(answer: Answer) -> Slopes:
     results = []
     for old, new, gain, marked in answer:
         ratio, distance = math.exp(new - old), 0.1 * marked * abs(new - old)
-        results.append((-gain * ratio + distance, -gain * ratio + 0.1 * marked * math.copysign(1, new - old)))
+        results.append(
+            (-gain * ratio + distance, -gain * ratio + 0.1 * marked * math.copysign(1, new - old))
+        )
     return results
 
 
@@ -138,7 +153,11 @@ def test_every_loss_has_a_reference() -> None:
 
 @pytest.mark.parametrize("name", list(REFERENCES))
 @settings(deadline=None, max_examples=25)
-@given(rows=st.integers(1, 5), density=st.sampled_from([0.0, 0.4, 0.9, 1.0]), seed=st.integers(0, 10_000))
+@given(
+    rows=st.integers(1, 5),
+    density=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
+    seed=st.integers(0, 10_000),
+)
 def test_values_and_gradients(name: str, rows: int, density: float, seed: int) -> None:
     """To 1e-6 in float64; outside the mask, which may leave a sequence empty, both are 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -147,17 +166,35 @@ def test_values_and_gradients(name: str, rows: int, density: float, seed: int) -
         return torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)
 
     mask = torch.rand(rows, WIDTH, generator=generator) < density
-    old, new, gains, marks = -noise().abs() - 0.01, -noise().abs() - 0.01, noise(), (noise() > 0) & mask
-    inputs = {"old_log_prob": old, "rollout_log_probs": old, "log_prob": new.clone().requires_grad_()}
-    inputs |= {"advantages": gains, "response_mask": mask, "covariance_clipped": marks, "covariance_top": marks}
+    old, new, gains, marks = (
+        -noise().abs() - 0.01,
+        -noise().abs() - 0.01,
+        noise(),
+        (noise() > 0) & mask,
+    )
+    inputs = {
+        "old_log_prob": old,
+        "rollout_log_probs": old,
+        "log_prob": new.clone().requires_grad_(),
+    }
+    inputs |= {
+        "advantages": gains,
+        "response_mask": mask,
+        "covariance_clipped": marks,
+        "covariance_top": marks,
+    }
     function = bind_options(POLICY_LOSSES.get(name), shared=SETTINGS)
     losses, _ = function(*(inputs[field] for field in required_fields(function)))
     losses.sum().backward()
     expected, slopes = torch.zeros_like(old), torch.zeros_like(old)
     for row in range(rows):
         places = mask[row].nonzero()[:, 0].tolist()
-        answer = [tuple(column[row, t].item() for column in (old, new, gains, marks)) for t in places]
-        for t, (loss, slope) in zip(places, REFERENCES[name](answer) if answer else [], strict=True):
+        answer = [
+            tuple(column[row, t].item() for column in (old, new, gains, marks)) for t in places
+        ]
+        for t, (loss, slope) in zip(
+            places, REFERENCES[name](answer) if answer else [], strict=True
+        ):
             expected[row, t], slopes[row, t] = loss, slope
     torch.testing.assert_close(losses.detach(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(inputs["log_prob"].grad, slopes, rtol=1e-6, atol=1e-6)

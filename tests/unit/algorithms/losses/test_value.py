@@ -21,7 +21,9 @@ def test_golden_values(vpred: float, expected: float, slope: float, is_clipped: 
     zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     losses, diagnostics = clipped_value_loss(prediction, one, zero, one, cliprange_value=0.5)
     losses.sum().backward()
-    assert losses.item() == pytest.approx(expected) and prediction.grad.item() == pytest.approx(slope)
+    assert losses.item() == pytest.approx(expected) and prediction.grad.item() == pytest.approx(
+        slope
+    )
     assert diagnostics["vf_clipfrac"].item() == is_clipped
 
 
@@ -29,6 +31,8 @@ def test_nothing_outside_the_mask() -> None:
     """NaN there is neither read nor differentiated."""
     prediction = torch.tensor([[float("nan"), 2.0]], requires_grad=True)
     other = torch.tensor([[float("nan"), 2.0]])
-    losses, _ = clipped_value_loss(prediction, other, other, torch.tensor([[0, 1]]), cliprange_value=0.5)
+    losses, _ = clipped_value_loss(
+        prediction, other, other, torch.tensor([[0, 1]]), cliprange_value=0.5
+    )
     losses.sum().backward()
     assert losses.tolist() == [[0.0, 0.0]] and prediction.grad.tolist() == [[0.0, 0.0]]

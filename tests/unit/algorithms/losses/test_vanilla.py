@@ -17,11 +17,21 @@ def by_hand(ratio: float, advantage: float) -> tuple[float, float, bool, bool]:
     clipped = min(max(ratio, 0.8), 1.3)
     if advantage >= 0:
         is_held = ratio > 1.3
-        return -advantage * (clipped if is_held else ratio), 0.0 if is_held else -advantage * ratio, is_held, False
+        return (
+            -advantage * (clipped if is_held else ratio),
+            0.0 if is_held else -advantage * ratio,
+            is_held,
+            False,
+        )
     if ratio > 3.0:
         return -advantage * 3.0, 0.0, False, True
     is_held = ratio < 0.8
-    return -advantage * (clipped if is_held else ratio), 0.0 if is_held else -advantage * ratio, is_held, False
+    return (
+        -advantage * (clipped if is_held else ratio),
+        0.0 if is_held else -advantage * ratio,
+        is_held,
+        False,
+    )
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
@@ -30,7 +40,9 @@ def test_value_gradient_and_diagnostics(ratio: float, advantage: float) -> None:
     """Below, inside and above both clips and the dual clip, for good and bad tokens."""
     old = torch.tensor([[-2.0]], dtype=torch.float64)
     log_prob = (old + math.log(ratio)).requires_grad_()
-    losses, diagnostics = vanilla(old, log_prob, torch.full_like(old, advantage), torch.ones(1, 1), **OPTIONS)
+    losses, diagnostics = vanilla(
+        old, log_prob, torch.full_like(old, advantage), torch.ones(1, 1), **OPTIONS
+    )
     losses.sum().backward()
     value, slope, is_clipped, is_bounded = by_hand(ratio, advantage)
     assert losses.item() == pytest.approx(value, rel=1e-12)
@@ -44,14 +56,18 @@ def test_on_policy_gradient_is_reinforce() -> None:
     """At ratio 1 the gradient is minus the advantage, whatever the clip."""
     log_prob = torch.tensor([[-1.0, -3.0]], requires_grad=True)
     advantages = torch.tensor([[2.0, -0.5]])
-    vanilla(log_prob.detach(), log_prob, advantages, torch.ones(1, 2), **OPTIONS)[0].sum().backward()
+    vanilla(log_prob.detach(), log_prob, advantages, torch.ones(1, 2), **OPTIONS)[
+        0
+    ].sum().backward()
     assert log_prob.grad.tolist() == [[-2.0, 0.5]]
 
 
 def test_a_wild_token_stays_finite() -> None:
     """A log-ratio of 200 is cut to 20, and a bad token that wild costs clip_ratio_c times its advantage."""
     old, log_prob = torch.tensor([[-200.0, -200.0]]), torch.tensor([[0.0, 0.0]], requires_grad=True)
-    losses, diagnostics = vanilla(old, log_prob, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2), **OPTIONS)
+    losses, diagnostics = vanilla(
+        old, log_prob, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2), **OPTIONS
+    )
     losses.sum().backward()
     assert losses.tolist() == [[pytest.approx(-1.3), 3.0]]
     assert diagnostics["ppo_kl"].tolist() == [[-20.0, -20.0]]
@@ -63,7 +79,11 @@ def test_nothing_outside_the_mask() -> None:
     nan = float("nan")
     log_prob = torch.tensor([[-1.0, nan]], requires_grad=True)
     losses, diagnostics = vanilla(
-        torch.tensor([[-1.0, nan]]), log_prob, torch.tensor([[1.0, nan]]), torch.tensor([[1, 0]]), **OPTIONS
+        torch.tensor([[-1.0, nan]]),
+        log_prob,
+        torch.tensor([[1.0, nan]]),
+        torch.tensor([[1, 0]]),
+        **OPTIONS,
     )
     losses.sum().backward()
     assert losses.tolist() == [[-1.0, 0.0]] and log_prob.grad.tolist() == [[-1.0, 0.0]]

@@ -32,7 +32,9 @@ def make_engine() -> Callable[..., FSDPEngine]:
             tie_word_embeddings=True,
         )
         config._attn_implementation = ATTENTION_NAME
-        training = Training(optim or OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2)
+        training = Training(
+            optim or OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2
+        )
         model = LlamaForCausalLM(config).eval()
         return FSDPEngine(scorer(model), dtype=dtype, device=torch.device("cpu"), training=training)
 

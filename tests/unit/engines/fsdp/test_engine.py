@@ -53,8 +53,13 @@ def test_small_steps_survive_in_the_masters(make_engine) -> None:
 
 def test_masters_in_bfloat16_lose_small_steps(make_engine) -> None:
     """As a model whose parameters are bfloat16: 1 - 0.001 is 1, 1 - 0.01 the number next to it; moments too."""
-    engine = make_engine(torch.bfloat16, optim=OptimConfig(weight_decay=0.0, master_dtype="bfloat16"))
-    own, theirs = engine.parameters.masters["model.norm.weight"], nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    engine = make_engine(
+        torch.bfloat16, optim=OptimConfig(weight_decay=0.0, master_dtype="bfloat16")
+    )
+    own, theirs = (
+        engine.parameters.masters["model.norm.weight"],
+        nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+    )
     adam = torch.optim.AdamW([theirs], weight_decay=0.0)
     for lr in (1e-3, 1e-2, 1e-2):
         give_gradient(engine, 1e-4)
@@ -113,7 +118,10 @@ def test_float16_halves_the_loss_scale_before_a_step_counts_as_broken(make_engin
     with caplog.at_level(logging.WARNING):
         give_gradient(engine, 65504.0 * 4)
         assert not engine.optimizer_step(lr=0.1).is_applied
-    assert "actor: got a gradient in float16 that is not finite, with losses times 65536" in caplog.text
+    assert (
+        "actor: got a gradient in float16 that is not finite, with losses times 65536"
+        in caplog.text
+    )
     assert "from here on they are times 32768" in caplog.text
     assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
     assert engine.loss_scale.tolist() == [32768.0, 0.0] and engine.num_nonfinite_steps == 0
@@ -121,7 +129,9 @@ def test_float16_halves_the_loss_scale_before_a_step_counts_as_broken(make_engin
     for scale in (32768.0, 65536.0):
         give_gradient(engine, float(engine.loss_scale[0]))
         result = engine.optimizer_step(lr=0.1)
-        assert result.grad_norm == pytest.approx(sum(map(torch.numel, before.values())) ** 0.5, rel=1e-3)
+        assert result.grad_norm == pytest.approx(
+            sum(map(torch.numel, before.values())) ** 0.5, rel=1e-3
+        )
         assert engine.loss_scale[0] == scale
     engine.loss_scale.copy_(torch.tensor([2.0, 5.0]))
     for _ in range(2):

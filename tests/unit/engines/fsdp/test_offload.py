@@ -29,7 +29,9 @@ def test_an_engine_that_rests_learns_the_same_bit_for_bit(
 ) -> None:
     engines = [make_engine(dtype), make_engine(dtype)]
     told = engines[1].rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
-    assert all((kind in told) == (kind != "masters" or dtype == torch.bfloat16) for kind in ALL_KINDS)
+    assert all(
+        (kind in told) == (kind != "masters" or dtype == torch.bfloat16) for kind in ALL_KINDS
+    )
     states: list[dict[str, torch.Tensor]] = []
     for engine in engines:
         for value in (1.0, -0.5, 2.0):
@@ -43,12 +45,16 @@ def test_an_engine_that_rests_learns_the_same_bit_for_bit(
     assert not list(tmp_path.iterdir()), "nothing is left of a process that is killed"
 
 
-def test_an_engine_that_rests_refuses_to_work(make_engine: Callable[..., FSDPEngine], tmp_path: Path) -> None:
+def test_an_engine_that_rests_refuses_to_work(
+    make_engine: Callable[..., FSDPEngine], tmp_path: Path
+) -> None:
     engine = make_engine(torch.bfloat16)
     engine.rest_between_phases(["weights", "optimizer"], tmp_path)
     assert engine.asleep == {"weights", "optimizer"}
     for call in (engine.weights, lambda: engine.state(ALL), lambda: engine.optimizer_step(0.1)):
-        with pytest.raises(EngineError, match=r"the actor: got a call while .*weights rest on the host.*`awake`"):
+        with pytest.raises(
+            EngineError, match=r"the actor: got a call while .*weights rest on the host.*`awake`"
+        ):
             call()
     with engine.awake("weights"):
         assert engine.asleep == {"optimizer"}
@@ -78,10 +84,15 @@ def test_pages_go_and_come(tmp_path: Path) -> None:
     file.sleep(is_changed=True)
     assert before - resident_bytes()[0] > 0.95 * file.num_bytes
     file.wake()
-    assert all(torch.equal(window, tensor + 1) for window, tensor in zip(file.windows, tensors, strict=True))
+    assert all(
+        torch.equal(window, tensor + 1)
+        for window, tensor in zip(file.windows, tensors, strict=True)
+    )
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("file", "File exists"), ("full", "No space left on device")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("file", "File exists"), ("full", "No space left on device")]
+)
 def test_no_room(tmp_path: Path, kind: str, reason: str) -> None:
     folder, tensor = tmp_path / "folder", torch.zeros(3)
     if kind == "file":
@@ -126,7 +137,10 @@ def test_activations_go_to_the_host_and_weights_stay() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, activations._to_device):
         root(torch.ones(5, 8)).square().sum().backward()
-    assert all(torch.equal(parameter.grad, one) for parameter, one in zip(root.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(parameter.grad, one)
+        for parameter, one in zip(root.parameters(), expected, strict=True)
+    )
     on_host = {shape for shape, one in kept if isinstance(one, tuple)}
     assert (5, 16) in on_host
     assert {shape for shape, one in kept if not isinstance(one, tuple)} == {(16, 4)}

@@ -8,7 +8,10 @@ import pytest
 
 from quadriga.observe.tracking.base import RunFacts
 
-CONFIG = {"trainer": {"project_name": "numbers", "logger": ["x"]}, "data": {"train_files": None, "sampler": {}}}
+CONFIG = {
+    "trainer": {"project_name": "numbers", "logger": ["x"]},
+    "data": {"train_files": None, "sampler": {}},
+}
 SAMPLES = [
     {"input": "Which is | the\nlargest?", "output": "82", "score": 1.0, "step_in_game": [1, 2]},
     {"input": "And now?", "output": "7", "score": 0.0},

@@ -32,8 +32,12 @@ def test_steps_are_left_to_the_progress_and_validation_goes_through_it():
 
 def test_a_validation_shows_its_change_and_sources_stand_in_line(capsys):
     backend = ConsoleBackend()
-    backend.log({"val-core/quadriga/largest/reward/mean@1": 0.365, "val-core/gsm8k/reward/mean@1": 0.5}, 0)
-    backend.log({"val-core/quadriga/largest/reward/mean@1": 0.61, "val-core/gsm8k/reward/mean@1": 0.4}, 15)
+    backend.log(
+        {"val-core/quadriga/largest/reward/mean@1": 0.365, "val-core/gsm8k/reward/mean@1": 0.5}, 0
+    )
+    backend.log(
+        {"val-core/quadriga/largest/reward/mean@1": 0.61, "val-core/gsm8k/reward/mean@1": 0.4}, 15
+    )
     assert capsys.readouterr().out.splitlines() == [
         "validation at step 0",
         "  quadriga/largest  reward mean@1 0.365",

@@ -30,8 +30,12 @@ def test_every_number_comes_back_bit_for_bit(tmp_path_factory, metrics):
     backend = JsonlBackend(RunFacts("p", "e", {}, directory))
     backend.log(metrics, 3)
     back = read_metrics(directory / "metrics.jsonl")[3]
-    assert {name: np.float64(value).tobytes() for name, value in back.items() if not math.isnan(value)} == {
-        name: np.float64(value).tobytes() for name, value in metrics.items() if not math.isnan(value)
+    assert {
+        name: np.float64(value).tobytes() for name, value in back.items() if not math.isnan(value)
+    } == {
+        name: np.float64(value).tobytes()
+        for name, value in metrics.items()
+        if not math.isnan(value)
     }
     assert {name for name, value in back.items() if math.isnan(value)} == {
         name for name, value in metrics.items() if math.isnan(value)
@@ -50,7 +54,12 @@ def test_every_line_is_strict_json_and_on_disk_before_the_next(make_run):
 def test_samples_keep_their_whole_text_and_numpy_values(make_run, samples):
     run = make_run()
     backend = JsonlBackend(run)
-    samples[0] |= {"score": np.float32(0.5), "ids": np.array([1, 2]), "note": {"x": math.inf}, "shape": run}
+    samples[0] |= {
+        "score": np.float32(0.5),
+        "ids": np.array([1, 2]),
+        "note": {"x": math.inf},
+        "shape": run,
+    }
     backend.log_samples(samples, 4)
     first, second = map(json.loads, (run.directory / "samples.jsonl").read_text().splitlines())
     assert first["score"] == 0.5 and first["ids"] == [1, 2] and first["note"] == {"x": "Infinity"}
@@ -80,7 +89,9 @@ def test_a_killed_and_continued_run_leaves_the_same_bytes_as_one_left_alone(tmp_
     record(alone, range(1, 7))
     record(killed, range(1, 6))
     record(RunFacts("p", "e", {}, killed.directory, resume_step=4), range(5, 7))
-    assert (alone.directory / "metrics.jsonl").read_bytes() == (killed.directory / "metrics.jsonl").read_bytes()
+    assert (alone.directory / "metrics.jsonl").read_bytes() == (
+        killed.directory / "metrics.jsonl"
+    ).read_bytes()
 
 
 def test_a_run_that_is_restarted_from_its_beginning_goes_on_in_its_file(make_run):
@@ -123,7 +134,9 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(make_run, monkeyp
 
 def test_lines_of_one_step_are_united_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 2, "a": 1}\n{"step": 1, "a": 2}\n{"step": 2, "b": 3, "a": 4}\n{"step": 3, "a"')
+    path.write_text(
+        '{"step": 2, "a": 1}\n{"step": 1, "a": 2}\n{"step": 2, "b": 3, "a": 4}\n{"step": 3, "a"'
+    )
     assert list(read_metrics(path).items()) == [(1, {"a": 2.0}), (2, {"a": 4.0, "b": 3.0})]
 
 

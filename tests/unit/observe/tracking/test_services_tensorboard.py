@@ -11,7 +11,9 @@ from quadriga.observe.tracking.services import TensorboardBackend
 
 
 def read(directory):
-    accumulator = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
+    accumulator = EventAccumulator(
+        str(directory / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}
+    )
     return accumulator.Reload()
 
 

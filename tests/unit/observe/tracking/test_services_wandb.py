@@ -34,17 +34,33 @@ def test_without_a_key_it_is_said_how_to_go_on(tmp_path: Path) -> None:
         "try:\n    check_services(['console', 'wandb'])\n"
         "except ConfigError as error:\n    print(error)\n"
     )
-    hidden = ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR")
-    found = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": str(tmp_path)}
+    hidden = (
+        "WANDB_MODE",
+        "WANDB_API_KEY",
+        "NETRC",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_CONFIG_DIR",
+    )
+    found = {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "HOME": str(tmp_path)
+    }
     command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, env=found, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        command,
+        env=found,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "trainer.logger=wandb: got no key" in done.stdout
     assert "WANDB_MODE=offline" in done.stdout
 
 
-def test_offline_needs_no_key_and_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_needs_no_key_and_a_missing_package_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_services(["wandb", "jsonl"])
     monkeypatch.setitem(sys.modules, "swanlab", None)
@@ -77,7 +93,12 @@ def history(directory: Path) -> list[dict]:
             record = Record.FromString(entry)
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+                rows.append(
+                    {
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in items
+                    }
+                )
     return rows
 
 
@@ -103,11 +124,19 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     third.close()
     wandb.teardown()  # its service may write a finished run's file until it ends
     rows = history(run.directory)
-    measured = [(row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row]
+    measured = [
+        (row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row
+    ]
     assert sorted(measured) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
     (table,) = [row for row in rows if "samples/nrows" in row]
-    assert table["step"] == 3 and table["samples/nrows"] == 2 and table["samples/_type"] == "table-file"
-    stored = json.loads(next(run.directory.glob("wandb/*/files/media/table/samples*.json")).read_text())
+    assert (
+        table["step"] == 3
+        and table["samples/nrows"] == 2
+        and table["samples/_type"] == "table-file"
+    )
+    stored = json.loads(
+        next(run.directory.glob("wandb/*/files/media/table/samples*.json")).read_text()
+    )
     assert stored["data"][0] == ["Which is | the\nlargest?", "82", 1.0, "[1, 2]"]
 
 
@@ -120,6 +149,8 @@ def test_a_command_leaves_its_service_the_time_to_write(tmp_path: Path) -> None:
     )
     found = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=found, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=found, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert [row["step"] for row in history(tmp_path)] == [1, 2, 3, 4]

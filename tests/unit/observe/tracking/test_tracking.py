@@ -34,8 +34,15 @@ def test_metrics_and_samples_reach_every_backend(tmp_path, capsys):
         sink.log({"critic/rewards/mean": 0.5}, 1)
         sink.log_samples([{"input": "a", "output": "b"}], 1)
         sink.log_samples([], 2)
-    assert json.loads((tmp_path / "new/run/metrics.jsonl").read_text()) == {"step": 1, "critic/rewards/mean": 0.5}
-    assert json.loads((tmp_path / "new/run/samples.jsonl").read_text()) == {"step": 1, "input": "a", "output": "b"}
+    assert json.loads((tmp_path / "new/run/metrics.jsonl").read_text()) == {
+        "step": 1,
+        "critic/rewards/mean": 0.5,
+    }
+    assert json.loads((tmp_path / "new/run/samples.jsonl").read_text()) == {
+        "step": 1,
+        "input": "a",
+        "output": "b",
+    }
     printed = capsys.readouterr().out
     assert "step 1  reward 0.500" in printed and "output  b" in printed and "step 2" not in printed
 
@@ -90,7 +97,9 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, obstacle):
     directory = tmp_path / "run" / "deeper"
     if obstacle == "permission":
         if os.geteuid() == 0:
-            pytest.skip("root may write everywhere, so a forbidden directory cannot be tried as root")
+            pytest.skip(
+                "root may write everywhere, so a forbidden directory cannot be tried as root"
+            )
         tmp_path.chmod(0o500)
         directory = tmp_path / "forbidden"
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: got .* cannot be created"):

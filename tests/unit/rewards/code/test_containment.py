@@ -23,10 +23,18 @@ from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.graders.code import compute_score
 from tests.limits import SOON_S
 
-pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+)
 
 TESTS = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-SMALL = {"time_s": 1.0, "wall_s": 60.0, "memory_megabytes": 512, "output_megabytes": 2, "total_s": 60.0}
+SMALL = {
+    "time_s": 1.0,
+    "wall_s": 60.0,
+    "memory_megabytes": 512,
+    "output_megabytes": 2,
+    "total_s": 60.0,
+}
 
 
 def graded(program, tests=TESTS, **options):
@@ -87,25 +95,40 @@ def test_no_process_and_a_bounded_number_of_threads_can_be_made():
         ("blob = bytearray(100 << 30)", "memory limit, 512 MB"),
         ("blobs = []\nwhile True:\n    blobs.append(bytearray(1 << 24))", "memory limit, 512 MB"),
         ("while True:\n    print('y' * 1000)", "output limit: more than 2 MB"),
-        ("while True:\n    try:\n        print('y' * 1000)\n    except OSError:\n        pass", "output limit"),
+        (
+            "while True:\n    try:\n        print('y' * 1000)\n    except OSError:\n        pass",
+            "output limit",
+        ),
         (
             "import signal\nfor s in (1, 2, 15, 24, 25):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass",
             "time limit: 1 s of CPU time",
         ),
-        ("print(open('/etc/passwd').read())", "PermissionError: [Errno 13] Permission denied: '/etc/passwd'"),
+        (
+            "print(open('/etc/passwd').read())",
+            "PermissionError: [Errno 13] Permission denied: '/etc/passwd'",
+        ),
         ("import os\nprint(os.listdir('..'))", "PermissionError"),
         ("import os\nos.symlink('/', 'root')", "PermissionError"),
         ("import socket\nsocket.socket()", "network: it tried to open a socket"),
         ("import socket\ntry:\n    socket.socket()\nexcept OSError:\n    print(3)", "network"),
         ("import socket\nsocket.socket(socket.AF_UNIX)", "PermissionError"),
         ("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')", "network"),
-        ("for n in range(10000):\n    open(str(n), 'w').write('x' * 10**6)", "folder limit: more than 32 MB or 64"),
+        (
+            "for n in range(10000):\n    open(str(n), 'w').write('x' * 10**6)",
+            "folder limit: more than 32 MB or 64",
+        ),
         ("import os\nos.kill(os.getppid(), 9)", "PermissionError: [Errno 1]"),
         ("import os\nos.setsid()", "PermissionError: [Errno 1]"),
         ("import os\nos.chmod('.', 0o777)", "PermissionError: [Errno 1]"),
         ("import os\nos.execv('/bin/sh', ['sh'])", "PermissionError: [Errno 1]"),
-        ("import resource as r, os\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "PermissionError"),
-        ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError: not allowed to raise maximum limit"),
+        (
+            "import resource as r, os\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
+            "PermissionError",
+        ),
+        (
+            "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))",
+            "ValueError: not allowed to raise maximum limit",
+        ),
         ("import ctypes\nctypes.string_at(0)", "it was ended by signal 11"),
     ],
 )
@@ -120,15 +143,24 @@ def test_what_a_program_tries_scores_0_with_its_reason(program, reason):
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        ("import os\nos.kill(os.getppid(), 9)", "Operation not permitted (containment refused kill)"),
+        (
+            "import os\nos.kill(os.getppid(), 9)",
+            "Operation not permitted (containment refused kill)",
+        ),
         (
             "import os\ntry:\n    os.setsid()\nexcept OSError:\n    print(4)",
             "expected '3\\n' (containment refused setsid)",
         ),
         ("import os\nopen('a', 'w')\nos.chmod('a', 0)", "(containment refused chmod)"),
-        ("import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)", "(containment refused socketpair)"),
+        (
+            "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)",
+            "(containment refused socketpair)",
+        ),
         ("import os\nos.memfd_create('x')", "(containment refused memfd_create)"),
-        ("import os, time\ntry:\n    os.setsid()\nfinally:\n    time.sleep(60)", "clock (containment refused setsid)"),
+        (
+            "import os, time\ntry:\n    os.setsid()\nfinally:\n    time.sleep(60)",
+            "clock (containment refused setsid)",
+        ),
     ],
 )
 def test_a_program_that_needs_what_is_refused_learns_which_call(program, told):
@@ -150,8 +182,16 @@ def test_a_program_that_is_refused_again_and_again_keeps_nobody_busy():
 def test_nothing_of_the_run_is_seen(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_KEY", "hidden")
     (tmp_path / "truth.txt").write_text("3")
-    assert graded("import os\nprint(os.environ.get('SECRET_KEY'))", {"inputs": [""], "outputs": ["None"]})["score"] == 1
-    assert "PermissionError" in graded(f"print(open({str(tmp_path / 'truth.txt')!r}).read())")["reason"]
+    assert (
+        graded(
+            "import os\nprint(os.environ.get('SECRET_KEY'))", {"inputs": [""], "outputs": ["None"]}
+        )["score"]
+        == 1
+    )
+    assert (
+        "PermissionError"
+        in graded(f"print(open({str(tmp_path / 'truth.txt')!r}).read())")["reason"]
+    )
     assert "ModuleNotFoundError" in graded("import quadriga")["reason"]
 
 
@@ -194,7 +234,12 @@ def test_everything_ends_with_the_grader():
 def test_a_user_who_is_not_root_is_contained_as_well(tmp_path):
     program = COUNT.replace("\n", "\\n")
     files = "import tempfile\\nfile = tempfile.TemporaryFile()\\nprint(file.write(b'x'))"
-    hostile = ["open('/etc/passwd')", "import os; os.fork()", "import socket; socket.socket()", "bytearray(100 << 30)"]
+    hostile = [
+        "open('/etc/passwd')",
+        "import os; os.fork()",
+        "import socket; socket.socket()",
+        "bytearray(100 << 30)",
+    ]
     code = f"""
 import sys, tempfile
 sys.path[:0] = [{str(tmp_path)!r}]
@@ -219,12 +264,26 @@ print("memory of user", os.stat(f"/proc/{{child}}/mem").st_uid)
 os.kill(child, 9)
 """
     # Where the user can read it: our tree may lie in a folder of root's.
-    shutil.copytree(Path(run.__file__).parents[2], tmp_path / "quadriga", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(run.__file__).parents[2],
+        tmp_path / "quadriga",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for folder in (tmp_path, *tmp_path.parents):
         if folder.owner() == "root" and str(folder).startswith("/tmp/"):
             folder.chmod(0o755)
-    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code]
-    done = subprocess.run(as_nobody, capture_output=True, text=True, cwd="/tmp", env={"TMPDIR": "/tmp"})
+    as_nobody = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        "/usr/bin/python3",
+        "-c",
+        code,
+    ]
+    done = subprocess.run(
+        as_nobody, capture_output=True, text=True, cwd="/tmp", env={"TMPDIR": "/tmp"}
+    )
     assert done.returncode == 0, done.stderr
     first, in_memory, on_disk, *others, owner = done.stdout.splitlines()
     assert owner == "memory of user 0", "nobody of the same user may attach to it"
@@ -232,7 +291,9 @@ os.kill(child, 9)
     assert in_memory.startswith("False") or "'score': 1.0" in in_memory
     assert "'score': 0.0" in on_disk
     reasons = ["PermissionError", "process limit", "network", "memory limit"]
-    assert [(0, reason in line) for reason, line in zip(reasons, others, strict=True)] == [(0, True)] * 4
+    assert [(0, reason in line) for reason, line in zip(reasons, others, strict=True)] == [
+        (0, True)
+    ] * 4
     assert all("'score': 0.0" in line for line in others)
 
 

@@ -19,7 +19,9 @@ from quadriga.rewards.code import containment, run
 from quadriga.rewards.graders.code import compute_score
 from tests.limits import GRADED_S, SOON_S
 
-pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+)
 
 PACKAGE = str(Path(run.__file__).parents[3])
 LIMIT = "folder limit: more than 4 MB or 24 files"
@@ -128,7 +130,11 @@ def test_a_folder_is_removed_by_its_owner_or_when_that_is_dead(temporary):
         (temporary / "not-ours").mkdir()
         (temporary / "quadriga-folder-link").symlink_to(temporary / "not-ours")
         remove_stale_folders()
-        assert {path.name for path in temporary.iterdir()} == {Path(living).name, "not-ours", "quadriga-folder-link"}
+        assert {path.name for path in temporary.iterdir()} == {
+            Path(living).name,
+            "not-ours",
+            "quadriga-folder-link",
+        }
     assert not Path(living).exists()
 
 
@@ -139,7 +145,11 @@ def await_folders(place, number):
 
 
 WRITER = "import time\nopen('a', 'w').write('x' * (1 << 20))\ntime.sleep(300)"
-ROW = {"data_source": "taco", "solution_str": WRITER, "ground_truth": {"inputs": [""], "outputs": [""]}}
+ROW = {
+    "data_source": "taco",
+    "solution_str": WRITER,
+    "ground_truth": {"inputs": [""], "outputs": [""]},
+}
 OPTIONS = {"code": {"total_s": 300.0, "wall_s": 300.0}}
 
 

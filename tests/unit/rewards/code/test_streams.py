@@ -11,7 +11,9 @@ from quadriga.rewards.code.run import Case, run_cases
 from quadriga.rewards.code.supervisor import HEADER
 from quadriga.rewards.graders.code import compute_score
 
-pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+)
 
 # An outcome of a test that has passed, as the supervisor writes it.
 FORGED = HEADER.pack(0, b"ok", 0, 0.0, 1, 0, 0, 0) + b"3"
@@ -41,9 +43,13 @@ def test_large_streams_cost_the_grader_little_and_the_deadline_is_looked_at(prog
 
 
 def test_a_large_result_costs_the_grader_little():
-    program = "import os\ndef f():\n    os.write(3, b'[' + b'[],' * 2_700_000 + b'1]')\n    os._exit(0)"
+    program = (
+        "import os\ndef f():\n    os.write(3, b'[' + b'[],' * 2_700_000 + b'1]')\n    os._exit(0)"
+    )
     begun = time.process_time()
-    result = compute_score(program, {"inputs": [[]] * 40, "outputs": [3] * 40, "fn_name": "f"}, total_s=2.0)
+    result = compute_score(
+        program, {"inputs": [[]] * 40, "outputs": [3] * 40, "fn_name": "f"}, total_s=2.0
+    )
     assert time.process_time() - begun < 4.0
     assert result["score"] == 0.0
 
@@ -87,4 +93,6 @@ def test_as_many_tests_at_a_time_as_wanted_keep_their_streams_apart():
     cases = [Case({"input": str(number)}, None) for number in range(32)]
     program = "import time\ntime.sleep(0.5)\nprint(input())"
     runs = run_cases(program, cases, Limits(wall_s=60.0), parallel=32, total_s=60.0)
-    assert {run.index: run.stdout for run in runs} == {number: f"{number}\n" for number in range(32)}
+    assert {run.index: run.stdout for run in runs} == {
+        number: f"{number}\n" for number in range(32)
+    }

@@ -23,7 +23,13 @@ import pytest
 
 from quadriga.rewards.code import containment, system_calls
 
-ALLOWED, REFUSED, UNKNOWN, AT_LIMIT, KILLED = "allowed", errno.EPERM, errno.ENOSYS, errno.EAGAIN, "killed"
+ALLOWED, REFUSED, UNKNOWN, AT_LIMIT, KILLED = (
+    "allowed",
+    errno.EPERM,
+    errno.ENOSYS,
+    errno.EAGAIN,
+    "killed",
+)
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 PID, OTHER = 4242, 4243
 THREAD_FLAGS = 0x3D0F00
@@ -51,7 +57,11 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
     audit = MACHINES[os.uname().machine] if audit is None else audit
     padded = [value & (1 << 64) - 1 for value in (*arguments, *[0] * (6 - len(arguments)))]
     facts = struct.pack("=IIQ6Q", number, audit, 0, *padded)
-    steps, at, value = [struct.unpack_from("=HBBI", code, at) for at in range(0, len(code), 8)], 0, 0
+    steps, at, value = (
+        [struct.unpack_from("=HBBI", code, at) for at in range(0, len(code), 8)],
+        0,
+        0,
+    )
     while True:
         operation, if_true, if_false, constant = steps[at]
         at += 1
@@ -90,7 +100,10 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         ("mq_notify", (), REFUSED),
         ("timer_create", (), REFUSED),
         *[("fcntl", (3, command, PID), ALLOWED) for command in (0, 1, 2, 3, 4, 5, 6, 7, 1030)],
-        *[("fcntl", (3, command, PID), REFUSED) for command in (8, 10, 15, 16, 1024, 1025, 1026, 1031, 1033)],
+        *[
+            ("fcntl", (3, command, PID), REFUSED)
+            for command in (8, 10, 15, 16, 1024, 1025, 1026, 1031, 1033)
+        ],
         *[("ioctl", (3, command), ALLOWED) for command in (0x5401, 0x5421, 0x541B)],
         *[("ioctl", (3, command), REFUSED) for command in (0x8901, 0x8902, 0x5452, 0x5412, 0x541C)],
         # Files.
@@ -111,15 +124,33 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         ("prctl", (62,), REFUSED),
         *[
             (name, (), REFUSED)
-            for name in ("process_mrelease", "process_madvise", "process_vm_writev", "ptrace", "kcmp")
+            for name in (
+                "process_mrelease",
+                "process_madvise",
+                "process_vm_writev",
+                "ptrace",
+                "kcmp",
+            )
         ],
         *[
             (name, (), REFUSED)
-            for name in ("setpriority", "ioprio_set", "sched_setattr", "sched_setscheduler", "setpgid")
+            for name in (
+                "setpriority",
+                "ioprio_set",
+                "sched_setattr",
+                "sched_setscheduler",
+                "setpgid",
+            )
         ],
         *[
             (name, (), REFUSED)
-            for name in ("move_pages", "migrate_pages", "get_robust_list", "perf_event_open", "flock")
+            for name in (
+                "move_pages",
+                "migrate_pages",
+                "get_robust_list",
+                "perf_event_open",
+                "flock",
+            )
         ],
         # Sockets.
         ("socket", (1, 1), REFUSED),
@@ -134,13 +165,31 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         ("sendto", (3, 1, 1, 0, 0, 0), ALLOWED),
         ("sendto", (3, 1, 1, 0, 0x1000, 16), REFUSED),
         ("sendto", (3, 1, 1, 0, 0x100000000, 16), REFUSED),
-        *[(name, (), REFUSED) for name in ("connect", "bind", "listen", "accept4", "sendmmsg", "setsockopt")],
-        # Memory and disk that a limit does not see, and what outlives the process.
-        *[(name, (), REFUSED) for name in ("fallocate", "memfd_create", "shmget", "msgget", "mq_open", "add_key")],
-        *[(name, (), UNKNOWN) for name in ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3")],
         *[
             (name, (), REFUSED)
-            for name in ("execve", "execveat", "unshare", "setns", "mount", "chroot", "bpf", "truncate")
+            for name in ("connect", "bind", "listen", "accept4", "sendmmsg", "setsockopt")
+        ],
+        # Memory and disk that a limit does not see, and what outlives the process.
+        *[
+            (name, (), REFUSED)
+            for name in ("fallocate", "memfd_create", "shmget", "msgget", "mq_open", "add_key")
+        ],
+        *[
+            (name, (), UNKNOWN)
+            for name in ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3")
+        ],
+        *[
+            (name, (), REFUSED)
+            for name in (
+                "execve",
+                "execveat",
+                "unshare",
+                "setns",
+                "mount",
+                "chroot",
+                "bpf",
+                "truncate",
+            )
         ],
         ("clone", (THREAD_FLAGS,), ALLOWED),
         ("clone", (THREAD_FLAGS | 0x10000000,), AT_LIMIT),
@@ -160,7 +209,9 @@ def test_the_older_call_to_open_a_file(machine):
 def test_other_machines_and_unknown_calls(machine):
     assert verdict("read", audit=0x40000003) == KILLED
     assert verdict("clone", THREAD_FLAGS, may_have_threads=False) == AT_LIMIT
-    assert [verdict("", number=number) for number in (400, 470, 512, 0x40000000, 0xFFFFFFFF)] == [UNKNOWN] * 5
+    assert [verdict("", number=number) for number in (400, 470, 512, 0x40000000, 0xFFFFFFFF)] == [
+        UNKNOWN
+    ] * 5
 
 
 def test_the_table_is_whole():
@@ -177,12 +228,18 @@ def test_numbers_are_those_of_the_systems_headers(machine):
     lines = re.findall(r"#define __NR(?:3264)?_([a-z_]\w*)\s+(\d+)", HEADERS[machine].read_text())
     # Between them stand calls of 32-bit machines and of tracers; what is newer than our table is unknown to it.
     ours = [number for number in system_calls.call_names() if number < 335 or number >= 424]
-    numbers = {int(number): name for name, number in lines if int(number) in ours and not name.endswith("syscalls")}
+    numbers = {
+        int(number): name
+        for name, number in lines
+        if int(number) in ours and not name.endswith("syscalls")
+    }
     assert len(numbers) > 300
     assert {number: system_calls.call_names()[number] for number in numbers} == numbers
 
 
-contained = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
+contained = pytest.mark.skipif(
+    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+)
 
 
 def attempt(function):
@@ -231,13 +288,17 @@ def test_no_road_leads_to_another_process_of_the_same_user_without_landlock():
                 "fcntl": lambda: signal_by_owner(victim.pid, 8),
                 "fcntl ": lambda: signal_by_owner(victim.pid, 15),
                 "ioctl": lambda: fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack("=i", victim.pid)),
-                "ioctl ": lambda: fcntl.ioctl(socket.socketpair()[0].fileno(), 0x8902, struct.pack("=i", victim.pid)),
+                "ioctl ": lambda: fcntl.ioctl(
+                    socket.socketpair()[0].fileno(), 0x8902, struct.pack("=i", victim.pid)
+                ),
                 "kill": lambda: os.kill(victim.pid, 9),
                 "pidfd_open": lambda: os.pidfd_open(victim.pid),
                 "sched_setaffinity": lambda: os.sched_setaffinity(victim.pid, [min(before)]),
                 "setpriority": lambda: os.setpriority(os.PRIO_PROCESS, victim.pid, 19),
                 "process_mrelease": lambda: system_calls.make_call("process_mrelease", 99, 0),
-                "rt_sigqueueinfo": lambda: system_calls.make_call("rt_sigqueueinfo", victim.pid, 9, None),
+                "rt_sigqueueinfo": lambda: system_calls.make_call(
+                    "rt_sigqueueinfo", victim.pid, 9, None
+                ),
             }
             assert {name: attempt(road) for name, road in roads.items()} == {
                 name: f"{errno.EPERM} {name.strip()}" for name in roads
@@ -265,9 +326,17 @@ def test_no_datagram_leaves_and_a_stream_pair_works(tmp_path):
             socket.socketpair()[0].sendmsg([b"x"], [], 0, address)
 
         assert attempt(by_stream_pair) == "b'stays in'"
-        assert attempt(lambda: socket.socketpair(type=socket.SOCK_DGRAM)) == f"{errno.EPERM} socketpair"
-        assert attempt(lambda: socket.socketpair(type=socket.SOCK_SEQPACKET)) == f"{errno.EPERM} socketpair"
-        assert attempt(lambda: socket.socketpair()[0].sendto(b"x", address)) == f"{errno.EPERM} sendto"
+        assert (
+            attempt(lambda: socket.socketpair(type=socket.SOCK_DGRAM))
+            == f"{errno.EPERM} socketpair"
+        )
+        assert (
+            attempt(lambda: socket.socketpair(type=socket.SOCK_SEQPACKET))
+            == f"{errno.EPERM} socketpair"
+        )
+        assert (
+            attempt(lambda: socket.socketpair()[0].sendto(b"x", address)) == f"{errno.EPERM} sendto"
+        )
         assert attempt(lambda: socket.socketpair()[0].connect(address)) == f"{errno.EPERM} connect"
         # Here the kernel itself refuses: the address lies where the filter cannot look.
         assert attempt(by_message) == str(errno.EISCONN)

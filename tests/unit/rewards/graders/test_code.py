@@ -6,7 +6,9 @@ import pytest
 from quadriga.rewards.code import containment
 from quadriga.rewards.graders.code import compute_score, extract_program
 
-pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+)
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}
@@ -68,7 +70,10 @@ def test_calls_of_functions_pass(program):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("def sub(a, b): ...", "NameError: the program has neither a function 'add' nor a class Solution"),
+        (
+            "def sub(a, b): ...",
+            "NameError: the program has neither a function 'add' nor a class Solution",
+        ),
         ("def add(a, b): return a - b", "wrong answer: got '-1', expected 3"),
         ("import sys\nsys.exit(0)", "the program ended before its function returned"),
         ("import os\nos.write(3, b'{')\nos._exit(0)", "result cannot be read: '{'"),

@@ -22,7 +22,10 @@ SCALARS = (
     | st.text(st.characters(codec=None), max_size=5)
 )
 VALUES = st.recursive(
-    SCALARS, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3)
+    SCALARS,
+    lambda parts: (
+        st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3)
+    ),
 )
 
 
@@ -42,8 +45,12 @@ def test_standard_input_as_text_or_lines_or_json():
 
 def test_calls_as_lists_or_json_lines():
     given = {"function": "add", "arguments": [[1], "a"]}
-    assert read_cases({"inputs": [[[1], "a"]], "outputs": [3], "fn_name": "add"}) == [Case(given, 3)]
-    assert read_cases({"inputs": ['[1]\n"a"\n'], "outputs": ["3"], "fn_name": "add"}) == [Case(given, "3")]
+    assert read_cases({"inputs": [[[1], "a"]], "outputs": [3], "fn_name": "add"}) == [
+        Case(given, 3)
+    ]
+    assert read_cases({"inputs": ['[1]\n"a"\n'], "outputs": ["3"], "fn_name": "add"}) == [
+        Case(given, "3")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +67,22 @@ def test_calls_as_lists_or_json_lines():
         ('{"inputs": [' + "1" * 5000 + "]}", r"not JSON \(Exceeds the limit"),
         ("[" * 100_000, r"not JSON \(maximum recursion"),
         ({"inputs": ["1" * 5000], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one a line"),
-        ({"inputs": [[b"x"]], "outputs": ["1"], "fn_name": "f"}, "calls that JSON cannot hold .*bytes"),
-        ({"inputs": [[1]], "outputs": [{1, 2}], "fn_name": "f"}, "calls that JSON cannot hold .*set"),
-        ({"inputs": [[1]], "outputs": [nested(5000)], "fn_name": "f"}, "calls that JSON cannot hold .*recursion"),
-        ({"inputs": [[10**5000]], "outputs": ["1"], "fn_name": "f"}, "calls that JSON cannot hold .*Exceeds"),
+        (
+            {"inputs": [[b"x"]], "outputs": ["1"], "fn_name": "f"},
+            "calls that JSON cannot hold .*bytes",
+        ),
+        (
+            {"inputs": [[1]], "outputs": [{1, 2}], "fn_name": "f"},
+            "calls that JSON cannot hold .*set",
+        ),
+        (
+            {"inputs": [[1]], "outputs": [nested(5000)], "fn_name": "f"},
+            "calls that JSON cannot hold .*recursion",
+        ),
+        (
+            {"inputs": [[10**5000]], "outputs": ["1"], "fn_name": "f"},
+            "calls that JSON cannot hold .*Exceeds",
+        ),
         ({"inputs": ["\ud800"], "outputs": ["1"]}, "that is no text .*surrogates"),
         ({"inputs": [[10**5000]], "outputs": ["1"]}, "that is no text .*Exceeds"),
     ],
@@ -154,7 +173,10 @@ def test_results(result, expected, is_same):
 def test_no_result_makes_a_comparison_fail(result, expected):
     for given_result in (result, expected):
         run = Run(0, "ok", 0, 0.0, json.dumps(given_result), "", json.dumps(given_result))
-        for case in (Case({"function": "f", "arguments": []}, expected), Case({"input": ""}, json.dumps(expected))):
+        for case in (
+            Case({"function": "f", "arguments": []}, expected),
+            Case({"input": ""}, json.dumps(expected)),
+        ):
             reason = why_failed(run, case, Limits())
             assert reason == "" or reason.startswith("wrong answer: got ")
     if "nan" not in repr(expected):
@@ -167,8 +189,12 @@ def test_no_output_makes_a_comparison_fail(printed, expected):
     assert is_same_text(printed, expected) in (True, False)
 
 
-@pytest.mark.parametrize("result", ["1" * 5000, "[" * 100_000, '{"":' * 100_000, "{", "\x00", "\ufffd", "[1e", "1 2"])
+@pytest.mark.parametrize(
+    "result", ["1" * 5000, "[" * 100_000, '{"":' * 100_000, "{", "\x00", "\ufffd", "[1e", "1 2"]
+)
 def test_a_result_that_cannot_be_read_is_a_wrong_one(result):
-    reason = why_failed(Run(0, "ok", 0, 0.0, "", "", result), Case({"function": "f", "arguments": []}, 3), Limits())
+    reason = why_failed(
+        Run(0, "ok", 0, 0.0, "", "", result), Case({"function": "f", "arguments": []}, 3), Limits()
+    )
     assert reason.startswith("its function's result cannot be read: ")
     assert len(reason) < 300

@@ -23,19 +23,32 @@ class Fusion(Handler):
         self.server.bodies.append((self.path, body))
         if self.server.broken:
             self.server.broken -= 1
-            self.reply(200, {"status": "SandboxError", "message": "no container", "run_result": None})
+            self.reply(
+                200, {"status": "SandboxError", "message": "no container", "run_result": None}
+            )
             return
         try:
             program = [sys.executable, "-c", body["code"]]
             done = subprocess.run(
-                program, input=body["stdin"], capture_output=True, text=True, timeout=body["run_timeout"]
+                program,
+                input=body["stdin"],
+                capture_output=True,
+                text=True,
+                timeout=body["run_timeout"],
             )
             result = {"status": "Finished", "execution_time": 0.1, "return_code": done.returncode}
             result |= {"stdout": done.stdout, "stderr": done.stderr}
         except subprocess.TimeoutExpired:
-            result = {"status": "TimeLimitExceeded", "execution_time": body["run_timeout"], "return_code": None}
+            result = {
+                "status": "TimeLimitExceeded",
+                "execution_time": body["run_timeout"],
+                "return_code": None,
+            }
         is_right = result.get("return_code") == 0
-        self.reply(200, {"status": "Success" if is_right else "Failed", "message": "", "run_result": result})
+        self.reply(
+            200,
+            {"status": "Success" if is_right else "Failed", "message": "", "run_result": result},
+        )
 
 
 @pytest.fixture
@@ -45,7 +58,9 @@ def server():
 
 
 def test_programs_run_over_there(server):
-    result = compute_score("print(sum(map(int, input().split())))", SUMS, sandbox_url=server.url, memory_megabytes=77)
+    result = compute_score(
+        "print(sum(map(int, input().split())))", SUMS, sandbox_url=server.url, memory_megabytes=77
+    )
     assert result == {"score": 1.0, "pred": None, "pass_rate": 1.0, "num_tests": 2, "reason": ""}
     (path, body), _ = sorted(server.bodies, key=lambda entry: entry[1]["stdin"])
     assert path == "/run_code"
@@ -82,7 +97,12 @@ def test_failures_say_why(server, program, reason):
 
 def test_an_error_of_the_server_is_no_wrong_answer(server):
     server.broken = 2
-    assert compute_score("print(sum(map(int, input().split())))", SUMS, sandbox_url=server.url)["score"] == 1.0
+    assert (
+        compute_score("print(sum(map(int, input().split())))", SUMS, sandbox_url=server.url)[
+            "score"
+        ]
+        == 1.0
+    )
     server.broken = 99
     with pytest.raises(RewardError, match="SandboxError: no container"):
         compute_score("print(3)", SUMS, sandbox_url=f"{server.url}/run_code")

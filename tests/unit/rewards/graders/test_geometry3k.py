@@ -21,7 +21,9 @@ def test_parts_and_sum(response, acc, form):
     assert result["ungradable"] == ""
     assert (result["acc"], result["format"]) == (acc, form)
     assert result["score"] == pytest.approx(0.9 * acc + 0.1 * form)
-    assert compute_score(response, r"2\sqrt{2}", format_weight=0.5)["score"] == pytest.approx(0.5 * acc + 0.5 * form)
+    assert compute_score(response, r"2\sqrt{2}", format_weight=0.5)["score"] == pytest.approx(
+        0.5 * acc + 0.5 * form
+    )
 
 
 def test_an_answer_that_cannot_be_evaluated_keeps_what_its_form_earns():

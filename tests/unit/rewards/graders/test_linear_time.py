@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.rewards.graders import exact_match, geometry3k, gsm8k, largest_number, math, math_dapo, question_answering
+from quadriga.rewards.graders import (
+    exact_match,
+    geometry3k,
+    gsm8k,
+    largest_number,
+    math,
+    math_dapo,
+    question_answering,
+)
 from quadriga.rewards.graders.code import extract_program
 from quadriga.rewards.graders.reading import last_answer
 from quadriga.rewards.managers.judge import Question
@@ -30,7 +38,9 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "question_answering": lambda text: question_answering.compute_score(text, "5"),
     "code": extract_program,
     "tags": last_answer,
-    "judge": lambda text: Question("x", "", r"(?i)score\s*:\s*(-?[0-9.]+)").read_score(f"score: 1 {text}"),
+    "judge": lambda text: Question("x", "", r"(?i)score\s*:\s*(-?[0-9.]+)").read_score(
+        f"score: 1 {text}"
+    ),
 }
 
 
@@ -49,7 +59,9 @@ def seconds(function: Callable[[str], object], text: str) -> float:
 def test_time_is_linear(name: str, before: str) -> None:
     """16 times the text: linear is 16, quadratic 256; what takes less than 20 ms is neither."""
     for piece in PIECES:
-        short, long = (seconds(GRADERS[name], before + (piece * length)[:length]) for length in LENGTHS)
+        short, long = (
+            seconds(GRADERS[name], before + (piece * length)[:length]) for length in LENGTHS
+        )
         assert long < 0.02 or long < 64 * short, (piece, short, long)
 
 
@@ -59,11 +71,17 @@ def test_mathematics_is_read_from_the_end(grade: Callable[..., dict[str, Any]], 
     """math-verify is quadratic in what it is given, and would take more than its 5 s for 64,000 characters."""
     text = (piece * 64_000)[:64_000]
     assert grade(text, "5")["score"] == 0.0
-    assert grade(f"{text} The answer is $5$.", "5")["score"] == ("boxed" not in piece and grade is math.compute_score)
+    assert grade(f"{text} The answer is $5$.", "5")["score"] == (
+        "boxed" not in piece and grade is math.compute_score
+    )
     assert math.compute_score(f"\\boxed{{{text}}}", "5")["score"] == 0.0
 
 
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "a", "\n", "<answer"]), max_size=12).map("".join))
+@given(
+    st.lists(st.sampled_from(["<answer>", "</answer>", "a", "\n", "<answer"]), max_size=12).map(
+        "".join
+    )
+)
 def test_last_answer(text: str) -> None:
     """What the plain expression finds, in another time."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)

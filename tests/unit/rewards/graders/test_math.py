@@ -81,7 +81,11 @@ def test_small_numbers_are_told_apart(answer, truth, score):
 
 
 def test_equal_numbers_are_the_same_vote():
-    assert compute_score(r"\boxed{\frac{1}{2}}", "1")["pred"] == compute_score(r"\boxed{0.5}", "1")["pred"] == "0.5"
+    assert (
+        compute_score(r"\boxed{\frac{1}{2}}", "1")["pred"]
+        == compute_score(r"\boxed{0.5}", "1")["pred"]
+        == "0.5"
+    )
     assert compute_score(r"\boxed{x + 1}", "1")["pred"] == "x + 1"
     assert compute_score("nothing", "1")["pred"] is None
 
@@ -115,7 +119,10 @@ def test_an_unused_expression_that_cannot_be_evaluated_costs_nothing():
 def test_a_response_that_takes_too_much_cpu_time_is_a_wrong_answer(monkeypatch):
     monkeypatch.setattr(grader, "CPU_LIMIT_S", 0.3)
     result = compute_score(r"\boxed{(a+b+c+d+e+f)^{150}}", "x^2+1")
-    assert (result["score"], result["ungradable"]) == (0.0, "CPULimitError: it took more than 0.3 s of CPU time")
+    assert (result["score"], result["ungradable"]) == (
+        0.0,
+        "CPULimitError: it took more than 0.3 s of CPU time",
+    )
 
 
 @pytest.mark.parametrize("truth", [r"9^{9^{9^{9}}}", "(" * 40 + "1" + ")" * 40])
@@ -126,7 +133,9 @@ def test_a_truth_that_cannot_be_evaluated_raises(truth):
 
 def test_a_thread_can_grade_too():
     results = []
-    thread = threading.Thread(target=lambda: results.append(compute_score(r"\boxed{\frac{2}{4}}", "0.5")["score"]))
+    thread = threading.Thread(
+        target=lambda: results.append(compute_score(r"\boxed{\frac{2}{4}}", "0.5")["score"])
+    )
     thread.start()
     thread.join()
     assert results == [1.0]

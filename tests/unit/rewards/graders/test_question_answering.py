@@ -8,7 +8,9 @@ from quadriga.rewards.graders.question_answering import compute_score, normal
 
 def test_values_by_hand():
     """Answer "president barack h obama" (4 words), accepted "barack obama" (2): 2 in common, F1 = 2*2/(4+2) = 2/3."""
-    result = compute_score("so <answer>President Barack H. Obama</answer>", {"target": ["Barack Obama", "Obama"]})
+    result = compute_score(
+        "so <answer>President Barack H. Obama</answer>", {"target": ["Barack Obama", "Obama"]}
+    )
     assert (result["em"], result["sub_match"], result["score"]) == (0.0, 1.0, 0.0)
     assert result["f1"] == pytest.approx(2 / 3)
     assert result["pred"] == "president barack h obama"

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rewards.graders.reading import find_numbers, leading_number, plain_math, plain_text, true_number
+from quadriga.rewards.graders.reading import (
+    find_numbers,
+    leading_number,
+    plain_math,
+    plain_text,
+    true_number,
+)
 
 
 @pytest.mark.parametrize(

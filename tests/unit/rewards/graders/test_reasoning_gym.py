@@ -20,11 +20,16 @@ def test_the_task_decides_what_is_right(countdown):
     numbers, target = countdown["metadata"]["numbers"], countdown["metadata"]["target"]
     other_form = f"({countdown['answer']}) + 0*{numbers[0]}"
     extra_info = {"entry": countdown}
-    right = compute_score(f"I try <answer>{countdown['answer']}</answer>", None, extra_info, task="countdown")
+    right = compute_score(
+        f"I try <answer>{countdown['answer']}</answer>", None, extra_info, task="countdown"
+    )
     assert right == {"score": 1.0, "pred": countdown["answer"]}
     # A number used twice breaks the rules of this task, though the value is right: only the library's scorer can know.
     assert eval(other_form) == target
-    assert compute_score(f"<answer>{other_form}</answer>", None, extra_info, task="countdown")["score"] < 1.0
+    assert (
+        compute_score(f"<answer>{other_form}</answer>", None, extra_info, task="countdown")["score"]
+        < 1.0
+    )
 
 
 def test_a_row_may_hold_json_or_metadata_only(countdown):
@@ -38,7 +43,10 @@ def test_a_row_may_hold_json_or_metadata_only(countdown):
 
 
 def test_without_tags_the_whole_response_is_the_answer(countdown):
-    assert compute_score(f" {countdown['answer']}\n", None, {"entry": countdown})["pred"] == countdown["answer"]
+    assert (
+        compute_score(f" {countdown['answer']}\n", None, {"entry": countdown})["pred"]
+        == countdown["answer"]
+    )
 
 
 @pytest.mark.parametrize("extra_info", [None, {"index": 3}, {"entry": "[1]"}])
@@ -54,8 +62,15 @@ def test_the_reference_answer_of_a_prepared_row_scores_one(task):
     metadata = encode_metadata(entry, get_score_answer_fn(task))
     assert ("__tuple__" in metadata) == (task != "countdown")
     extra_info = {"question": entry["question"], "metadata": metadata}
-    assert compute_score(f"<answer>{entry['answer']}</answer>", entry["answer"], extra_info, task=task)["score"] == 1.0
-    assert compute_score("<answer>0 0</answer>", entry["answer"], extra_info, task=task)["score"] < 0.5
+    assert (
+        compute_score(
+            f"<answer>{entry['answer']}</answer>", entry["answer"], extra_info, task=task
+        )["score"]
+        == 1.0
+    )
+    assert (
+        compute_score("<answer>0 0</answer>", entry["answer"], extra_info, task=task)["score"] < 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,9 @@ def test_an_unknown_task_raises(countdown):
         compute_score("5", "5", {"entry": countdown}, task="no_such_task")
 
 
-def test_an_answer_that_takes_its_scorer_too_long_is_wrong_and_an_entry_that_does_raises(monkeypatch):
+def test_an_answer_that_takes_its_scorer_too_long_is_wrong_and_an_entry_that_does_raises(
+    monkeypatch,
+):
     def score(answer, entry):
         while answer == "hard":
             pass
@@ -111,6 +128,9 @@ def test_an_answer_that_takes_its_scorer_too_long_is_wrong_and_an_entry_that_doe
     monkeypatch.setattr(grader, "CPU_LIMIT_S", 0.1)
     entry = {"answer": "1", "metadata": {"source_dataset": "any"}}
     graded = compute_score("hard", None, {"entry": entry})
-    assert (graded["score"], graded["ungradable"]) == (0.0, "CPULimitError: it took more than 0.1 s of CPU time")
+    assert (graded["score"], graded["ungradable"]) == (
+        0.0,
+        "CPULimitError: it took more than 0.1 s of CPU time",
+    )
     with pytest.raises(ValueError, match="whose own answer cannot be scored"):
         compute_score("hard", None, {"entry": entry | {"answer": "hard"}})

@@ -30,7 +30,9 @@ class Clock:
 
 
 def times(clock, sizes, **limits):
-    limit = RateLimit(clock=clock, wait=lambda condition, seconds: clock.wait(condition, seconds), **limits)
+    limit = RateLimit(
+        clock=clock, wait=lambda condition, seconds: clock.wait(condition, seconds), **limits
+    )
     return [limit.acquire(size, deadline=1e9)[0] for size in sizes], limit
 
 
@@ -94,13 +96,22 @@ class Chat(Handler):
             server.num_inside -= 1
         reply = "no idea" if "[]" in question else f"Score: {float('5' in question)}"
         completion = {"choices": [{"message": {"content": reply}}], "usage": {"total_tokens": 7}}
-        self.reply(400 if "raise" in question else 200, completion if server.answer is None else server.answer)
+        self.reply(
+            400 if "raise" in question else 200,
+            completion if server.answer is None else server.answer,
+        )
 
 
 @pytest.fixture
 def server():
     counts = {"num_inside": 0, "most_inside": 0, "num_free": 10**6, "pause_s": 0.0}
-    state = {"lock": threading.Lock(), "goes_on": threading.Event(), "asked": [], "questions": [], "answer": None}
+    state = {
+        "lock": threading.Lock(),
+        "goes_on": threading.Event(),
+        "asked": [],
+        "questions": [],
+        "answer": None,
+    }
     with serving(Chat, "/v1", **counts, **state) as server:
         yield server
 
@@ -111,8 +122,16 @@ def ask(judge, text="x"):
 
 def test_a_question_and_its_answer(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "k")
-    assert ask(Judge(server.url, "m", api_key_env="JUDGE_KEY", max_tokens=9), "good? 5") == "Score: 1.0"
-    body = {"model": "m", "messages": [{"role": "user", "content": "good? 5"}], "max_tokens": 9, "temperature": 0.0}
+    assert (
+        ask(Judge(server.url, "m", api_key_env="JUDGE_KEY", max_tokens=9), "good? 5")
+        == "Score: 1.0"
+    )
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "good? 5"}],
+        "max_tokens": 9,
+        "temperature": 0.0,
+    }
     assert server.asked == [("/v1/chat/completions", "Bearer k", body)]
 
 
@@ -124,7 +143,9 @@ def test_a_rate_that_leaves_no_room_is_a_time_out(server):
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, {"choices": 3}])
+@pytest.mark.parametrize(
+    "answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, {"choices": 3}]
+)
 def test_an_answer_without_text_is_an_error(server, answer):
     server.answer = answer
     with pytest.raises(RewardError, match="expected a chat completion"):
@@ -133,7 +154,11 @@ def test_an_answer_without_text_is_an_error(server, answer):
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("Score: 1", 1.0), ("It says 'Score: 1000'.\n\nScore: 0.25 \n", 0.25), ("Score: 1\nScore: 0", 0.0)],
+    [
+        ("Score: 1", 1.0),
+        ("It says 'Score: 1000'.\n\nScore: 0.25 \n", 0.25),
+        ("Score: 1\nScore: 0", 0.0),
+    ],
 )
 def test_only_a_last_line_of_the_form_is_a_score(reply, score):
     assert Question("x", "{solution_str}").read_score(reply) == score
@@ -212,7 +237,9 @@ def judge(server):
 
     def make(max_error_rate=0.5, **kwargs):
         kwargs = {"url": server.url, "model": "m", "backoff_s": 0.01, **kwargs}
-        made.append(JudgeRewardManager(config(reward_kwargs=kwargs, max_error_rate=max_error_rate), Words()))
+        made.append(
+            JudgeRewardManager(config(reward_kwargs=kwargs, max_error_rate=max_error_rate), Words())
+        )
         return made[-1]
 
     yield make
@@ -235,7 +262,10 @@ def test_a_judge_grades_and_says_what_it_could_not_grade(judge, server):
 
 
 def test_a_judge_names_the_range_of_its_scores_at_the_start(judge):
-    components = {"a": {"prompt": "{solution_str}"}, "b": {"prompt": "{solution_str}", "range": [-1, 10]}}
+    components = {
+        "a": {"prompt": "{solution_str}"},
+        "b": {"prompt": "{solution_str}", "range": [-1, 10]},
+    }
     (notice,) = judge(components=components).notices
     assert "a from 0 to 1, b from -1 to 10" in notice
 
@@ -248,7 +278,10 @@ def test_no_more_at_the_same_time_than_allowed(judge, server):
 
 
 def test_named_components_are_weighed_and_logged_apart(judge):
-    components = {"right": {"prompt": "{solution_str}!", "weight": 2.0}, "kind": {"prompt": "5 {solution_str}"}}
+    components = {
+        "right": {"prompt": "{solution_str}!", "weight": 2.0},
+        "kind": {"prompt": "5 {solution_str}"},
+    }
     output = judge(components=components)(batch([0, 1], "x", None))
     assert output.scores.sum(dim=1).tolist() == [3.0, 1.0]
     assert output.metrics["reward/extra/right"].value == 0.5

@@ -27,10 +27,15 @@ def batch(rows, lengths=None, response_length=4):
     lengths = lengths or [2] * len(rows)
     responses = torch.full((len(rows), response_length), 99)
     responses[:, 0] = torch.tensor(rows)
-    mask = torch.cat([torch.ones(len(rows), 1), torch.arange(response_length) < torch.tensor(lengths)[:, None]], dim=1)
+    mask = torch.cat(
+        [torch.ones(len(rows), 1), torch.arange(response_length) < torch.tensor(lengths)[:, None]],
+        dim=1,
+    )
     non_tensors = {
         "data_source": np.array(["quadriga/largest"] * len(rows), dtype=object),
-        "reward_model": np.array([{"style": "rule", "ground_truth": "5"}] * len(rows), dtype=object),
+        "reward_model": np.array(
+            [{"style": "rule", "ground_truth": "5"}] * len(rows), dtype=object
+        ),
         "extra_info": np.array([{"index": row} for row in rows], dtype=object),
     }
     return DataProto.from_dict({"responses": responses, "attention_mask": mask.long()}, non_tensors)
@@ -44,7 +49,9 @@ def manager(tmp_path):
         custom = CustomRewardFunctionConfig()
         if code is not None:
             (tmp_path / "reward.py").write_text(code)
-            custom = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs=function_kwargs or {})
+            custom = CustomRewardFunctionConfig(
+                path=str(tmp_path / "reward.py"), reward_kwargs=function_kwargs or {}
+            )
         config = Config(
             reward_model=RewardModelConfig(**{"max_error_rate": 0.5, **settings}),
             custom_reward_function=custom,
@@ -86,7 +93,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 def test_naive_stops_above_the_error_rate(manager):
     code = "def compute_score(solution_str, **kwargs):\n    return None if solution_str == '5' else 1\n"
     assert manager(code, max_error_rate=0.5)(batch([0, 4])).metrics["reward/errors"].value == 1
-    with pytest.raises(RewardError, match=r"1 of 2 samples .*row 1 .*returned None, expected a number"):
+    with pytest.raises(
+        RewardError, match=r"1 of 2 samples .*row 1 .*returned None, expected a number"
+    ):
         manager(code, max_error_rate=0.4)(batch([0, 4]))
 
 
@@ -111,8 +120,13 @@ def test_a_row_that_cannot_be_graded_is_told_at_the_start(manager):
     first, foreign = ("a row 0", "openai/gsm8k", truth), ("a row 7", "my/words", truth)
     with pytest.raises(RewardError, match=r"a row 7, its data source: got 'my/words'"):
         manager().check_rows([first, foreign])
-    for model, words in (({"ground_truth": None}, "got the ground truth None"), ({"style": ""}, "a dict with style")):
-        with pytest.raises(RewardError, match=f"b row 3, column 'reward_model': {words}|got {words}"):
+    for model, words in (
+        ({"ground_truth": None}, "got the ground truth None"),
+        ({"style": ""}, "a dict with style"),
+    ):
+        with pytest.raises(
+            RewardError, match=f"b row 3, column 'reward_model': {words}|got {words}"
+        ):
             manager().check_rows([first, ("b row 3", "openai/gsm8k", model)])
     manager().check_rows([first, ("a row 1", "reasoning_gym/sums", {"ground_truth": None})])
     manager(own).check_rows([first, foreign, ("a row 2", "x", {"ground_truth": None})])
@@ -131,13 +145,17 @@ def test_beside_a_reward_model_alone_there_is_nothing_to_grade_by(manager):
     # What a manager adds by itself stays.
     buffer = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": True}
     shaped = manager(
-        enable=True, reward_manager="dapo", reward_kwargs={"max_resp_len": 2, "overlong_buffer_cfg": buffer}
+        enable=True,
+        reward_manager="dapo",
+        reward_kwargs={"max_resp_len": 2, "overlong_buffer_cfg": buffer},
     )
     output = shaped(data)
     assert bool((output.scores.sum(-1) < 0).any())
     assert "acc" not in output.extra and "overlong_reward" in output.extra
     # A function of the user's is asked, and gets its ground truth.
-    graded = manager("def compute_score(ground_truth, **kwargs):\n    return len(ground_truth)\n", enable=True)
+    graded = manager(
+        "def compute_score(ground_truth, **kwargs):\n    return len(ground_truth)\n", enable=True
+    )
     assert graded(batch([0, 1])).scores.sum() > 0
     with pytest.raises(RewardError, match="expected a dict with 'ground_truth'"):
         graded(data)
@@ -154,10 +172,14 @@ def test_mistakes_in_the_configuration_show_at_construction(manager):
     with pytest.raises(ConfigError, match="takes the keyword arguments"):
         manager("def compute_score(text):\n    return 1\n")
     with pytest.raises(
-        ConfigError, match=r"got max_resp_len, expected options of the reward manager naive \(it has none\)"
+        ConfigError,
+        match=r"got max_resp_len, expected options of the reward manager naive \(it has none\)",
     ):
         manager(reward_kwargs={"max_resp_len": 4})
-    with pytest.raises(RewardError, match="got limited, expected one of batch, dapo, in_process, judge, naive, prime"):
+    with pytest.raises(
+        RewardError,
+        match="got limited, expected one of batch, dapo, in_process, judge, naive, prime",
+    ):
         manager(reward_manager="limited")
     with pytest.raises(ConfigError, match="a function that grades lists"):
         manager(reward_manager="batch")
@@ -196,12 +218,17 @@ def compute_score(solution_strs, **kwargs):
 
 def dapo(penalty_factor=1.0, **buffer):
     buffer = {"enable": True, "len": 4, "penalty_factor": penalty_factor, "log": True, **buffer}
-    return {"reward_manager": "dapo", "reward_kwargs": {"max_resp_len": 6, "overlong_buffer_cfg": buffer}}
+    return {
+        "reward_manager": "dapo",
+        "reward_kwargs": {"max_resp_len": 6, "overlong_buffer_cfg": buffer},
+    }
 
 
 def test_dapo_punishes_length_linearly(manager):
     """Free up to 6 - 4 = 2 tokens, then a quarter of the factor for each."""
-    output = manager(**dapo(penalty_factor=2.0))(batch([0, 0, 1, 0], [1, 2, 4, 6], response_length=6))
+    output = manager(**dapo(penalty_factor=2.0))(
+        batch([0, 0, 1, 0], [1, 2, 4, 6], response_length=6)
+    )
     assert output.scores.sum(dim=1).tolist() == [1.0, 1.0, -1.0, -1.0]
     assert output.extra["acc"].tolist() == [1.0, 1.0, 0.0, 1.0]
     assert output.extra["overlong_reward"].tolist() == [0.0, 0.0, -1.0, -2.0]
@@ -230,7 +257,9 @@ def test_dapo_checks_its_options(manager, change, words):
 def test_prime_runs_programs_and_adds_acc(manager):
     data = batch([5, 6, 2])
     data.non_tensor_batch["data_source"][:] = "apps"
-    data.non_tensor_batch["reward_model"][:] = [{"ground_truth": '{"inputs": [""], "outputs": ["5"]}'}] * 3
+    data.non_tensor_batch["reward_model"][:] = [
+        {"ground_truth": '{"inputs": [""], "outputs": ["5"]}'}
+    ] * 3
     output = manager(reward_manager="prime", timeout_s=GRADED_S)(data)
     assert output.scores.sum(dim=1).tolist() == [1.0, 0.0, 0.0]
     assert output.extra["acc"].tolist() == [1.0, 0.0, 0.0]
@@ -266,7 +295,9 @@ def compute_score(solution_str, **kwargs):
     return 1
 """
     kwargs = {"num_processes": 1, "timeout_s": 1.0}
-    grade = manager(code, reward_manager="prime", reward_kwargs=kwargs, timeout_s=999.0, max_error_rate=0.5)
+    grade = manager(
+        code, reward_manager="prime", reward_kwargs=kwargs, timeout_s=999.0, max_error_rate=0.5
+    )
     output = grade(batch([0, 0, 3]))
     assert output.metrics["reward/timeouts"].value == 1
     assert output.extra["acc"].tolist() == [1.0, 1.0, None]

@@ -55,13 +55,19 @@ def manager(request, tmp_path):
     settings = RewardModelConfig(reward_manager=request.param, max_error_rate=0.4, num_workers=1)
     settings = settings.model_copy(update=MANAGERS[request.param])
     custom = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), name=function)
-    made = load_reward_manager(Config(reward_model=settings, custom_reward_function=custom), Letters())
+    made = load_reward_manager(
+        Config(reward_model=settings, custom_reward_function=custom), Letters()
+    )
     yield made
     made.close()
 
 
 def told(output: RewardOutput) -> tuple:
-    return output.scores.tolist(), {name: list(column) for name, column in output.extra.items()}, output.metrics
+    return (
+        output.scores.tolist(),
+        {name: list(column) for name, column in output.extra.items()},
+        output.metrics,
+    )
 
 
 def test_rewards_are_those_of_a_call(manager):
@@ -101,4 +107,8 @@ def test_responses_without_an_outcome_are_graded_with_those_that_have_one(manage
     graded = Outcome(0.25, {"length": 9}, "", "graded")
     output = manager.begin(batch(2, 0, 2), [None, graded, None]).result()
     assert output.scores[0].tolist() == whole.scores[0].tolist() == output.scores[2].tolist()
-    assert output.extra["length"].tolist() == [1, 9, 1] and whole.extra["length"].tolist() == [1, 1, 1]
+    assert output.extra["length"].tolist() == [1, 9, 1] and whole.extra["length"].tolist() == [
+        1,
+        1,
+        1,
+    ]

@@ -30,11 +30,15 @@ TEMPLATE = (
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of characters with three merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *letters, *map("".join, MERGES)])}
+    vocabulary = {
+        token: number for number, token in enumerate([*SPECIAL, *letters, *map("".join, MERGES)])
+    }
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<|im_end|>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -48,14 +52,19 @@ class Recorder(ScriptedEngine):
         self.seen: list[tuple[list[int], list[int], SamplingParams]] = []
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Any = None,
     ) -> list[Completion]:
         completions = super().generate_batch(prompts, sampling)
         for prompt, completion, params in zip(prompts, completions, sampling, strict=True):
             self.seen.append((list(prompt), completion.token_ids, params))
         # Log-probabilities that are not 0, so that a test can see where they stand.
         return [
-            Completion(one.token_ids, [-1.0] * len(one.token_ids), one.finish_reason, one.weight_version)
+            Completion(
+                one.token_ids, [-1.0] * len(one.token_ids), one.finish_reason, one.weight_version
+            )
             for one in completions
         ]
 
@@ -76,7 +85,9 @@ def recorder(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Recorder]:
 def make_prompts(tokenizer: PreTrainedTokenizerFast) -> Callable[..., DataProto]:
     """`make_prompts(texts, length=200, **columns)`: a batch of prompts, a row for each text."""
 
-    def make(texts: list[str], length: int = 200, meta_info: dict[str, Any] | None = None, **columns: Any) -> DataProto:
+    def make(
+        texts: list[str], length: int = 200, meta_info: dict[str, Any] | None = None, **columns: Any
+    ) -> DataProto:
         chats = [[{"role": "user", "content": text}] for text in texts]
         ids = [
             tokenizer(
@@ -85,7 +96,9 @@ def make_prompts(tokenizer: PreTrainedTokenizerFast) -> Callable[..., DataProto]
             )["input_ids"]
             for chat in chats
         ]
-        input_ids = torch.tensor([[tokenizer.pad_token_id] * (length - len(one)) + one for one in ids])
+        input_ids = torch.tensor(
+            [[tokenizer.pad_token_id] * (length - len(one)) + one for one in ids]
+        )
         mask = torch.tensor([[0] * (length - len(one)) + [1] * len(one) for one in ids])
         non_tensors = {
             "uid": object_array(f"u{row}" for row in range(len(texts))),
@@ -97,7 +110,9 @@ def make_prompts(tokenizer: PreTrainedTokenizerFast) -> Callable[..., DataProto]
             "attention_mask": mask,
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
         }
-        return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta_info or {})
+        return DataProto.from_dict(
+            tensors=tensors, non_tensors=non_tensors, meta_info=meta_info or {}
+        )
 
     return make
 
@@ -107,9 +122,16 @@ def converse(tokenizer: PreTrainedTokenizerFast) -> Callable[..., DataProto]:
     """`converse(engine, prompts, turns={...}, **rollout)`: conversations of at most 1000 + 400 tokens."""
 
     def run(
-        engine: Any, prompts: DataProto, turns: dict[str, Any] | None = None, grade: Any = None, **rollout: Any
+        engine: Any,
+        prompts: DataProto,
+        turns: dict[str, Any] | None = None,
+        grade: Any = None,
+        **rollout: Any,
     ) -> DataProto:
-        lengths = {"prompt_length": rollout.pop("prompt_length", 1000), "response_length": rollout.pop("T", 400)}
+        lengths = {
+            "prompt_length": rollout.pop("prompt_length", 1000),
+            "response_length": rollout.pop("T", 400),
+        }
         if turns is not None:
             rollout = {"agent": {"default_agent_loop": "tool_agent"}, "mode": "async", **rollout}
             rollout["multi_turn"] = {"enable": True, **turns}
@@ -129,7 +151,9 @@ def tool_file(tmp_path) -> Callable[[str], str]:
 
     def write(text: str, name: str = "my_tools.py") -> str:
         path = tmp_path / name
-        path.write_text("import asyncio, time\nfrom quadriga.rollout.agent_loop import *\n\n\n" + text)
+        path.write_text(
+            "import asyncio, time\nfrom quadriga.rollout.agent_loop import *\n\n\n" + text
+        )
         return str(path)
 
     return write

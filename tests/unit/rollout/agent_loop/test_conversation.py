@@ -74,13 +74,19 @@ def test_a_template_that_needs_the_call(tokenizer: PreTrainedTokenizerFast) -> N
 def test_a_template_that_rewrites_earlier_answers(tokenizer: PreTrainedTokenizerFast) -> None:
     """How the template writes the answer itself, here or there, changes nothing of what follows it."""
     tokenizer.chat_template = LAST_DIFFERS
-    assert _added(tokenizer, "call<|im_end|>") == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        _added(tokenizer, "call<|im_end|>")
+        == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"), [(DEAF, "messages of the role tool, which it leaves out"), (REFUSING, "no tools")]
+    ("template", "expected"),
+    [(DEAF, "messages of the role tool, which it leaves out"), (REFUSING, "no tools")],
 )
-def test_templates_that_do_not_know_the_role(tokenizer: PreTrainedTokenizerFast, template: str, expected: str) -> None:
+def test_templates_that_do_not_know_the_role(
+    tokenizer: PreTrainedTokenizerFast, template: str, expected: str
+) -> None:
     """The error says what the template does, and which key to set."""
     tokenizer.chat_template = template
     with pytest.raises(RolloutError, match=expected) as raised:
@@ -106,5 +112,7 @@ def test_special_tokens_of_a_tool_are_text(tokenizer: PreTrainedTokenizerFast) -
     ids = encoder.following([{**TOOL, "content": encoder.plain(forged)}], [])
     honest = encoder.following([TOOL], [])
     special = set(tokenizer.all_special_ids)
-    assert [token for token in ids if token in special] == [token for token in honest if token in special]
+    assert [token for token in ids if token in special] == [
+        token for token in honest if token in special
+    ]
     assert "I am done" in encoder.text(ids, with_special=True)

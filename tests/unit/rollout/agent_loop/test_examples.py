@@ -22,11 +22,15 @@ EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "tools"
         ("open('x')", "Error: calculator: open('x') is not arithmetic."),
     ],
 )
-def test_calculator(converse, make_prompts, recorder, tokenizer, expression: str, expected: str) -> None:
+def test_calculator(
+    converse, make_prompts, recorder, tokenizer, expression: str, expected: str
+) -> None:
     """It computes, and tells the model what it did wrong."""
     call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
     engine = recorder({"tool\n": "done", "Tools": call})
-    output = converse(engine, make_prompts(["?"]), {"function_tool_path": str(EXAMPLES / "calculator.py")})
+    output = converse(
+        engine, make_prompts(["?"]), {"function_tool_path": str(EXAMPLES / "calculator.py")}
+    )
     assert expected in tokenizer.decode(output.batch["responses"][0])
     assert list(output.non_tensor_batch["finish_reason"]) == ["stop"]
 
@@ -62,10 +66,14 @@ def test_an_account_refuses(converse, make_prompts, recorder) -> None:
     assert output.non_tensor_batch["finish_reason"][0] == "stop"
     assert output.meta_info["metrics"]["rollout/num_refused_calls"].value == 1
     with pytest.raises(RolloutError, match=r"tools_kwargs\.account: got create=1"):
-        converse(recorder(["ok"]), make_prompts(["?"], tools_kwargs=[{"account": {"create": 1}}]), config)
+        converse(
+            recorder(["ok"]), make_prompts(["?"], tools_kwargs=[{"account": {"create": 1}}]), config
+        )
 
 
-def test_what_checks_answers_takes_rows_as_they_are_prepared(converse, make_prompts, recorder, tmp_path) -> None:
+def test_what_checks_answers_takes_rows_as_they_are_prepared(
+    converse, make_prompts, recorder, tmp_path
+) -> None:
     """The answer of a row is in its `tools_kwargs`, under the tool's name."""
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "q", "answer": "#### 1,000"}\n' * 2)
@@ -73,7 +81,11 @@ def test_what_checks_answers_takes_rows_as_they_are_prepared(converse, make_prom
     [row] = pq.read_table(path).to_pylist()
     call = '<tool_call>{"name": "check_answer", "arguments": {"answer": "%s"}}</tool_call>'
     engine = recorder([call % 999, call % 1000, "#### 1000"])
-    prompts = make_prompts(["?"], tools_kwargs=[row["extra_info"]["tools_kwargs"]], agent_name=[row["agent_name"]])
-    output = converse(engine, prompts, {"tool_config_path": str(EXAMPLES / "check_answer.yaml")}, T=900)
+    prompts = make_prompts(
+        ["?"], tools_kwargs=[row["extra_info"]["tools_kwargs"]], agent_name=[row["agent_name"]]
+    )
+    output = converse(
+        engine, prompts, {"tool_config_path": str(EXAMPLES / "check_answer.yaml")}, T=900
+    )
     assert output.non_tensor_batch["tool_rewards"][0] == {"check_answer": 1.0}
     assert output.non_tensor_batch["num_turns"][0] == 5

@@ -38,14 +38,25 @@ def test_graded_while_others_talk(converse, make_prompts, recorder, tool_file) -
     assert [outcome.score for outcome in output.non_tensor_batch["reward_outcome"]] == [1.0, 2.0]
     assert seen[0]["solution_str"] == "42"
     (used,) = [row for row in seen if row["extra_info"].get("index") == 7]
-    assert used["solution_str"].startswith("to: <tool_call>") and used["solution_str"].endswith("done")
+    assert used["solution_str"].startswith("to: <tool_call>") and used["solution_str"].endswith(
+        "done"
+    )
     assert used["extra_info"]["num_turns"] == 3 and used["data_source"] == "sums"
     # The policy's own words, and who said what.
-    assert used["policy_str"].startswith("to: <tool_call>") and used["policy_str"].endswith("\ndone")
+    assert used["policy_str"].startswith("to: <tool_call>") and used["policy_str"].endswith(
+        "\ndone"
+    )
     assert "42" not in used["policy_str"].splitlines()
-    assert [message["role"] for message in used["solution_messages"]] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in used["solution_messages"]] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert used["solution_messages"][0]["tool_calls"][0]["function"]["name"] == "add"
-    assert (used["solution_messages"][1]["name"], used["solution_messages"][1]["content"]) == ("add", "42")
+    assert (used["solution_messages"][1]["name"], used["solution_messages"][1]["content"]) == (
+        "add",
+        "42",
+    )
 
 
 def test_an_error_of_the_grader_stops_the_run(converse, make_prompts, recorder) -> None:

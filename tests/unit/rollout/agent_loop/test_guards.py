@@ -55,7 +55,9 @@ ENDS = {
 }
 
 
-def test_a_loop_that_fails_ends_its_own_conversation(converse, make_prompts, recorder, tool_file, caplog) -> None:
+def test_a_loop_that_fails_ends_its_own_conversation(
+    converse, make_prompts, recorder, tool_file, caplog
+) -> None:
     """Whatever it does, hang and block included: the others go on, and the process is as it was before."""
     REGISTRY.pop("test_bad", None)
     path = tool_file("import os, sys\n" + LOOPS, "bad.py")
@@ -63,7 +65,9 @@ def test_a_loop_that_fails_ends_its_own_conversation(converse, make_prompts, rec
     prompts = make_prompts(list(ENDS), agent_name=["test_bad"] * len(ENDS))
     engine = recorder({name: name for name in ENDS})
     with caplog.at_level(logging.WARNING):
-        output = converse(engine, prompts, mode="async", agent={"agent_loop_path": path, "timeout_s": 0.5})
+        output = converse(
+            engine, prompts, mode="async", agent={"agent_loop_path": path, "timeout_s": 0.5}
+        )
     for reason, expected in zip(_rows(output, "finish_reason"), ENDS.values(), strict=True):
         assert re.match(expected, reason), (reason, expected)
     assert output.meta_info["metrics"]["rollout/num_failures"].value == 5

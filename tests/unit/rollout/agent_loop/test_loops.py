@@ -49,15 +49,22 @@ class Account(Tool):
 '''
 
 
-def test_a_tool_with_state(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
+def test_a_tool_with_state(
+    converse, make_prompts, recorder, tool_file, tokenizer, tmp_path
+) -> None:
     """Each conversation has its own object; its reward travels, and it is released however the conversation ends."""
     tool_file(STATEFUL, "bank.py")
     (tmp_path / "tools.yaml").write_text(
         f"tools:\n  - class_name: bank.py:Account\n    config: {{log: {tmp_path / 'log'}}}\n"
     )
     pay = '<tool_call>{"name": "account", "arguments": {"amount": %s}}</tool_call>'
-    engine = recorder({"balance 1": "done", "pay 1": pay % 1, "pay 2": pay % 2, "balance 52": pay % '"x"'})
-    kwargs = [{"account": {"create_kwargs": {"balance": 10}}}, {"account": {"create_kwargs": {"balance": 50}}}]
+    engine = recorder(
+        {"balance 1": "done", "pay 1": pay % 1, "pay 2": pay % 2, "balance 52": pay % '"x"'}
+    )
+    kwargs = [
+        {"account": {"create_kwargs": {"balance": 10}}},
+        {"account": {"create_kwargs": {"balance": 50}}},
+    ]
     config = {"tool_config_path": str(tmp_path / "tools.yaml"), "max_assistant_turns": 3}
     output = converse(engine, make_prompts(["pay 1", "pay 2"], tools_kwargs=kwargs), config, T=900)
     assert list(output.non_tensor_batch["tool_rewards"]) == [{"account": 1.1}, {"account": 5.2}]
@@ -82,7 +89,8 @@ def test_a_loop_that_lacks_a_method() -> None:
     """Neither registered nor made."""
     registry = AgentLoopRegistry()
     with pytest.raises(
-        RolloutError, match=r"register\('silent'\): got Silent, a class without run, .*Write Silent.run"
+        RolloutError,
+        match=r"register\('silent'\): got Silent, a class without run, .*Write Silent.run",
     ):
         registry.register("silent")(Silent)
     with pytest.raises(RolloutError, match="agent_name: got 'silent'"):
@@ -119,10 +127,15 @@ def test_a_manager_keeps_its_tools(make_prompts, recorder, tool_file, tokenizer)
         ("x = 1", "no function is a tool"),
         ("raise OSError('gone')", "(?s)which raised OSError while it was loaded:.*OSError: gone"),
         ("@function_tool\ndef f(a): 'F.'", "a without a type hint"),
-        ("@function_tool(name='g')\ndef f(): 'F.'\n@function_tool\ndef g(): 'G.'", "two with the name 'g'"),
+        (
+            "@function_tool(name='g')\ndef f(): 'F.'\n@function_tool\ndef g(): 'G.'",
+            "two with the name 'g'",
+        ),
     ],
 )
-def test_files_that_are_not_of_tools(converse, make_prompts, recorder, tool_file, text: str, expected: str) -> None:
+def test_files_that_are_not_of_tools(
+    converse, make_prompts, recorder, tool_file, text: str, expected: str
+) -> None:
     """The error says what the file lacks, before anything is generated."""
     with pytest.raises((ConfigError, RolloutError), match=expected):
         converse(recorder(["x"]), make_prompts(["?"]), {"function_tool_path": tool_file(text)})
@@ -131,9 +144,15 @@ def test_files_that_are_not_of_tools(converse, make_prompts, recorder, tool_file
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("tools: [{class_name: bank.py:Accout}]", "no class 'Accout', expected a subclass of .*Did you mean 'Account'"),
+        (
+            "tools: [{class_name: bank.py:Accout}]",
+            "no class 'Accout', expected a subclass of .*Did you mean 'Account'",
+        ),
         ("tools: [{class_name: nobody.knows.Tool}]", "nobody.knows"),
-        ("tools: [{class_name: bank.py:Plain}]", "Plain, a subclass of object, expected a subclass of .*Tool"),
+        (
+            "tools: [{class_name: bank.py:Plain}]",
+            "Plain, a subclass of object, expected a subclass of .*Tool",
+        ),
         (
             "tools: [{class_name: bank.py:Idle}]",
             "bank.py:Idle: got Idle, a class without execute, .*Write Idle.execute",
@@ -150,12 +169,20 @@ def test_yaml_files_that_are_wrong(
     tool_file(STATEFUL + "\n\nclass Plain:\n    pass\n\n\nclass Idle(Tool):\n    pass\n", "bank.py")
     (tmp_path / "tools.yaml").write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(tmp_path / "tools.yaml")})
+        converse(
+            recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(tmp_path / "tools.yaml")}
+        )
 
 
-def test_a_user_simulator_that_cannot_reply(converse, make_prompts, recorder, tool_file, tmp_path: Path) -> None:
+def test_a_user_simulator_that_cannot_reply(
+    converse, make_prompts, recorder, tool_file, tmp_path: Path
+) -> None:
     """Said before anything is generated."""
     tool_file("class Mute(Interaction):\n    pass\n", "mute.py")
     (tmp_path / "users.yaml").write_text("interaction: [{name: mute, class_name: mute.py:Mute}]")
     with pytest.raises(ConfigError, match="got Mute, a class without generate_response"):
-        converse(recorder(["x"]), make_prompts(["?"]), {"interaction_config_path": str(tmp_path / "users.yaml")})
+        converse(
+            recorder(["x"]),
+            make_prompts(["?"]),
+            {"interaction_config_path": str(tmp_path / "users.yaml")},
+        )

@@ -40,16 +40,23 @@ def _responses(output: DataProto, tokenizer: Any) -> list[str]:
     length = batch["responses"].shape[1]
     for row in range(len(output)):
         valid = batch["attention_mask"][row, -length:].bool()
-        ids, mask = batch["responses"][row][valid].tolist(), batch["response_mask"][row][valid].tolist()
+        ids, mask = (
+            batch["responses"][row][valid].tolist(),
+            batch["response_mask"][row][valid].tolist(),
+        )
         text, before = "", 0
         for token, written in zip(ids, mask, strict=True):
-            text += ("[" if written > before else "]" if written < before else "") + tokenizer.decode([token])
+            text += (
+                "[" if written > before else "]" if written < before else ""
+            ) + tokenizer.decode([token])
             before = written
         texts.append(text + ("]" if before else ""))
     return texts
 
 
-def test_training_sees_what_the_engine_saw(converse, make_prompts, recorder, tool_file, tokenizer) -> None:
+def test_training_sees_what_the_engine_saw(
+    converse, make_prompts, recorder, tool_file, tokenizer
+) -> None:
     """Every prompt of the engine is a prefix of the row, token for token, and every answer stands where it was given.
 
     The model writes "to", "ol" and "42" letter by letter, which the tokenizer would merge: tokens that were made
@@ -98,14 +105,25 @@ def test_one_turn_equals_the_batch(converse, make_prompts, recorder, tokenizer) 
     lengths = {"prompt_length": 100, "T": 5}
     output = converse(apart, prompts, mode="async", **lengths)
     expected = generate_sequences(
-        together, prompts, config=RolloutConfig(), response_length=5, pad_token_id=tokenizer.pad_token_id, seed=1
+        together,
+        prompts,
+        config=RolloutConfig(),
+        response_length=5,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=1,
     )
     assert set(expected.batch.keys()) == set(output.batch.keys())
     for name in expected.batch.keys():
         assert torch.equal(expected.batch[name], output.batch[name]), name
-    assert [params.seed for *_, params in apart.seen] == [params.seed for *_, params in together.seen]
+    assert [params.seed for *_, params in apart.seen] == [
+        params.seed for *_, params in together.seen
+    ]
     assert _rows(output, "finish_reason") == ["stop", "length", "stop"]
-    for name in ("rollout/num_prompt_tokens", "rollout/num_response_tokens", "rollout/length_share"):
+    for name in (
+        "rollout/num_prompt_tokens",
+        "rollout/num_response_tokens",
+        "rollout/length_share",
+    ):
         assert output.meta_info["metrics"][name] == expected.meta_info["metrics"][name]
 
 
@@ -122,15 +140,23 @@ def test_tools_kwargs(converse, make_prompts, recorder, tool_file, tokenizer) ->
     path = tool_file(ADD)
     given = [{"add": {"execute_kwargs": {"bonus": 100}}}, {"add": None}]
     engine = recorder({"tool\n": "done", "Tools": CALL})
-    output = converse(engine, make_prompts(["a", "b"], tools_kwargs=given), {"function_tool_path": path})
+    output = converse(
+        engine, make_prompts(["a", "b"], tools_kwargs=given), {"function_tool_path": path}
+    )
     assert ["\n142<" in text for text in _responses(output, tokenizer)] == [True, False]
     assert "bonus" not in tokenizer.decode(engine.seen[0][0])
-    with pytest.raises(RolloutError, match="tools_kwargs: got ad, expected names of tools: add") as raised:
-        converse(engine, make_prompts(["a"], tools_kwargs=[{"ad": {}}]), {"function_tool_path": path})
+    with pytest.raises(
+        RolloutError, match="tools_kwargs: got ad, expected names of tools: add"
+    ) as raised:
+        converse(
+            engine, make_prompts(["a"], tools_kwargs=[{"ad": {}}]), {"function_tool_path": path}
+        )
     assert raised.value.__notes__ == ["in the conversation of row 0, uid u0, turn 0"]
 
 
-def test_a_failing_tool_ends_its_own_sample(converse, make_prompts, recorder, tool_file, tokenizer, caplog) -> None:
+def test_a_failing_tool_ends_its_own_sample(
+    converse, make_prompts, recorder, tool_file, tokenizer, caplog
+) -> None:
     """The others go on; the reason names tool, arguments and error; the row ends with the model's own words."""
     path = tool_file(
         '''
@@ -145,24 +171,35 @@ def half(of: int) -> int:
     call = '<tool_call>{"name": "half", "arguments": {"of": %d}}</tool_call>'
     engine = recorder({"tool\n": "done", "of 3": call % 3, "of 4": call % 4})
     with caplog.at_level(logging.WARNING):
-        output = converse(engine, make_prompts(["half of 3", "half of 4"]), {"function_tool_path": path})
+        output = converse(
+            engine, make_prompts(["half of 3", "half of 4"]), {"function_tool_path": path}
+        )
     failed, went_on = _responses(output, tokenizer)
     assert failed == f"[{call % 3}<|im_end|>]"
     assert went_on.endswith("[done<|im_end|>]")
     reasons = _rows(output, "finish_reason")
-    assert reasons[0].startswith('tool_error: half({"of": 3}): got ValueError: odd') and reasons[1] == "stop"
+    assert (
+        reasons[0].startswith('tool_error: half({"of": 3}): got ValueError: odd')
+        and reasons[1] == "stop"
+    )
     assert "1 of 2 conversations failed. The first, row 0: tool_error: half" in caplog.text
     assert output.meta_info["metrics"]["rollout/num_failures"].value == 1
 
 
 def test_nothing_but_failures_stops_the_run(converse, make_prompts, recorder, tool_file) -> None:
     """A tool that never works is not a matter of samples."""
-    path = tool_file('@function_tool\ndef add(a: int, b: int) -> int:\n    """Adds."""\n    raise OSError("no disk")\n')
-    with pytest.raises(RolloutError, match=r"64 conversations in a row that failed.*OSError: no disk"):
+    path = tool_file(
+        '@function_tool\ndef add(a: int, b: int) -> int:\n    """Adds."""\n    raise OSError("no disk")\n'
+    )
+    with pytest.raises(
+        RolloutError, match=r"64 conversations in a row that failed.*OSError: no disk"
+    ):
         converse(recorder([CALL]), make_prompts(["x"] * 64), {"function_tool_path": path})
 
 
-def test_mistakes_of_the_model_are_answered(converse, make_prompts, recorder, tool_file, tokenizer) -> None:
+def test_mistakes_of_the_model_are_answered(
+    converse, make_prompts, recorder, tool_file, tokenizer
+) -> None:
     """No JSON, an unknown name, wrong arguments: the model reads what is wrong, and can do better."""
     engine = recorder(
         [
@@ -176,7 +213,12 @@ def test_mistakes_of_the_model_are_answered(converse, make_prompts, recorder, to
     config = {"function_tool_path": tool_file(ADD), "max_tool_response_length": 256}
     output = converse(engine, make_prompts(["40 and 2?"]), config, T=2500)
     (text,) = _responses(output, tokenizer)
-    for expected in ("is not JSON", "got the name 'sub', expected one of add", "b: Field required", "\n42<|im_end|>"):
+    for expected in (
+        "is not JSON",
+        "got the name 'sub', expected one of add",
+        "b: Field required",
+        "\n42<|im_end|>",
+    ):
         assert expected in text
     assert _rows(output, "finish_reason") == ["stop"]
     assert output.meta_info["metrics"]["rollout/num_refused_calls"].value == 3
@@ -202,46 +244,76 @@ async def wait(s: float) -> str:
         T=900,
     )
     (text,) = _responses(output, tokenizer)
-    assert text.index("waited 0.6") < text.index("waited 0.5") < text.index("only 2 calls of a turn are made")
+    assert (
+        text.index("waited 0.6")
+        < text.index("waited 0.5")
+        < text.index("only 2 calls of a turn are made")
+    )
     assert "waited 0.4" not in text
     assert 0.6 <= output.meta_info["metrics"]["timing_s/tools"].value < 1.05
 
 
-def test_a_tool_answer_that_does_not_fit(converse, make_prompts, recorder, tool_file, tokenizer) -> None:
+def test_a_tool_answer_that_does_not_fit(
+    converse, make_prompts, recorder, tool_file, tokenizer
+) -> None:
     """The conversation ends with the model's words: neither a part of the answer nor the answer alone is of use."""
     path, room = tool_file(ADD), len(tokenizer(CALL)["input_ids"]) + 1
     whole = len(tokenizer("\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     for length in (room + 5, room + whole):
-        output = converse(recorder([CALL, "42"]), make_prompts(["?"]), {"function_tool_path": path}, T=length)
+        output = converse(
+            recorder([CALL, "42"]), make_prompts(["?"]), {"function_tool_path": path}, T=length
+        )
         assert _responses(output, tokenizer) == [f"[{CALL}<|im_end|>]"]
         assert _rows(output, "finish_reason") == ["length"] and _rows(output, "num_turns") == [1]
-    output = converse(recorder([CALL, "42"]), make_prompts(["?"]), {"function_tool_path": path}, T=room + whole + 1)
-    assert _responses(output, tokenizer)[0].endswith("[42]") or _responses(output, tokenizer)[0].endswith("[4]")
+    output = converse(
+        recorder([CALL, "42"]),
+        make_prompts(["?"]),
+        {"function_tool_path": path},
+        T=room + whole + 1,
+    )
+    assert _responses(output, tokenizer)[0].endswith("[42]") or _responses(output, tokenizer)[
+        0
+    ].endswith("[4]")
     assert _rows(output, "num_turns") == [3]
 
 
 @pytest.mark.parametrize(
     ("limits", "reason", "num_turns"),
-    [({"max_assistant_turns": 2}, "max_assistant_turns", 3), ({"max_user_turns": 2}, "max_user_turns", 5)],
+    [
+        ({"max_assistant_turns": 2}, "max_assistant_turns", 3),
+        ({"max_user_turns": 2}, "max_user_turns", 5),
+    ],
 )
 def test_limits_on_turns(
     converse, make_prompts, recorder, tool_file, tmp_path, limits: dict, reason: str, num_turns: int
 ) -> None:
     """A tool is not called for a turn that must not come; the model has the last word."""
     log = tmp_path / "calls"
-    path = tool_file(ADD.replace("    return", f"    open({str(log)!r}, 'a').write('.')\n    return"))
-    output = converse(recorder([CALL]), make_prompts(["?"]), {"function_tool_path": path, **limits}, T=900)
+    path = tool_file(
+        ADD.replace("    return", f"    open({str(log)!r}, 'a').write('.')\n    return")
+    )
+    output = converse(
+        recorder([CALL]), make_prompts(["?"]), {"function_tool_path": path, **limits}, T=900
+    )
     assert _rows(output, "finish_reason") == [reason] and _rows(output, "num_turns") == [num_turns]
     assert len(log.read_text()) == num_turns // 2
-    assert output.batch["response_mask"][0][output.batch["attention_mask"][0, -900:].bool()][-1] == 1
+    assert (
+        output.batch["response_mask"][0][output.batch["attention_mask"][0, -900:].bool()][-1] == 1
+    )
 
 
-def test_a_prompt_that_its_tools_make_too_long(converse, make_prompts, recorder, tool_file, tokenizer) -> None:
+def test_a_prompt_that_its_tools_make_too_long(
+    converse, make_prompts, recorder, tool_file, tokenizer
+) -> None:
     """It ends its own sample: no token is generated, the reason says the lengths."""
     prompts = make_prompts(["short"], length=80)
-    output = converse(recorder(["x"]), prompts, {"function_tool_path": tool_file(ADD)}, prompt_length=80)
+    output = converse(
+        recorder(["x"]), prompts, {"function_tool_path": tool_file(ADD)}, prompt_length=80
+    )
     (reason,) = _rows(output, "finish_reason")
-    assert reason.startswith("prompt_length: ") and reason.endswith("with 1 tools, over data.max_prompt_length=80")
+    assert reason.startswith("prompt_length: ") and reason.endswith(
+        "with 1 tools, over data.max_prompt_length=80"
+    )
     assert not output.batch["response_mask"].any()
     assert torch.equal(output.batch["prompts"], prompts.batch["input_ids"])
 
@@ -262,7 +334,9 @@ class Dying:
     def __init__(self, tokenizer: Any) -> None:
         self.answer, self.num, self.given_up = tokenizer(CALL)["input_ids"], 0, 0
 
-    async def generate(self, prompt_token_ids: Any, sampling: Any, images: Any = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Any, sampling: Any, images: Any = None
+    ) -> Completion:
         self.num += 1
         if self.num == 3:
             raise RolloutError("engine", got="a dead process")
@@ -289,9 +363,14 @@ class Aborting:
     weight_version = 0
 
     def __init__(self, first: list[int]) -> None:
-        self.answers = [Completion(first, [0.0] * len(first), "stop", 0), Completion([], [], "abort", 0)]
+        self.answers = [
+            Completion(first, [0.0] * len(first), "stop", 0),
+            Completion([], [], "abort", 0),
+        ]
 
-    async def generate(self, prompt_token_ids: Any, sampling: Any, images: Any = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Any, sampling: Any, images: Any = None
+    ) -> Completion:
         return self.answers.pop(0)
 
 
@@ -343,7 +422,9 @@ def test_a_user_simulator(converse, make_prompts, recorder, tool_file, tokenizer
     assert _responses(output, tokenizer) == [turn, turn, "[It is 41.<|im_end|>]"]
     assert _rows(output, "turn_scores") == [[0.25, 1.0], [0.25, 0.25], []]
     assert _rows(output, "finish_reason") == ["interaction", "interaction", "stop"]
-    with pytest.raises(RolloutError, match=r"interaction_kwargs\.name: got 'pupil', expected one of teacher"):
+    with pytest.raises(
+        RolloutError, match=r"interaction_kwargs\.name: got 'pupil', expected one of teacher"
+    ):
         converse(engine, make_prompts(["?"], interaction_kwargs=[{"name": "pupil"}]), config)
 
 
@@ -351,11 +432,15 @@ def test_a_user_simulator_that_fails(converse, make_prompts, recorder, tool_file
     """Its kwargs do not fit: the sample ends and the reason says which method."""
     tool_file(USER, "teacher.py")
     path = tmp_path / "users.yaml"
-    path.write_text("interaction:\n  - {name: teacher, class_name: teacher.py:Teacher, config: {patience: 2}}\n")
+    path.write_text(
+        "interaction:\n  - {name: teacher, class_name: teacher.py:Teacher, config: {patience: 2}}\n"
+    )
     prompts = make_prompts(["?", "?"], interaction_kwargs=[{"name": "teacher"}, {}])
     output = converse(recorder(["x"]), prompts, {"interaction_config_path": str(path)})
     reasons = _rows(output, "finish_reason")
-    assert reasons[0].startswith("tool_error: interaction teacher, start_interaction: got TypeError")
+    assert reasons[0].startswith(
+        "tool_error: interaction teacher, start_interaction: got TypeError"
+    )
     assert reasons[1] == "stop"
 
 
@@ -372,14 +457,22 @@ def test_trace(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
     converse(engine, prompts, config, grade=grade, trace_dir=str(tmp_path / "trace"))
     (path,) = (tmp_path / "trace").iterdir()
     assert path.name.startswith("000012.validate.")
-    used, said = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    used, said = (
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
+    )
     assert (used["uid"], used["sample"], used["step"], used["score"]) == ("u0", 3, 12, "Infinity")
     assert [turn["role"] for turn in used["turns"]] == ["assistant", "tool", "assistant"]
     (call,) = used["turns"][1]["calls"]
-    assert (call["name"], call["answer"], json.loads(call["arguments"])) == ("add", "42", {"a": 40, "b": 2})
+    assert (call["name"], call["answer"], json.loads(call["arguments"])) == (
+        "add",
+        "42",
+        {"a": 40, "b": 2},
+    )
     tokens = [token for turn in used["turns"] for token in turn["token_ids"]]
     assert len(tokens) == used["num_response_tokens"] > used["num_model_tokens"]
-    assert used["prompt_token_ids"] == engine.seen[0][0] and used["finish_reason"] == "max_user_turns"
+    assert (
+        used["prompt_token_ids"] == engine.seen[0][0] and used["finish_reason"] == "max_user_turns"
+    )
     assert said["turns"][0]["text"] == "42<|im_end|>" and said["seconds"] > 0
     assert used["agent"] == "tool_agent"  # the default: the sample names no loop
 
@@ -409,9 +502,13 @@ def test_loops_of_ones_own(converse, make_prompts, recorder, tokenizer) -> None:
     """A sample names its loop; an environment that fails ends its own conversation; unknown names are refused."""
     engine = recorder({"Sure?": "yes", "": "abcdef"})
     prompts = make_prompts(["?"] * 3, agent_name=["test_second_thought", "test_broken", None])
-    output = converse(engine, prompts, mode="async", agent={"default_agent_loop": "single_turn_agent"})
+    output = converse(
+        engine, prompts, mode="async", agent={"default_agent_loop": "single_turn_agent"}
+    )
     first, broken, single = _responses(output, tokenizer)
-    assert first.startswith("[abc]<|im_end|>\n<|im_start|>user\nSure?") and first.endswith("[yes<|im_end|>]")
+    assert first.startswith("[abc]<|im_end|>\n<|im_start|>user\nSure?") and first.endswith(
+        "[yes<|im_end|>]"
+    )
     assert broken == single == "[abcdef<|im_end|>]"
     assert _rows(output, "finish_reason") == ["stop", "loop_error: KeyError: 'board'", "stop"]
     with pytest.raises(RolloutError, match="agent_name: got 'chess', expected one of"):
@@ -436,7 +533,9 @@ class Polite(AgentLoop):
         assert _responses(output, tokenizer) == ["[gladly<|im_end|>]"]
 
 
-def test_loops_that_a_yaml_file_lists(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
+def test_loops_that_a_yaml_file_lists(
+    converse, make_prompts, recorder, tool_file, tokenizer, tmp_path
+) -> None:
     """One class under two names, with an argument each; a class that is no loop is refused."""
     path = tool_file(
         """
@@ -451,7 +550,10 @@ class Polite(AgentLoop):
 """
     )
     listed = tmp_path / "loops.yaml"
-    entries = [{"name": f"test_{word}", "_target_": f"{path}:Polite", "word": word} for word in ("Please.", "Pray.")]
+    entries = [
+        {"name": f"test_{word}", "_target_": f"{path}:Polite", "word": word}
+        for word in ("Please.", "Pray.")
+    ]
     listed.write_text(yaml.safe_dump(entries))
     agent = {"agent_loop_path": str(listed)}
     prompts = make_prompts(["?", "?"], agent_name=["test_Please.", "test_Pray."])

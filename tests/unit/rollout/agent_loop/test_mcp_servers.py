@@ -12,7 +12,9 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop import AgentLoopManager
 
-needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed: no server was tried")
+needs_mcp = pytest.mark.skipif(
+    find_spec("mcp") is None, reason="the package mcp is not installed: no server was tried"
+)
 SERVER = '''
 import os, sys, time
 from mcp.server import MCPServer
@@ -90,7 +92,9 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
     assert "tool\n42<" in texts[0]
     assert "b: Field required" in texts[1]
     assert "Error: fail: " in texts[2] and "no luck" in texts[2]
-    assert output.non_tensor_batch["finish_reason"][3].startswith("tool_error: hang({}): got no response within 2 s")
+    assert output.non_tensor_batch["finish_reason"][3].startswith(
+        "tool_error: hang({}): got no response within 2 s"
+    )
 
 
 @needs_mcp
@@ -109,9 +113,21 @@ def test_a_server_that_dies(converse, make_prompts, recorder, tools_yaml) -> Non
 @pytest.mark.parametrize(
     ("more", "program", "expected"),
     [
-        ("    tools: [sub]\n", SERVER, "MCP server sums, tools: got sub, expected some of add, fail, die, hang"),
-        ("", "raise OSError('no disk')", r"MCP server sums: .*expected a server of tools. Try it alone: python serve"),
-        ("", "raise OSError('no disk')", r"(?s)standard error \(.*\.log\) ends with:.*OSError: no disk"),
+        (
+            "    tools: [sub]\n",
+            SERVER,
+            "MCP server sums, tools: got sub, expected some of add, fail, die, hang",
+        ),
+        (
+            "",
+            "raise OSError('no disk')",
+            r"MCP server sums: .*expected a server of tools. Try it alone: python serve",
+        ),
+        (
+            "",
+            "raise OSError('no disk')",
+            r"(?s)standard error \(.*\.log\) ends with:.*OSError: no disk",
+        ),
     ],
 )
 def test_servers_that_cannot_be_used(
@@ -119,11 +135,15 @@ def test_servers_that_cannot_be_used(
 ) -> None:
     """The error names the server and how to try it."""
     with pytest.raises(RolloutError, match=expected):
-        converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml(more, program)})
+        converse(
+            recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml(more, program)}
+        )
 
 
 @needs_mcp
-def test_a_proxy_that_cannot_be_used_is_named(converse, make_prompts, recorder, monkeypatch, tmp_path) -> None:
+def test_a_proxy_that_cannot_be_used_is_named(
+    converse, make_prompts, recorder, monkeypatch, tmp_path
+) -> None:
     """Before the server is asked; the proxy's password is not shown."""
     monkeypatch.setenv("HTTPS_PROXY", "gopher://me:secret@proxy.example:70")
     path = tmp_path / "tools.yaml"
@@ -136,14 +156,18 @@ def test_a_proxy_that_cannot_be_used_is_named(converse, make_prompts, recorder, 
 @pytest.mark.skipif(find_spec("mcp") is not None, reason="the package mcp is installed")
 def test_without_the_package(converse, make_prompts, recorder, tools_yaml) -> None:
     """The error says what to install."""
-    with pytest.raises(RolloutError, match=r"expected the package mcp\. Install it: pip install -e"):
+    with pytest.raises(
+        RolloutError, match=r"expected the package mcp\. Install it: pip install -e"
+    ):
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml()})
 
 
 @needs_mcp
 def test_standard_error_goes_to_a_file(tools_yaml, tokenizer, tmp_path: Path, capfd) -> None:
     """Nothing reaches the terminal; the manager's description names the file."""
-    program = SERVER.replace('server = MCPServer("sums")', 'server = MCPServer("sums")\nprint("loud", file=sys.stderr)')
+    program = SERVER.replace(
+        'server = MCPServer("sums")', 'server = MCPServer("sums")\nprint("loud", file=sys.stderr)'
+    )
     turns = {"enable": True, "tool_config_path": tools_yaml("", program)}
     config = RolloutConfig.model_validate({"mode": "async", "multi_turn": turns})
     lengths = {"prompt_length": 2000, "response_length": 400}

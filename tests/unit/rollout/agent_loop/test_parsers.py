@@ -13,7 +13,12 @@ from quadriga.rollout.agent_loop.parsers import PARSERS
 
 SCHEMAS = {
     "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "number"}}},
-    "say": {"properties": {"text": {"type": "string"}, "times": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+    "say": {
+        "properties": {
+            "text": {"type": "string"},
+            "times": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        }
+    },
 }
 CALLS = {
     "hermes": (
@@ -63,8 +68,25 @@ BROKEN = {
 
 PIECES = [
     *'<>/{}[]":=, \na1',
-    *("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>"),
-    *("</arg_key>", "<arg_value>", "</arg_value>", "to=functions.", "<|message|>", "<|call|>", '"name"', '"arguments"'),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=",
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+        "<arg_key>",
+    ),
+    *(
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "to=functions.",
+        "<|message|>",
+        "<|call|>",
+        '"name"',
+        '"arguments"',
+    ),
 ]
 
 
@@ -73,7 +95,11 @@ def test_calls_are_read(form: str) -> None:
     """Two calls with texts and numbers, each in the type that the tool asks for."""
     first, second = PARSERS[form](CALLS[form], SCHEMAS)
     assert (first.name, first.arguments, first.problem) == ("add", {"a": 1, "b": 2.5}, "")
-    assert (second.name, second.arguments, second.problem) == ("say", {"text": "12", "times": None}, "")
+    assert (second.name, second.arguments, second.problem) == (
+        "say",
+        {"text": "12", "times": None},
+        "",
+    )
 
 
 @pytest.mark.parametrize("form", PARSERS)
@@ -82,7 +108,9 @@ def test_text_without_a_call(form: str) -> None:
     assert PARSERS[form]('The sum is {"name": "add"} 3.<|im_end|>', SCHEMAS) == []
 
 
-@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in BROKEN.items() for text in texts])
+@pytest.mark.parametrize(
+    ("form", "text"), [(form, text) for form, texts in BROKEN.items() for text in texts]
+)
 def test_calls_that_cannot_be_read(form: str, text: str) -> None:
     """One call with a problem, which says what form is expected and does not grow with the text."""
     (call,) = PARSERS[form](text, SCHEMAS)
@@ -112,7 +140,9 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("before", ["", "<tool_call>", "<tool_call><function=a>", "<tool_call>a<arg_key>"])
+@pytest.mark.parametrize(
+    "before", ["", "<tool_call>", "<tool_call><function=a>", "<tool_call>a<arg_key>"]
+)
 def test_time_is_linear(name: str, before: str) -> None:
     """16 times the text: linear is 16, quadratic 256; what takes less than 20 ms is neither."""
 
@@ -129,7 +159,11 @@ def test_time_is_linear(name: str, before: str) -> None:
         assert long < 0.02 or long < 64 * short, (piece, short, long)
 
 
-@given(st.lists(st.sampled_from(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "a", " "])).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "a", " "])
+    ).map("".join)
+)
 def test_pairs_of_glm(body: str) -> None:
     """What the plain expression finds, in another time; of a key that stands twice the last value."""
     plain = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
@@ -137,7 +171,13 @@ def test_pairs_of_glm(body: str) -> None:
     assert call.problem or call.arguments == {key.strip(): value for key, value in plain}
 
 
-@given(st.lists(st.sampled_from(["to=functions.", "f", ".g ", "<|message|>", "<|call|>", "{}", " "])).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["to=functions.", "f", ".g ", "<|message|>", "<|call|>", "{}", " "])
+    ).map("".join)
+)
 def test_messages_of_gpt_oss(text: str) -> None:
     plain = r"to=functions\.([\w.\-]+)(?:(?!<\|message\|>).)*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)"
-    assert [call.name for call in PARSERS["gpt-oss"](text, {})] == [name for name, _ in re.findall(plain, text, re.S)]
+    assert [call.name for call in PARSERS["gpt-oss"](text, {})] == [
+        name for name, _ in re.findall(plain, text, re.S)
+    ]

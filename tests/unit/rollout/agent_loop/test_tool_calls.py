@@ -43,7 +43,9 @@ def thread() -> Iterator[ToolThread]:
 def answer(thread: ToolThread) -> Answer:
     """`answer(function, **arguments)`: what the model reads when it calls the function."""
 
-    def ask(function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any) -> ToolResponse:
+    def ask(
+        function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any
+    ) -> ToolResponse:
         spec = spec_of(function, name="act", description="Acts.")
         settings = MultiTurnConfig.model_validate(config or {})
 
@@ -226,7 +228,9 @@ def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
             return await tools.call_all([ToolCall("act", {"a": 2})])
 
     assert [told.text for told in asyncio.run(call())] == ["6"]
-    with pytest.raises(RolloutError, match=r"tools_kwargs\.act\.execute_kwargs: got a, expected one of scale"):
+    with pytest.raises(
+        RolloutError, match=r"tools_kwargs\.act\.execute_kwargs: got a, expected one of scale"
+    ):
         box(execute_kwargs={"a": 3})
     with pytest.raises(RolloutError, match=r"tools_kwargs\.act: got scale=3"):
         box(scale=3)
@@ -259,7 +263,9 @@ class Grudging(Tool):
         ("calc_reward", "much", "tool act, calc_reward: got 'much', expected a number"),
     ],
 )
-def test_what_fails_besides_a_call(thread: ToolThread, method: str, result: Any, expected: str) -> None:
+def test_what_fails_besides_a_call(
+    thread: ToolThread, method: str, result: Any, expected: str
+) -> None:
     """No model reads it: it ends the conversation, never the run."""
     spec = ToolSpec(partial(Grudging, method, result), *describe(Grudging.execute, name="act"))
 
@@ -290,7 +296,8 @@ def test_an_async_function_that_blocks_or_exits_costs_its_own_call() -> None:
 
     async def run() -> None:
         with pytest.raises(
-            ToolFailedError, match=r"blocked all others for 0.2 s, at .*test_tool_calls.py:\d+ in _blocks"
+            ToolFailedError,
+            match=r"blocked all others for 0.2 s, at .*test_tool_calls.py:\d+ in _blocks",
         ):
             await thread.call("tool", _blocks, {}, 0.2)
         with pytest.raises(ToolFailedError, match="RuntimeError: SystemExit: 3"):

@@ -33,7 +33,9 @@ def test_each_row_meets_its_own_prefix(prompts: list[int]) -> None:
     responses.resize(len(places), 1, 0, 0)
     plan = DecodePlan(prefixes, responses, places, CPU)
     plan.start_step([0] * len(places))
-    query, key, value = (torch.randn(len(places), heads, 1, 16, generator=generator) for heads in (6, 2, 2))
+    query, key, value = (
+        torch.randn(len(places), heads, 1, 16, generator=generator) for heads in (6, 2, 2)
+    )
     seen, read = torch.cat((keys[places], key), 2), torch.cat((values[places], value), 2)
     scores = query.unflatten(1, (2, 3)) @ seen.unsqueeze(2).transpose(-1, -2) * 0.3
     expected = (scores.softmax(-1) @ read.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
@@ -41,7 +43,10 @@ def test_each_row_meets_its_own_prefix(prompts: list[int]) -> None:
 
 
 def _plan(
-    kind: type[DecodePlan | CompiledPlan], prefixes: PrefixCache, responses: ResponseCache, places: list[int]
+    kind: type[DecodePlan | CompiledPlan],
+    prefixes: PrefixCache,
+    responses: ResponseCache,
+    places: list[int],
 ) -> DecodePlan | CompiledPlan:
     if kind is DecodePlan:
         return DecodePlan(prefixes, responses, places, torch.device("cpu"))
@@ -97,7 +102,9 @@ def test_prefix_and_answer_put_together(
         for row, place in enumerate(places):
             own[row] = [*own[row][: written[row]], (key[row], value[row])]
             seen = torch.cat([keys[place, :, : lengths[place]], *(pair[0] for pair in own[row])], 1)
-            read = torch.cat([values[place, :, : lengths[place]], *(pair[1] for pair in own[row])], 1)
+            read = torch.cat(
+                [values[place, :, : lengths[place]], *(pair[1] for pair in own[row])], 1
+            )
             seen, read = seen.repeat_interleave(group, 0), read.repeat_interleave(group, 0)
             scores = query[row] @ seen.transpose(-1, -2) * 0.3
             if softcap is not None:
@@ -116,7 +123,10 @@ def test_the_plan_fits_the_model() -> None:
     responses, prefixes = ResponseCache(), {size: PrefixCache(["abc"]) for size in (24, 32)}
     for size, cache in prefixes.items():
         cache.write(0, slice(0, 1), torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, size))
-    chosen = [type(plan_decoding(cache, responses, [0], torch.device("cpu"))) for cache in prefixes.values()]
+    chosen = [
+        type(plan_decoding(cache, responses, [0], torch.device("cpu")))
+        for cache in prefixes.values()
+    ]
     assert chosen == [DecodePlan, DecodePlan if kernels() is None else CompiledPlan]
 
 
@@ -124,7 +134,9 @@ def test_the_plan_fits_the_model() -> None:
 def test_attention_written_out(is_masked: bool) -> None:
     """What other devices compute step by step is what the CPU's kernel computes, to the precision of bfloat16."""
     generator = torch.Generator().manual_seed(2)
-    query, keys, values = (torch.randn(2, 3, count, 16, generator=generator).bfloat16() for count in (4, 9, 9))
+    query, keys, values = (
+        torch.randn(2, 3, count, 16, generator=generator).bfloat16() for count in (4, 9, 9)
+    )
     mask = torch.zeros(2, 1, 1, 9)
     mask[1, ..., 5:] = torch.finfo(torch.float32).min
     args = (mask if is_masked else None, 0.25)
@@ -136,7 +148,9 @@ def test_attention_written_out(is_masked: bool) -> None:
 
 def _prefixes(*prefixes: str, fill: float) -> PrefixCache:
     cache = PrefixCache(prefixes)
-    states = fill + torch.arange(len(prefixes)).float()[:, None, None, None].expand(-1, 2, max(cache.lengths), 4)
+    states = fill + torch.arange(len(prefixes)).float()[:, None, None, None].expand(
+        -1, 2, max(cache.lengths), 4
+    )
     cache.write(0, slice(0, len(prefixes)), states, -states)
     cache.last_hidden = states[:, 0, 0]
     return cache
@@ -150,7 +164,11 @@ def test_prefixes_come_and_go() -> None:
     assert (cache.prefixes, cache.keys[0].shape) == (["aa", "ccc"], (2, 2, 3, 4))
     cache.extend(_prefixes("dddddd", fill=7.0))
     assert (cache.prefixes, cache.lengths) == (["aa", "ccc", "dddddd"], [2, 3, 6])
-    assert cache.keys[0][:, 0, :, 0].tolist() == [[1, 1, 1, 0, 0, 0], [3, 3, 3, 0, 0, 0], [7, 7, 7, 7, 7, 7]]
+    assert cache.keys[0][:, 0, :, 0].tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [3, 3, 3, 0, 0, 0],
+        [7, 7, 7, 7, 7, 7],
+    ]
     assert cache.values[0][:, 1, 0, 0].tolist() == [-1, -3, -7]
     assert cache.last_hidden is not None
     assert cache.last_hidden[:, 0].tolist() == [1, 3, 7]
@@ -159,7 +177,9 @@ def test_prefixes_come_and_go() -> None:
 def _write(cache: ResponseCache, written: list[int]) -> torch.Tensor:
     """Row r writes 100 r + written[r] into each of two layers; returns what the cache shows, [R, t]."""
     cache.start_step(torch.tensor(written), max(written) + 1)
-    states = torch.tensor([100.0 * row + count for row, count in enumerate(written)])[:, None, None, None]
+    states = torch.tensor([100.0 * row + count for row, count in enumerate(written)])[
+        :, None, None, None
+    ]
     for layer in range(2):
         keys, values = cache.write(layer, states.expand(-1, 2, 1, 4), -states.expand(-1, 2, 1, 4))
         assert torch.equal(keys, -values)

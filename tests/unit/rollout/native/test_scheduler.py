@@ -63,7 +63,9 @@ def test_places_are_refilled_when_it_pays() -> None:
 def test_tokens_of_a_round() -> None:
     """Prefixes that are computed in one round stay within its tokens; one that is larger alone starts alone."""
     scheduler: Scheduler[Request] = Scheduler(10, 5)
-    scheduler.add([Request((1,) * 9), Request((2,) * 3), Request((2,) * 3), Request((3,) * 2), Request((4,))])
+    scheduler.add(
+        [Request((1,) * 9), Request((2,) * 3), Request((2,) * 3), Request((3,) * 2), Request((4,))]
+    )
     assert len(scheduler.admit(room=1)) == 1
     assert [len(request.prefix) for request in scheduler.admit(room=1)] == [3, 3, 2]
 
@@ -89,7 +91,10 @@ def test_a_full_cache() -> None:
     st.one_of(st.none(), st.integers(12, 60)),
 )
 def test_every_request_runs_once(
-    requests: list[tuple[int, int]], max_num_seqs: int, refill_share: float, max_cache_tokens: int | None
+    requests: list[tuple[int, int]],
+    max_num_seqs: int,
+    refill_share: float,
+    max_cache_tokens: int | None,
 ) -> None:
     """Each request gets exactly the steps that it needs, within the places and the cache that there are."""
     scheduler: Scheduler[Request] = Scheduler(max_num_seqs, 10, max_cache_tokens, refill_share)

@@ -69,7 +69,9 @@ class Direct:
         return self.answer
 
 
-def _engine(answer: dict[str, Any] | None = None, *, has_seeds: bool = False) -> tuple[SGLangEngine, Direct]:
+def _engine(
+    answer: dict[str, Any] | None = None, *, has_seeds: bool = False
+) -> tuple[SGLangEngine, Direct]:
     """With weights."""
     connection = Direct(answer, has_seeds=has_seeds)
     engine = SGLangEngine(connection, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64)
@@ -79,7 +81,10 @@ def _engine(answer: dict[str, Any] | None = None, *, has_seeds: bool = False) ->
 
 def _answer(tokens: list[int], log_probs: list[float | None], reason: str) -> dict[str, Any]:
     numbers = [[one, token, None] for one, token in zip(log_probs, tokens, strict=False)]
-    return {"output_ids": tokens, "meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": numbers}}
+    return {
+        "output_ids": tokens,
+        "meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": numbers},
+    }
 
 
 def test_weights_arrive_whole_and_are_vouched_for() -> None:
@@ -90,9 +95,17 @@ def test_weights_arrive_whole_and_are_vouched_for() -> None:
         with torch.no_grad():
             sent.embed.weight.add_(version)
         CopiedWeights().publish(sent.named_parameters(), engine, version)
-        assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
+        assert all(
+            torch.equal(one, own)
+            for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True)
+        )
     methods = [method for method, _ in direct.asked]
-    one = ["begin_weight_update", "update_weights_from_tensor", "update_weights_from_tensor", "end_weight_update"]
+    one = [
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "update_weights_from_tensor",
+        "end_weight_update",
+    ]
     assert methods == [*one, "get_weights_by_name", "flush_cache"] * 2
     assert direct.model.get_weights_by_name(FINGERPRINTS) == [{}]
 
@@ -104,16 +117,25 @@ def test_what_travels_is_only_lent() -> None:
 
     def stream() -> Any:
         for name, tensor in sent.named_parameters():
-            lent = shared[: tensor.numel()].to(tensor.dtype) if tensor.dtype != shared.dtype else shared
+            lent = (
+                shared[: tensor.numel()].to(tensor.dtype)
+                if tensor.dtype != shared.dtype
+                else shared
+            )
             lent = lent[: tensor.numel()].view(tensor.shape)
             lent.copy_(tensor.detach())
             yield name, lent
 
     engine.load_weights(stream(), 1)
-    assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, own)
+        for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("num_weights", "last"), [(1, "end_weight_update"), (2, "get_weights_by_name")])
+@pytest.mark.parametrize(
+    ("num_weights", "last"), [(1, "end_weight_update"), (2, "get_weights_by_name")]
+)
 def test_a_stream_that_breaks_off_leaves_no_session_open(num_weights: int, last: str) -> None:
     """Before the first bucket or after it: the next load can begin, and has fingerprints of its own only."""
     engine, direct = _engine()
@@ -130,10 +152,19 @@ def test_a_stream_that_breaks_off_leaves_no_session_open(num_weights: int, last:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (SamplingParams(4, temperature=0.7, top_k=3, seed=9), {"temperature": 0.7, "top_k": 3, "sampling_seed": 9}),
-        (SamplingParams(4, temperature=0.7, top_k=3, do_sample=False), {"temperature": 0.0, "top_k": -1}),
+        (
+            SamplingParams(4, temperature=0.7, top_k=3, seed=9),
+            {"temperature": 0.7, "top_k": 3, "sampling_seed": 9},
+        ),
+        (
+            SamplingParams(4, temperature=0.7, top_k=3, do_sample=False),
+            {"temperature": 0.0, "top_k": -1},
+        ),
         (SamplingParams(4, stop_token_ids=(7,)), {"stop_token_ids": [1, 7], "ignore_eos": False}),
-        (SamplingParams(4, ignore_eos=True, stop=("x",)), {"stop_token_ids": [], "ignore_eos": True, "stop": ["x"]}),
+        (
+            SamplingParams(4, ignore_eos=True, stop=("x",)),
+            {"stop_token_ids": [], "ignore_eos": True, "stop": ["x"]},
+        ),
     ],
 )
 def test_requests(params: SamplingParams, words: dict[str, Any]) -> None:
@@ -186,14 +217,18 @@ def test_requests_that_are_refused(changes: dict[str, Any], message: str) -> Non
 
 def test_a_server_that_is_not_there() -> None:
     """Told at once, with its address."""
-    with pytest.raises(RolloutError, match=r"http://127\.0\.0\.1:1/server_info: got a server that does not answer"):
+    with pytest.raises(
+        RolloutError, match=r"http://127\.0\.0\.1:1/server_info: got a server that does not answer"
+    ):
         SGLangServer("http://127.0.0.1:1", max_model_len=20)
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is here")
 def test_without_sglang() -> None:
     """The error says how to get it, and no process is left."""
-    with pytest.raises(RolloutError, match=r"no SGLang in this environment.*scripts/install-sglang"):
+    with pytest.raises(
+        RolloutError, match=r"no SGLang in this environment.*scripts/install-sglang"
+    ):
         SGLangProcess({})
 
 
@@ -206,11 +241,21 @@ def test_images_travel_beside_a_prompt_with_one_token_for_each() -> None:
     text, shown = engine.generate_batch([[3, 4, 4, 4]] * 2, [SamplingParams(4)] * 2, [None, images])
     assert text.token_ids == shown.token_ids == [2, 1]
     (_, plain), (_, asked) = direct.asked
-    assert "image_data" not in plain and plain["input_ids"] == [3, 4, 4, 4] and asked["input_ids"] == [3, 4]
+    assert (
+        "image_data" not in plain
+        and plain["input_ids"] == [3, 4, 4, 4]
+        and asked["input_ids"] == [3, 4]
+    )
     [url] = asked["image_data"]
     file = io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
     assert Image.open(file).tobytes() == noise(8, 8).tobytes()
-    with pytest.raises(RolloutError, match=r"sglang\.generate: got a prompt of 4 tokens, expected 3, as the data"):
+    with pytest.raises(
+        RolloutError, match=r"sglang\.generate: got a prompt of 4 tokens, expected 3, as the data"
+    ):
         asyncio.run(engine.generate([3, 4, 4], SamplingParams(4), images))
-    with pytest.raises(RolloutError, match=r"sglang\.generate: got a prompt with videos, expected text and images"):
-        engine.generate_batch([[3, 4, 4, 4]], [SamplingParams(4)], [replace(images, videos=((None, {}),))])
+    with pytest.raises(
+        RolloutError, match=r"sglang\.generate: got a prompt with videos, expected text and images"
+    ):
+        engine.generate_batch(
+            [[3, 4, 4, 4]], [SamplingParams(4)], [replace(images, videos=((None, {}),))]
+        )

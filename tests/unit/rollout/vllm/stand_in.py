@@ -50,14 +50,19 @@ class Process(WorkerExtension):
         sizes = {} if adapter is None else adapter.manifest.shapes
         modules = [name.partition(".lora_A.")[0] for name in sizes if ".lora_A." in name]
         self.layers = {
-            module: Layer(sizes[factor_names(f"{module}.weight")[1]][0], sizes[factor_names(f"{module}.weight")[0]][1])
+            module: Layer(
+                sizes[factor_names(f"{module}.weight")[1]][0],
+                sizes[factor_names(f"{module}.weight")[0]][1],
+            )
             for module in modules
         }
         model = nn.ModuleList(self.layers.values())
         model.load_weights = self.take
         self.model_runner = SimpleNamespace(get_model=lambda: model)
         self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"))
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), lora_config=None)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), lora_config=None
+        )
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The model's `load_weights`."""
@@ -133,7 +138,10 @@ class StandIn(VLLMEngine):
         super().__init__(*args, **more)
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Any = None,
     ) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         # The token says which adapter it is.
@@ -144,7 +152,9 @@ class StandIn(VLLMEngine):
     def load_weights(self, weights: Any, version: int) -> None:
         names: list[str] = []
         self.loads.append(names)
-        super().load_weights(((names.append(name), (name, tensor))[1] for name, tensor in weights), version)
+        super().load_weights(
+            ((names.append(name), (name, tensor))[1] for name, tensor in weights), version
+        )
 
     def _make_core(self) -> StandInCore:
         return StandInCore(self.adapter)

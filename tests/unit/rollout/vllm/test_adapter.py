@@ -43,7 +43,10 @@ def manifest(shapes: dict[str, tuple[int, ...]]) -> Manifest:
 def weights(seed: int, *, with_frozen: bool) -> list[tuple[str, torch.Tensor]]:
     """In the order of a model: an adapter's matrices stand among the others."""
     noise = torch.Generator().manual_seed(seed)
-    drawn = [(name, torch.randn(shape, generator=noise)) for name, shape in sorted((FROZEN | FACTORS).items())]
+    drawn = [
+        (name, torch.randn(shape, generator=noise))
+        for name, shape in sorted((FROZEN | FACTORS).items())
+    ]
     return [one for one in drawn if with_frozen or is_factor(one[0])]
 
 
@@ -89,7 +92,9 @@ def test_frozen_weights_come_once(engine: StandIn) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_weights_in_shared_memory(engine: StandIn, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_shared_memory(
+    engine: StandIn, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As processes of its own get them: in one bucket or many, bit by bit, of any dtype, in one piece or not."""
     monkeypatch.setattr(engine.core, "is_in_process", False)
     engine.bucket_bytes = bucket_bytes
@@ -99,9 +104,16 @@ def test_weights_in_shared_memory(engine: StandIn, bucket_bytes: int, monkeypatc
     CopiedWeights().publish(sent.items(), engine, 1)
     held = engine.core.processes[0].weights
     assert held.keys() == FROZEN.keys()
-    assert all(torch.equal(tensor, sent[name]) and tensor.dtype == sent[name].dtype for name, tensor in held.items())
+    assert all(
+        torch.equal(tensor, sent[name]) and tensor.dtype == sent[name].dtype
+        for name, tensor in held.items()
+    )
     assert engine.core.asked.count("load_bucket") == {1: 3, 100: 3, 1 << 20: 1}[bucket_bytes]
-    assert not [link for link in Path("/proc/self/fd").iterdir() if "quadriga-weights" in str(link.resolve())]
+    assert not [
+        link
+        for link in Path("/proc/self/fd").iterdir()
+        if "quadriga-weights" in str(link.resolve())
+    ]
 
 
 def test_a_stream_that_breaks_off(engine: StandIn) -> None:
@@ -165,7 +177,10 @@ def stream(kind: str) -> Iterator[tuple[str, torch.Tensor]]:
     ("kind", "message"),
     [
         ("incomplete", rf"a stream without 1 of 7 weights: {A}"),
-        ("with a frozen weight", r"a stream without 2 of 7 weights: embed\.weight, layer\.q_proj\.weight"),
+        (
+            "with a frozen weight",
+            r"a stream without 2 of 7 weights: embed\.weight, layer\.q_proj\.weight",
+        ),
     ],
 )
 def test_sets_that_are_not_complete(engine: StandIn, kind: str, message: str) -> None:
@@ -194,7 +209,8 @@ def test_answers_that_are_under_way(engine: StandIn) -> None:
 def test_what_vllm_is_told(engine: StandIn) -> None:
     """Room for a rank that it knows, and the ends of the modules' names; nothing of it without an adapter."""
     told = {
-        name: engine.arguments[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
+        name: engine.arguments[name]
+        for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
     }
     assert told == {
         "enable_lora": True,
@@ -210,9 +226,13 @@ def test_what_vllm_is_told(engine: StandIn) -> None:
 def test_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is vLLM's own, asked for where the key says so; on a CPU the engine is refused before there is one."""
     stand_in_for_vllm(monkeypatch)
-    keys = [f"actor_rollout_ref.rollout.{name}_parallel_size=2" for name in ("tensor_model", "expert")]
+    keys = [
+        f"actor_rollout_ref.rollout.{name}_parallel_size=2" for name in ("tensor_model", "expert")
+    ]
     engine = stand_in(None, *keys)
-    assert engine.arguments["enable_expert_parallel"] and engine.arguments["tensor_parallel_size"] == 2
+    assert (
+        engine.arguments["enable_expert_parallel"] and engine.arguments["tensor_parallel_size"] == 2
+    )
     assert not stand_in(None, keys[0]).arguments["enable_expert_parallel"]
     with pytest.raises(ConfigError, match="expert_parallel_size: got 2, on a CPU"):
         VLLMEngine.from_config(engine.setup)
@@ -220,7 +240,9 @@ def test_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_vllm(monkeypatch, "0.31.2")
-    with pytest.raises(RolloutError, match=r"vLLM 0\.31\.2, expected 0\.32 or newer.*lora_merge=true"):
+    with pytest.raises(
+        RolloutError, match=r"vLLM 0\.31\.2, expected 0\.32 or newer.*lora_merge=true"
+    ):
         stand_in()
     stand_in(None)
 

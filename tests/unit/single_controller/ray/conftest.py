@@ -13,7 +13,13 @@ pytest.importorskip("ray")
 
 from quadriga.protocol import DataProto, deep_equal
 from quadriga.protocol.memory import bytes_of
-from quadriga.single_controller.ray.transport import Message, Outbox, pack_result, unpack, unpack_result
+from quadriga.single_controller.ray.transport import (
+    Message,
+    Outbox,
+    pack_result,
+    unpack,
+    unpack_result,
+)
 
 
 class Shelf(Outbox):
@@ -60,7 +66,10 @@ class Post:
 
     def there(self, parts: Sequence[DataProto]) -> list[DataProto]:
         """The parts, one to a rank, as the ranks get them."""
-        return [self.received(message)[0][0] for message in self.outbox.pack([((part,), {}) for part in parts])]
+        return [
+            self.received(message)[0][0]
+            for message in self.outbox.pack([((part,), {}) for part in parts])
+        ]
 
     @staticmethod
     def back(output: Any, borrow: bool = False) -> Any:
@@ -80,7 +89,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def check_same(left: DataProto, right: DataProto) -> None:
     """Raise unless two batches are the same to the bit."""
     assert len(left) == len(right)
-    assert deep_equal(left.non_tensor_batch, right.non_tensor_batch) and deep_equal(left.meta_info, right.meta_info)
+    assert deep_equal(left.non_tensor_batch, right.non_tensor_batch) and deep_equal(
+        left.meta_info, right.meta_info
+    )
     assert (left.batch is None) == (right.batch is None)
     if left.batch is not None:
         assert list(left.batch.keys(True)) == list(right.batch.keys(True))

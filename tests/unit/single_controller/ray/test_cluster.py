@@ -55,7 +55,10 @@ def test_an_address_of_another_program() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         said = refusal(address=f"127.0.0.1:{server.server_port}")
         server.shutdown()
-    assert f"got '127.0.0.1:{server.server_port}', where something else answers, expected the address" in said
+    assert (
+        f"got '127.0.0.1:{server.server_port}', where something else answers, expected the address"
+        in said
+    )
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:port"])
@@ -78,12 +81,18 @@ def test_what_is_no_address(address: str) -> None:
         ),
     ],
 )
-def test_a_cluster_that_cannot_be_started(arguments: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_cannot_be_started(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a program of its own: this one may be connected to a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     program = f"from quadriga.single_controller.ray.cluster import cluster\nwith cluster({arguments}):\n    pass\n"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        check=False,
     )
     assert said in done.stderr
 
@@ -142,7 +151,9 @@ def test_in_a_thread_no_handler_is_set() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_cluster_of_another_version_is_said_in_rays_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_another_version_is_said_in_rays_own_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ray's check of versions stands in for a cluster that runs another one."""
     theirs = {"ray_version": "2.49.1", "python_version": "3.10.4"}
     monkeypatch.setattr(ray, "init", lambda **_: check_version_info(theirs, "10.0.0.2"))
@@ -155,7 +166,13 @@ def test_a_cluster_of_another_version_is_said_in_rays_own_numbers(monkeypatch: p
 
 def test_variables_that_follow_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets stay with the driver: Ray shows the variables of a job."""
-    followers = {"HF_HUB_OFFLINE", "PYTORCH_ALLOC_CONF", "TRITON_CACHE_DIR", "VLLM_USE_V1", "SGLANG_LOG_MS"}
+    followers = {
+        "HF_HUB_OFFLINE",
+        "PYTORCH_ALLOC_CONF",
+        "TRITON_CACHE_DIR",
+        "VLLM_USE_V1",
+        "SGLANG_LOG_MS",
+    }
     for name in (*followers, "HF_TOKEN", "WANDB_API_KEY", "SOMETHING_ELSE"):
         monkeypatch.setenv(name, "1")
     shown = forwarded_variables()

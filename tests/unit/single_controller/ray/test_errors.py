@@ -83,11 +83,16 @@ def test_rays_own_out_of_memory_gives_the_sizes_of_node_and_process():
         "Ray killed it to save the node"
     )
     assert "lower the micro-batches" in fix
-    assert "by this process" not in cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), CrashLog(), 0, 1)[0]
+    assert (
+        "by this process"
+        not in cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), CrashLog(), 0, 1)[0]
+    )
 
 
 def test_an_older_rays_sentence_is_understood_and_a_call_after_the_death_too():
-    assert got(OutOfMemoryError(OUT_OF_MEMORY_OF_OLD)).startswith("out of memory: 27.71GB of the node's 28.80GB")
+    assert got(OutOfMemoryError(OUT_OF_MEMORY_OF_OLD)).startswith(
+        "out of memory: 27.71GB of the node's 28.80GB"
+    )
     assert got(died(OUT_OF_MEMORY)).startswith("out of memory: 2.17GB of the node's 23.54GB")
 
 
@@ -117,12 +122,18 @@ def test_a_process_that_cannot_be_set_up_gives_the_last_word_of_rays_story():
                  "ModuleNotFoundError: No module named 'quadriga'\n")  # fmt: skip
     error._actor_init_failed = True
 
-    assert got(error) == "the process could not be set up: ModuleNotFoundError: No module named 'quadriga'"
+    assert (
+        got(error)
+        == "the process could not be set up: ModuleNotFoundError: No module named 'quadriga'"
+    )
 
 
 def test_the_kernel_is_named_if_it_killed_something_for_memory_since_the_process_started():
     assert got(died(END_OF_FILE), CrashLog(oom_kills=3), 3).startswith("it ended without a word")
-    assert got(died(END_OF_FILE), CrashLog(oom_kills=4), 3) == "killed by the kernel while the node was out of memory"
+    assert (
+        got(died(END_OF_FILE), CrashLog(oom_kills=4), 3)
+        == "killed by the kernel while the node was out of memory"
+    )
 
 
 def test_the_signal_and_the_place_come_from_the_fault_handler(tmp_path):
@@ -132,10 +143,18 @@ def test_the_signal_and_the_place_come_from_the_fault_handler(tmp_path):
     log.write_text(FATAL.format(current=pytest.__file__))
     in_library = crash_log(str(log))
 
-    assert got(died(END_OF_FILE), here) == "SIGSEGV (segmentation fault) at /code/train.py:1069 in main_loop"
-    assert got(died(END_OF_FILE), in_library) == "SIGSEGV (segmentation fault) at /code/kernels.py:16 in launch"
+    assert (
+        got(died(END_OF_FILE), here)
+        == "SIGSEGV (segmentation fault) at /code/train.py:1069 in main_loop"
+    )
+    assert (
+        got(died(END_OF_FILE), in_library)
+        == "SIGSEGV (segmentation fault) at /code/kernels.py:16 in launch"
+    )
     assert "loading the model" in here.last_lines
-    assert not [line for line in here.last_lines if line.startswith((":actor_name", "Extension modules"))]
+    assert not [
+        line for line in here.last_lines if line.startswith((":actor_name", "Extension modules"))
+    ]
 
 
 def test_the_last_lines_are_few_unless_the_fault_handler_wrote_more(tmp_path):
@@ -143,7 +162,11 @@ def test_the_last_lines_are_few_unless_the_fault_handler_wrote_more(tmp_path):
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     assert crash_log(str(log)).last_lines == tuple(f"line {number}" for number in range(80, 100))
 
-    log.write_text("before\n" * 50 + "Fatal Python error: Aborted\n" + '  File "/code/a.py", line 1 in f\n' * 40)
+    log.write_text(
+        "before\n" * 50
+        + "Fatal Python error: Aborted\n"
+        + '  File "/code/a.py", line 1 in f\n' * 40
+    )
     lines = crash_log(str(log)).last_lines
     assert (len(lines), lines[0]) == (41, "Fatal Python error: Aborted")
 
@@ -167,8 +190,16 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [1
     ("error", "cause", "expected"),
     [
         (RuntimeError(GLOO), None, PeerLostError),
-        (WeightSyncError("engine", got="it rejected the weights"), RuntimeError(GLOO), PeerLostError),
-        (WeightSyncError("engine", got="it rejected the weights"), RuntimeError("mat1 and mat2"), WeightSyncError),
+        (
+            WeightSyncError("engine", got="it rejected the weights"),
+            RuntimeError(GLOO),
+            PeerLostError,
+        ),
+        (
+            WeightSyncError("engine", got="it rejected the weights"),
+            RuntimeError("mat1 and mat2"),
+            WeightSyncError,
+        ),
         (RuntimeError("mat1 and mat2 shapes"), None, WorkerError),
         (ConnectionResetError("Connection reset by peer"), None, WorkerError),
     ],

@@ -42,7 +42,11 @@ def awkward() -> DataProto:
     """Everything that is not a plain large contiguous column."""
     base = torch.arange(float(ROWS * 4096)).view(ROWS, 4096)
     image = Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3))
-    shared = {"pixels": torch.rand(3, 40, 40), "grid": np.arange(2000).reshape(4, 500), "image": image}
+    shared = {
+        "pixels": torch.rand(3, 40, 40),
+        "grid": np.arange(2000).reshape(4, 500),
+        "image": image,
+    }
     return DataProto.from_dict(
         {
             "plain": base,
@@ -65,8 +69,12 @@ def awkward() -> DataProto:
             "number": np.arange(ROWS * 900.0).reshape(ROWS, 900),
             "nothing": [None] * ROWS,
             "ids": [list(range(row, 600)) for row in range(ROWS)],
-            "media": object_array([shared if row % 2 else {"pixels": torch.rand(3, 50, 50)} for row in range(ROWS)]),
-            "nested": [{"a": [torch.tensor(row), (np.float64("nan"), {1, 2})]} for row in range(ROWS)],
+            "media": object_array(
+                [shared if row % 2 else {"pixels": torch.rand(3, 50, 50)} for row in range(ROWS)]
+            ),
+            "nested": [
+                {"a": [torch.tensor(row), (np.float64("nan"), {1, 2})]} for row in range(ROWS)
+            ],
         },
         {"metrics": {"loss": torch.tensor(1.0)}, "temperature": 0.7, "weights": [torch.ones(3)]},
     )
@@ -90,7 +98,9 @@ def test_everything_arrives(post: Any, same: Any, ranks: int) -> None:
 @pytest.mark.parametrize("rows", [4, 40_000], ids=["inline", "in the store"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(post: Any, same: Any, dtype: torch.dtype, rows: int) -> None:
-    data = DataProto.from_dict({"x": torch.tensor([[0.0, 1.0, -0.0], [3.0, 5.0, 2.0]]).repeat(rows // 2, 1).to(dtype)})
+    data = DataProto.from_dict(
+        {"x": torch.tensor([[0.0, 1.0, -0.0], [3.0, 5.0, 2.0]]).repeat(rows // 2, 1).to(dtype)}
+    )
     parts = data.chunk(3)
     for arrived, sent in zip(post.there(parts), parts, strict=True):
         same(arrived, sent)
@@ -110,7 +120,9 @@ def test_large_and_small_buffers_of_objects(post: Any, same: Any) -> None:
 
 @pytest.mark.parametrize("rows", [3, 3000])
 def test_nested_columns(post: Any, same: Any, rows: int) -> None:
-    nested = TensorDict({"p": torch.rand(rows, 20), "q": {"r": torch.arange(rows)}}, batch_size=[rows])
+    nested = TensorDict(
+        {"p": torch.rand(rows, 20), "q": {"r": torch.arange(rows)}}, batch_size=[rows]
+    )
     data = DataProto(batch=TensorDict({"image": nested, "x": torch.rand(rows)}, batch_size=[rows]))
     parts = data.chunk(2)
     post.check(parts)
@@ -118,20 +130,31 @@ def test_nested_columns(post: Any, same: Any, rows: int) -> None:
 
 
 def test_without_columns_and_without_rows(post: Any, same: Any) -> None:
-    for data in (DataProto(meta_info={"a": 1}), DataProto(), awkward()[:0], DataProto(TensorDict({}, [3]))):
+    for data in (
+        DataProto(meta_info={"a": 1}),
+        DataProto(),
+        awkward()[:0],
+        DataProto(TensorDict({}, [3])),
+    ):
         post.check([data])
         same(post.back(data), data)
 
 
 def test_other_arguments_and_outputs(post: Any, same: Any) -> None:
     data = DataProto.from_dict({"x": torch.arange(3)})
-    call = ((1, "a", data, torch.ones(2)), {"lr": 0.1, "more": {"data": data, "t": [torch.zeros(3)]}, "none": None})
+    call = (
+        (1, "a", data, torch.ones(2)),
+        {"lr": 0.1, "more": {"data": data, "t": [torch.zeros(3)]}, "none": None},
+    )
     args, kwargs = post.received(post.outbox.pack([call])[0])
     assert args[:2] == (1, "a") and kwargs["lr"] == 0.1 and kwargs["none"] is None
     same(args[2], data)
     same(kwargs["more"]["data"], data)
     args[3][0] = kwargs["more"]["t"][0][0] = 5.0
-    assert post.back({"a": [torch.ones(2), data], "b": None})["a"][0].tolist() == [1, 1] and post.back(None) is None  # type: ignore[arg-type]
+    assert (
+        post.back({"a": [torch.ones(2), data], "b": None})["a"][0].tolist() == [1, 1]
+        and post.back(None) is None
+    )  # type: ignore[arg-type]
 
 
 def test_what_arrives_is_the_ranks_own(post: Any, same: Any) -> None:
@@ -141,7 +164,9 @@ def test_what_arrives_is_the_ranks_own(post: Any, same: Any) -> None:
     for key, column in first.batch.items():
         if column.numel():
             column.zero_()
-        assert column.untyped_storage().nbytes() == column.nbytes, f"{key} holds on to no more than its rows"
+        assert column.untyped_storage().nbytes() == column.nbytes, (
+            f"{key} holds on to no more than its rows"
+        )
     first.non_tensor_batch["number"][:] = 0
     first.non_tensor_batch["media"][1]["pixels"].zero_()
     first.non_tensor_batch["media"][1]["grid"][:] = 0
@@ -157,13 +182,17 @@ def test_objects_that_rows_share_stay_shared_in_a_rank(post: Any) -> None:
     parts = post.there(data.chunk(2))
     for part in parts:
         media, also = part.non_tensor_batch["media"], part.non_tensor_batch["also"]
-        assert media[0] is media[1] and all(one is other for one, other in zip(media, also, strict=True))
+        assert media[0] is media[1] and all(
+            one is other for one, other in zip(media, also, strict=True)
+        )
     assert post.shelf.nbytes() < 2.2 * 90 * 90 * 4, "six rows, two pictures"
 
 
 def test_what_was_packed_is_freed_without_the_garbage_collector(post: Any) -> None:
     """Large memory in a reference cycle would lie about until the next collection of the oldest generation."""
-    data = DataProto.from_dict({"x": large()}, {"media": [{"grid": np.arange(9000)} for _ in range(ROWS)]})
+    data = DataProto.from_dict(
+        {"x": large()}, {"media": [{"grid": np.arange(9000)} for _ in range(ROWS)]}
+    )
     held = [weakref.ref(data.non_tensor_batch["media"][0]["grid"]), weakref.ref(data.batch["x"])]
     gc.disable()
     try:
@@ -241,7 +270,9 @@ class Freed:
         return list, ()
 
     def __del__(self) -> None:
-        Freed.picklers += ([each for each in gc.get_objects() if issubclass(type(each), pickle.Pickler)],)
+        Freed.picklers += (
+            [each for each in gc.get_objects() if issubclass(type(each), pickle.Pickler)],
+        )
 
 
 class Made:
@@ -273,7 +304,11 @@ def test_lent_rows_are_copied_by_concat_even_of_a_single_part(post: Any, same: A
     lent = post.back(data, borrow=True)
     assert is_lent(lent.batch["x"]) and is_lent(lent[2:5].batch["x"])
     assert not is_lent(lent.batch["small"]), "few bytes are copied into the message"
-    for own in (DataProto.concat([lent]), DataProto.concat([lent[3:], DataProto()]), post.back(data)):
+    for own in (
+        DataProto.concat([lent]),
+        DataProto.concat([lent[3:], DataProto()]),
+        post.back(data),
+    ):
         assert not any(map(is_lent, own.batch.values()))
         own.batch["x"].zero_()
         own.batch["small"].zero_()
@@ -300,10 +335,15 @@ def batches(draw: st.DrawFn) -> DataProto:
             column = column.repeat_interleave(2, dim=0)[::2]
         tensors[f"t{number}"] = column
     longest = draw(st.sampled_from([3000, 200_000]))
-    leaf = st.one_of(st.none(), st.integers(), st.text(max_size=5), st.floats(), st.binary(max_size=9000))
+    leaf = st.one_of(
+        st.none(), st.integers(), st.text(max_size=5), st.floats(), st.binary(max_size=9000)
+    )
     leaf = leaf | st.builds(lambda n: torch.arange(n), st.integers(0, longest))
     leaf = leaf | st.builds(lambda n: np.arange(n), st.integers(0, longest))
-    entry = st.recursive(leaf, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+    entry = st.recursive(
+        leaf,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    )
     arrays = {
         f"a{number}": object_array(draw(st.lists(entry, min_size=rows, max_size=rows)))
         for number in range(draw(st.integers(0, 2)))

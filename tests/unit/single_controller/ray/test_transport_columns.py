@@ -26,7 +26,9 @@ def large(value: float = 1.0, rows: int = ROWS) -> torch.Tensor:
 
 
 def test_a_column_is_put_once_for_all_ranks_and_not_again(post: Any) -> None:
-    data = DataProto.from_dict({"x": large(), "y": large(2.0)}, {"ids": [list(range(3000)) for _ in range(ROWS)]})
+    data = DataProto.from_dict(
+        {"x": large(), "y": large(2.0)}, {"ids": [list(range(3000)) for _ in range(ROWS)]}
+    )
     expected = sum(column.nbytes for column in data.batch.values())
     for ranks in (1, 4, 12):
         post.there(data.chunk(ranks))
@@ -38,7 +40,9 @@ def test_a_column_is_put_once_for_all_ranks_and_not_again(post: Any) -> None:
     data.batch["x"] = large(3.0)
     before = post.shelf.nbytes()
     post.check([data])
-    assert post.shelf.nbytes() - before < large().nbytes + 2 * once, "the column that was replaced, and not the other"
+    assert post.shelf.nbytes() - before < large().nbytes + 2 * once, (
+        "the column that was replaced, and not the other"
+    )
 
 
 def test_a_small_call_uses_no_store(post: Any) -> None:
@@ -104,7 +108,9 @@ def test_numpy_may_write_at_any_time(post: Any) -> None:
     """An array taken before the first call, or from which the column was made, leaves no trace when it is written."""
     column = large()
     early, late = column.numpy(), np.ones((ROWS, 4096))
-    data = DataProto.from_dict({"x": column, "y": torch.from_numpy(late), "z": large().share_memory_()})
+    data = DataProto.from_dict(
+        {"x": column, "y": torch.from_numpy(late), "z": large().share_memory_()}
+    )
     for value in range(3):
         early[1], late[2] = value, value
         post.check([data])
@@ -119,7 +125,11 @@ def test_looking_at_the_bytes_leaves_the_state_of_a_column_known() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.from_numpy(np.ones(3)), torch.rand(3).share_memory_(), torch.frombuffer(bytearray(8), dtype=torch.uint8)],
+    [
+        torch.from_numpy(np.ones(3)),
+        torch.rand(3).share_memory_(),
+        torch.frombuffer(bytearray(8), dtype=torch.uint8),
+    ],
     ids=["from numpy", "shared", "buffer"],
 )
 def test_memory_of_others_may_change_without_a_trace(tensor: torch.Tensor) -> None:
@@ -146,7 +156,9 @@ def test_writes_through_data_need_forget(post: Any) -> None:
 def test_columns_that_die_are_let_go_and_their_ids_may_come_back(post: Any) -> None:
     seen = set()
     for value in range(30):
-        data = DataProto.from_dict({"x": large(value)}, {"ids": [list(range(value, 2000)) for _ in range(ROWS)]})
+        data = DataProto.from_dict(
+            {"x": large(value)}, {"ids": [list(range(value, 2000)) for _ in range(ROWS)]}
+        )
         seen.add(id(data.batch["x"]))
         post.check([data])
         assert len(post.outbox._kept) == 1
@@ -168,7 +180,10 @@ def test_a_view_keeps_its_column_in_the_store(post: Any) -> None:
 
 
 def test_objects_that_change_are_sent(post: Any) -> None:
-    media = [{"pixels": torch.rand(50, 50), "grid": np.arange(9000), "tokens": list(range(9000))} for _ in range(4)]
+    media = [
+        {"pixels": torch.rand(50, 50), "grid": np.arange(9000), "tokens": list(range(9000))}
+        for _ in range(4)
+    ]
     data = DataProto.from_dict(non_tensors={"media": object_array(media)})
     for change in (
         lambda: media[0]["pixels"].zero_(),
