@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from quadriga.descendants import Guardian
+from quadriga.lazy import collector_paused
 
 # Processes of pytest-xdist take whole files, these folders first: a long file that starts last keeps one waiting.
 LONGEST_FIRST = ("tests/e2e/ray/", "tests/e2e/", "tests/numerics/", "tests/contract/")
@@ -49,6 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
             "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
         )
         settings.load_profile("busy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests, which imports everything, without the garbage collector."""
+    with collector_paused():
+        return (yield)
 
 
 def _require_room(folder: str) -> None:
