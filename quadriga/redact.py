@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, tokens and passwords are hidden in whatever is printed, written or logged: by name, and by how they look.
+"""Hide API keys, tokens and passwords in everything that is printed, logged or written.
 
-`api_key`, `AWS_SECRET_ACCESS_KEY` and `Authorization` name one; `pad_token`, `max_tokens`, `prompt_key` and
-`api_key_env` do not. Numbers and booleans are never hidden. A value of any name that looks like a key is hidden too.
+A value is hidden if its name says that it is a secret, or if it looks like one whatever its name is. `api_key`,
+`AWS_SECRET_ACCESS_KEY` and `Authorization` are names of secrets; `pad_token`, `max_tokens`, `prompt_key` and
+`api_key_env` are not. Numbers and booleans are never hidden.
 """
 
 import re
@@ -11,56 +12,35 @@ from itertools import pairwise
 from typing import Any
 
 HIDDEN = "<hidden>"
+
+# A name is read word by word: `dbPassword_2` is db, Password, 2.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_ANYWHERE = re.compile(r"password|passwd|passphrase|apikey", re.IGNORECASE)
-_ALONE = {"pwd", "secret", "credential", "authorization", "cookie"}
-# These name a secret as the last word: `db_pass` does, `pass_rate` and `auth_mode` do not.
-_LAST = {"auth", "bearer", "pass", "pat", "jwt"}
-# Words that are written together with another: `dbpass`, `mysecret`.
-_ENDS = re.compile(
+_SECRET_PART = re.compile(r"password|passwd|passphrase|apikey", re.IGNORECASE)
+_SECRET_WORD = re.compile(r"(?:pwd|secret|credential|authorization|cookie)s?")
+# Secret as the last word only: `db_pass` is a password, `pass_rate` and `auth_mode` are not.
+_SECRET_LAST_WORD = re.compile(r"auth|bearer|pass|pat|jwt")
+# Words written together with another one: `dbpass`, `mysecret`, but not `compass` or `bypass`.
+_SECRET_ENDING = re.compile(
     r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$"
 )
-_BEFORE_KEY = {
-    "api",
-    "access",
-    "secret",
-    "private",
-    "auth",
-    "encryption",
-    "signing",
-    "master",
-    "account",
-    "service",
-}
-# Judges, servers and vendors, whose key is one to them.
-_OWNERS_OF_KEYS = re.compile(
-    r"judge|server|sandbox|search|client|admin|webhook|ssh|llm|storage|openai|anthropic|azure|google|gemini|aws|gcp|hf"
-    r"|huggingface|wandb|mlflow|swanlab|mistral|cohere|groq|together|fireworks|deepseek|dashscope|qwen|openrouter"
-    r"|nvidia|ngc|replicate|xai|grok|perplexity|cerebras|modal|runpod|serper|serpapi|tavily|bing|slack|github|gitlab|npm"
-    r"|langsmith|langfuse|comet|neptune|clearml|zhipu|moonshot|minimax|stripe|twilio|sendgrid|telegram|datadog|sentry"
+# The word before `key` in the name of a secret: its purpose, or the service that it opens.
+_BEFORE_KEY = re.compile(
+    r"api|access|secret|private|auth|encryption|signing|master|account|service"
+    r"|judge|server|sandbox|search|client|admin|webhook|ssh|llm|storage"
+    r"|openai|anthropic|azure|google|gemini|aws|gcp|hf|huggingface|wandb|mlflow|swanlab|mistral|cohere"
+    r"|groq|together|fireworks|deepseek|dashscope|qwen|openrouter|nvidia|ngc|replicate|xai|grok"
+    r"|perplexity|cerebras|modal|runpod|serper|serpapi|tavily|bing|slack|github|gitlab|npm"
+    r"|langsmith|langfuse|comet|neptune|clearml|zhipu|moonshot|minimax|stripe|twilio|sendgrid"
+    r"|telegram|datadog|sentry"
 )
-_BEFORE_TOKEN = {
-    "pad", "eos", "bos", "unk", "mask", "cls", "sep", "image", "img", "video", "audio", "vision", "stop", "special",
-    "start", "end", "begin", "per", "think", "boi", "eoi", "extra", "first", "last", "next",
-}  # fmt: skip
-# What such a name says about the key without being it.
-_ABOUT = {
-    "env",
-    "file",
-    "path",
-    "name",
-    "url",
-    "uri",
-    "id",
-    "ids",
-    "type",
-    "len",
-    "length",
-    "count",
-    "level",
-    "budget",
-}
-# What the keys of vendors look like from their first character on.
+# The word before `token` in the name of a token of a vocabulary.
+_BEFORE_VOCABULARY_TOKEN = re.compile(
+    r"pad|eos|bos|unk|mask|cls|sep|image|img|video|audio|vision|stop|special|start|end|begin|per"
+    r"|think|boi|eoi|extra|first|last|next"
+)
+# The last word of a name for something about a secret, such as the file that holds it.
+_ABOUT_SECRET = re.compile(r"env|file|path|name|url|uri|ids?|type|len|length|count|level|budget")
+# Keys that are known by how they begin.
 _BY_VENDOR = {
     "OpenAI, Anthropic": r"sk-(?=[\w-]*\d)[\w-]{16,}",
     "Hugging Face": r"hf_[A-Za-z0-9]{16,}",
@@ -76,21 +56,22 @@ _BY_VENDOR = {
     "Replicate": r"r8_[A-Za-z0-9]{16,}",
     "JSON Web Token": r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*",
 }
-# What follows this text in an address, or stands between these.
+# Secrets inside the address of a server.
 _IN_ADDRESSES = {
     "user and password": r"(?<=://)[^\s/:@]{0,200}:[^\s/@]{1,200}(?=@)",
     "hook of Slack": r"(?<=hooks\.slack\.com/)[\w/-]{10,}",
     "signature of Azure": r"(?<=[?&]sig=)[\w%+/=-]{10,}",
 }
 _PRIVATE_KEY = r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,30}-----)?"
-_LOOKS = re.compile(
+_LOOKS_SECRET = re.compile(
     "|".join(
         [rf"(?<![\w-])(?:{'|'.join(_BY_VENDOR.values())})", *_IN_ADDRESSES.values(), _PRIVATE_KEY]
     )
 )
-_SCHEME = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
-# Possessive: a name is tried once, however long it is.
-_NAMED = re.compile(
+_AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+# A name before a value, as in `name: value` and `"name"="value"`. The possessive `++` tries each name once, so that
+# the search takes time linear in the text.
+_NAME_OF_VALUE = re.compile(
     r"(?<![\w-])([\w-]{3,}+)(?:\\?[\"'])?\s{0,3}[:=]\s{0,3}(?:\\?[\"'])?"
     r"(?!(?i:Bearer|Basic)\s|<hidden>)(?=[^\s\"'\\,;&)}\]]{6})"
 )
@@ -98,58 +79,67 @@ _VALUE = re.compile(r"[^\s\"'\\,;&)}\]]+")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a text under this name, or dotted name, is a key, a token or a password."""
+    """Whether a text with this name, possibly dotted, is a key, a token or a password."""
     name = name.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _ABOUT:
+    if not words or _ABOUT_SECRET.fullmatch(words[-1]):
         return False
-    before, last = words[-2] if len(words) > 1 else "", words[-1]
-    if last == "token":
-        return before not in _BEFORE_TOKEN
-    if (
-        _ANYWHERE.search(name)
-        or last in _LAST
-        or any(one.removesuffix("s") in _ALONE for one in words)
-    ):
+    last_word = words[-1]
+    if last_word == "token":
+        return len(words) == 1 or not _BEFORE_VOCABULARY_TOKEN.fullmatch(words[-2])
+    if _SECRET_PART.search(name) or _SECRET_LAST_WORD.fullmatch(last_word):
         return True
-    if _ENDS.search(last):
+    if any(_SECRET_WORD.fullmatch(word) for word in words) or _SECRET_ENDING.search(last_word):
         return True
-    owners = [owner for owner, word in pairwise(words) if word in ("key", "keys")]
-    if any(owner in _BEFORE_KEY or _OWNERS_OF_KEYS.fullmatch(owner) for owner in owners):
-        return True
-    # A variable of the environment.
-    return name.isupper() and len(words) > 1 and last == "key"
+    for before, word in pairwise(words):
+        if word in ("key", "keys") and _BEFORE_KEY.fullmatch(before):
+            return True
+    is_environment_variable = name.isupper() and len(words) > 1
+    return is_environment_variable and last_word == "key"
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A tree of plain values, such as a configuration, with `HIDDEN` for each key; `name` is its own."""
+    """Copy a tree of plain values, such as a configuration, with `HIDDEN` in place of each secret.
+
+    Args:
+        value: mappings, lists and tuples of strings and other values.
+        name: the name of the whole tree. A tree with the name of a secret has only secrets in it.
+    """
     if isinstance(value, Mapping):
-        named = is_secret(name)
-        return {key: redacted(one, name if named else str(key)) for key, one in value.items()}
+        is_named_secret = is_secret(name)
+        return {
+            key: redacted(entry, name if is_named_secret else str(key))
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [redacted(one, name) for one in value]
+        return [redacted(entry, name) for entry in value]
     if not isinstance(value, str) or not value:
         return value
-    is_marker = value[0] + value[-1] in ("<>", "[]", "$}")
-    return HIDDEN if is_secret(name) and not is_marker else redacted_text(value)
+    # Placeholders such as <token>, [MASK] and ${TOKEN} hold no secret.
+    is_placeholder = value[0] + value[-1] in ("<>", "[]", "$}")
+    if is_secret(name) and not is_placeholder:
+        return HIDDEN
+    return redacted_text(value)
 
 
 def redacted_text(text: str) -> str:
-    """A text with `HIDDEN` for each key in it, in time that is linear in its length."""
-    text = _SCHEME.sub(rf"\1 {HIDDEN}", _LOOKS.sub(HIDDEN, text))
-    parts, end = [], 0
-    for found in _NAMED.finditer(text):
-        if found.start() >= end and is_secret(found[1]):
-            parts += [text[end : found.end()], HIDDEN]
-            end = _VALUE.match(text, found.end()).end()
+    """Put `HIDDEN` in place of each secret in a text, in time linear in its length."""
+    text = _LOOKS_SECRET.sub(HIDDEN, text)
+    text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+    parts = []
+    end = 0
+    for match in _NAME_OF_VALUE.finditer(text):
+        if match.start() >= end and is_secret(match[1]):
+            parts += [text[end : match.end()], HIDDEN]
+            end = _VALUE.match(text, match.end()).end()
     return "".join([*parts, text[end:]])
 
 
 def hidden_names(value: Any, name: str) -> Iterator[str]:
-    """Dotted names of what was hidden in a tree, which `name` names."""
+    """Yield the dotted names of the values that `redacted` has hidden in a tree called `name`."""
     if isinstance(value, Mapping | list | tuple):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, one in entries:
-            yield from hidden_names(one, f"{name}.{key}")
+        for key, entry in entries:
+            yield from hidden_names(entry, f"{name}.{key}")
     elif isinstance(value, str) and HIDDEN in value:
         yield name

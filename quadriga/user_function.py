@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of a Python program as files that a configuration can name: lambdas, closures, cells of a notebook.
+"""Write functions of a Python program to files that a configuration can name: lambdas, closures, notebook cells.
 
-a function ── write_function ──> reward_1f0c.py, reward_1f0c.pickle ── load ──> the function itself, in the process
-                                                                                that wrote it; elsewhere a copy
+function --write_function--> reward_1f0c.py, reward_1f0c.pickle --load--> the function itself in the process that wrote
+                                                                          the file, a copy in any other one
 """
 
 import hashlib
@@ -17,7 +17,6 @@ import cloudpickle
 from quadriga.errors import ConfigError
 
 NAME = "function"  # name of the function in its file
-
 LARGEST_BYTES = 1 << 24
 _TEXT = """# SPDX-License-Identifier: Apache-2.0
 # {label}, a function of a Python program: quadriga wrote this file for it, and the .pickle file beside it holds it.
@@ -28,50 +27,65 @@ from quadriga.user_function import load
 sys.path += [path for path in {paths!r} if path not in sys.path]
 {name} = load(__file__)
 """
-_here: dict[str, Any] = {}  # path of a file that this process wrote -> the function
+_written_functions: dict[str, Any] = {}  # by the path of the file that this process wrote
+
+# Errors of objects that have no state to pickle.
+_PICKLING_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    pickle.PicklingError,
+)
 
 
 def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
-    """Write a file in which other processes find the function under `NAME`.
-    Returns the file, and why other processes cannot load it; "" where they can."""
-    content, obstacle = b"", ""
+    """Write a file in which any process finds the function under `NAME`.
+
+    Args:
+        function: what to write.
+        folder: where the file goes; created if it does not exist.
+        label: beginning of the file's name.
+
+    Returns:
+        The file, and why other processes cannot load it, "" if they can.
+    """
+    content = b""
+    obstacle = ""
     try:
         content = cloudpickle.dumps(function)
-    # What objects raise that have no state to give.
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        ImportError,
-        pickle.PicklingError,
-    ) as error:
+    except _PICKLING_ERRORS as error:
         obstacle = f"{type(error).__name__}: {error}"
     if len(content) > LARGEST_BYTES:
         obstacle = f"it holds {len(content) >> 20} MiB, over {LARGEST_BYTES >> 20}"
+
     digest = uuid.uuid4().hex if obstacle else hashlib.sha256(content).hexdigest()
     file = folder.absolute() / f"{label}_{digest[:12]}.py"
     folder.mkdir(parents=True, exist_ok=True)
     if not obstacle:
         file.with_suffix(".pickle").write_bytes(content)
-    file.write_text(
-        _TEXT.format(
-            label=label, paths=[str(Path(path).absolute()) for path in sys.path], name=NAME
-        )
-    )
-    _here[str(file)] = function
+    paths = [str(Path(path).absolute()) for path in sys.path]
+    file.write_text(_TEXT.format(label=label, paths=paths, name=NAME), encoding="utf-8")
+    _written_functions[str(file)] = function
     return file, obstacle
 
 
 def load(file: str) -> Any:
-    """The function that a file of `write_function` stands for; ConfigError where it is another process's alone."""
-    if file in _here:
-        return _here[file]
+    """Load the function of a file that `write_function` wrote.
+
+    Raises:
+        ConfigError: only the process that wrote the file has the function.
+    """
+    if file in _written_functions:
+        return _written_functions[file]
     try:
         return pickle.loads(Path(file).with_suffix(".pickle").read_bytes())
     except FileNotFoundError as error:
-        got, expected = "a function that could not be pickled", "the process that wrote the file"
         raise ConfigError(
-            file, got=got, expected=expected, fix="Start the run again from its program."
+            file,
+            got="a function that could not be pickled",
+            expected="the process that wrote the file",
+            fix="Start the run again from its program.",
         ) from error
