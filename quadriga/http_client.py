@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON over HTTP to a server that may be busy or down for a while, from threads or from an event loop.
+"""A client for JSON over HTTP whose servers may be busy or down for a while. Works in threads and in event loops.
 
-the server's reply                            what follows
-status 200 with a JSON object                 it is returned
-408, 425, 429, 5xx; 200 without an object     ServerLostError: another attempt, or another server, may do better
-no reply, a broken connection, a time limit   ServerLostError
-any other status                              the caller's own error at once: the same request would be refused again
+Reply of the server                           Result
+200 with a JSON object                        the object
+408, 425, 429, 5xx; 200 without an object     ServerLostError: another attempt, or another server, may succeed
+no reply, a broken connection, a timeout      ServerLostError
+any other status                              the caller's error class: the server would refuse a second attempt, too
 
-Each request has a connection of its own: none goes stale between two requests, and there is nothing to close. Its time
-limit is a deadline for all of it, and a reply may have `MAX_BYTES`. This machine is never asked through a proxy.
+Every request opens its own connection, so no connection goes stale and none has to be closed. The time limit of a
+request is a deadline for the whole request; a reply has at most `MAX_BYTES`. Addresses of this machine are never
+requested through a proxy.
 """
 
 import asyncio
@@ -31,9 +32,9 @@ from quadriga.errors import QuadrigaError
 if TYPE_CHECKING:
     import httpx2
 
-MAX_BYTES = 64 << 20  # of a reply, after decompression
+MAX_BYTES = 64 << 20  # limit of a reply after decompression
 PROXY_FIX = "Correct the variable, unset it, or name the server's host in NO_PROXY."
-# Their ratio is bounded, so that one chunk from the network is never much larger than `MAX_BYTES`.
+# These encodings have a bounded compression ratio, so one chunk is never much larger than `MAX_BYTES`.
 _ENCODINGS = ("", "identity", "gzip", "deflate")
 _RETRIED = frozenset({408, 425, 429})
 _LONGEST_PAUSE_S = 60.0
@@ -41,27 +42,42 @@ _LONGEST_QUOTE = 500
 
 
 class ServerLostError(Exception):
-    """A server did not answer a request that another attempt, or another server, may answer."""
+    """A server did not answer a request that another attempt, or another server, may answer.
+
+    Args:
+        message: what happened.
+        retry_after_s: seconds that the server asks to wait before the next attempt, if it says so.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        # How long the server asks to wait; None where it does not say.
         self.retry_after_s = retry_after_s
 
 
 @dataclass(eq=False, repr=False)  # its headers may hold a key
 class HTTPClient:
-    """One server that takes and gives JSON. Threads and event loops may share it."""
+    """A client of one server that takes and returns JSON. Threads and event loops may share it.
+
+    Args:
+        url: address of the server.
+        error: class of the errors that users see, such as RewardError.
+        setting: configuration key that holds the address.
+        where: purpose of the server. Errors name it in front of the address.
+        fix: advice in the error for a request that the server refuses.
+        headers: headers of every request, in addition to the content type.
+        timeout_s: time limit of one request in seconds. A server that exceeds it counts as lost.
+        use_proxies: whether to use the proxies of the environment, such as HTTP_PROXY.
+    """
 
     url: str
-    error: type[QuadrigaError]  # class of the errors that users see, such as RewardError
+    error: type[QuadrigaError]
     _: KW_ONLY
-    setting: str  # configuration key that holds the address
-    where: str = ""  # what the server is for; in errors its address follows
-    fix: str = ""  # what to do where a request is refused
-    headers: Mapping[str, str] | None = None  # of every request, beside the content type
-    timeout_s: float = 600.0  # seconds for one request, after which the server counts as lost
-    use_proxies: bool = False  # whether the environment's proxies (HTTP_PROXY ...) are used
+    setting: str
+    where: str = ""
+    fix: str = ""
+    headers: Mapping[str, str] | None = None
+    timeout_s: float = 600.0
+    use_proxies: bool = False
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -69,13 +85,11 @@ class HTTPClient:
             raise self.error(
                 self.setting, got=repr(self.url), expected="an address such as http://host:8000"
             )
-        self.url, self.where = (
-            self.url.rstrip("/"),
-            f"{self.where}, {self.url}" if self.where else self.url,
-        )
+        self.where = f"{self.where}, {self.url}" if self.where else self.url
+        self.url = self.url.rstrip("/")
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
-        # The machine's certificates, a private authority's among them, not those of a package.
+        # The certificates of the machine, which may include a private authority, not those of a package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         trusts_env = self.use_proxies and not is_loopback(self.url)
         self._options: dict[str, Any] = {"verify": verify, "trust_env": trusts_env, "timeout": None}
@@ -95,12 +109,20 @@ class HTTPClient:
         timeout_s: float | None = None,
         needs_object: bool = True,
     ) -> Any:
-        """The server's reply to one request.
-        `path`: added to the address, without a slash at its beginning.
-        `body`: sent as JSON.
-        `needs_object`: whether the reply must be a JSON object. False: JSON of any kind, None where it is no JSON.
-        Raises ServerLostError: see the table of the module.
-        Raises self.error: the server refuses the request."""
+        """Send one request and return the server's reply.
+
+        Args:
+            path: path below the address, without a leading slash.
+            body: content of the request, sent as JSON.
+            method: HTTP method.
+            timeout_s: time limit in seconds, instead of that of the client.
+            needs_object: whether the reply must be a JSON object. If False, any JSON is returned, and None for
+                a reply that is not JSON.
+
+        Raises:
+            ServerLostError: another attempt may succeed; see the table at the top of the module.
+            QuadrigaError: the server refuses the request. Its class is `error` of the client.
+        """
         options = {"method": method, "timeout_s": timeout_s, "needs_object": needs_object}
         return run_coroutine(self.call_async(path, body, **options))
 
@@ -113,7 +135,7 @@ class HTTPClient:
         timeout_s: float | None = None,
         needs_object: bool = True,
     ) -> Any:
-        """As `call`. A task that is cancelled closes its connection, by which the server learns of it."""
+        """Send one request, as `call` does. Cancelling the task closes the connection, which tells the server."""
         import httpx2
 
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -125,12 +147,12 @@ class HTTPClient:
                 httpx2.AsyncClient(**self._options) as client,
                 client.stream(method, url, content=content, headers=self.headers) as reply,
             ):
-                text = await self._text(reply)
+                text = await self._read_text(reply)
         except TimeoutError as error:
             raise ServerLostError(f"no reply within {limit_s:g} s") from error
         except httpx2.HTTPError as error:
             raise ServerLostError(_no_reply(error)) from error
-        return self._content(reply, text, path, needs_object)
+        return self._parse(reply, text, path, needs_object)
 
     def call_until(
         self,
@@ -142,42 +164,48 @@ class HTTPClient:
         before_attempt: Callable[[], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> dict[str, Any]:
-        """As `call`, with further attempts where the server is lost, and one deadline for all of them.
-        `timeout_s`: for all attempts and the pauses between them.
-        `max_attempts`: requests for one reply.
-        `backoff_s`: pause after the first failure; it doubles with each, up to a minute, and varies by a quarter. The
-        server's Retry-After takes its place.
-        `before_attempt`: called before each; a rate limit waits here, and its wait counts as well.
-        Raises TimeoutError: no reply in time; it says what the last attempt met.
-        Raises self.error: the server refuses the request, or no attempt brought a reply."""
+        """Send a request until the server replies, with one deadline for all attempts.
+
+        Args:
+            body: content of the request, sent as JSON.
+            timeout_s: time limit in seconds for all attempts and the pauses between them.
+            max_attempts: most requests.
+            backoff_s: pause in seconds after the first failure. It doubles with each failure, up to a minute, and
+                varies by a quarter. The server's Retry-After replaces it.
+            before_attempt: called before each attempt, for example to wait for a rate limit. The deadline includes it.
+            sleep: waits for a number of seconds.
+
+        Raises:
+            TimeoutError: no reply in time. The message has the failure of the last attempt.
+            QuadrigaError: the server refuses the request, or all attempts failed. Its class is `error` of the client.
+        """
         deadline = time.monotonic() + timeout_s
-        trouble = "no attempt has ended"
+        failure = "no attempt has ended"
         for attempt in range(1, max_attempts + 1):
             if before_attempt is not None:
                 before_attempt()
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 break
             try:
-                return self.call(body=body, timeout_s=left_s)
+                return self.call(body=body, timeout_s=remaining_s)
             except ServerLostError as lost:
-                trouble, pause_s = str(lost), lost.retry_after_s
+                failure = str(lost)
+                pause_s = lost.retry_after_s
             if attempt == max_attempts:
-                got = f"{trouble} (the last of {max_attempts} attempts)"
-                fix = "See whether the service is up, and lower the rate of requests if it is busy."
+                got = f"{failure} (the last of {max_attempts} attempts)"
+                fix = "Check that the service is up, and lower the rate of requests if it is busy."
                 raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
             if pause_s is None:
-                # Many callers that failed together must not come back together.
-                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1)) * random.uniform(
-                    0.75, 1.25
-                )
+                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1))
+                # Callers that failed together must not retry together.
+                pause_s *= random.uniform(0.75, 1.25)
             if time.monotonic() + pause_s >= deadline:
                 break
             sleep(pause_s)
-        raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {trouble}")
+        raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {failure}")
 
-    async def _text(self, reply: "httpx2.Response") -> str:
-        """The body of a reply."""
+    async def _read_text(self, reply: "httpx2.Response") -> str:
         encoding = reply.headers.get("Content-Encoding", "")
         if encoding.lower() not in _ENCODINGS:
             raise self.error(
@@ -196,18 +224,16 @@ class HTTPClient:
                 )
         return text.decode("utf-8", "replace")
 
-    def _content(self, reply: "httpx2.Response", text: str, path: str, needs_object: bool) -> Any:
+    def _parse(self, reply: "httpx2.Response", text: str, path: str, needs_object: bool) -> Any:
         status = reply.status_code
         if status in _RETRIED or status >= 500:
             wait = reply.headers.get("Retry-After", "").strip()
-            # It may also be a date; the caller's own pause serves as well.
+            # Retry-After may also be a date; the caller's own pause is used then.
             retry_after_s = min(_LONGEST_PAUSE_S, float(wait)) if wait.isdecimal() else None
             raise ServerLostError(f"status {status}: {text[:_LONGEST_QUOTE]}", retry_after_s)
         if status != 200:
-            where, got = (
-                f"{self.where}/{path}" if path else self.where,
-                f"status {status}: {text[:_LONGEST_QUOTE]}",
-            )
+            where = f"{self.where}/{path}" if path else self.where
+            got = f"status {status}: {text[:_LONGEST_QUOTE]}"
             raise self.error(where, got=got, expected="status 200", fix=self.fix)
         try:
             content = json.loads(text)
@@ -222,21 +248,27 @@ class HTTPClient:
 
 @contextmanager
 def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
-    """What is at a web address: headers, and bytes, some at a time; redirections are followed.
-    Raises ServerLostError: no answer, another status than 200, or `timeout_s` seconds without a byte."""
+    """Context manager: read the document at a web address in parts. Redirections are followed.
+
+    Args:
+        url: address of the document.
+        timeout_s: longest wait in seconds for the next bytes.
+
+    Yields:
+        Headers of the reply, and an iterator over its bytes.
+
+    Raises:
+        ServerLostError: no answer, a status other than 200, or a timeout.
+    """
     import httpx2
 
     route = proxy_route(url)
     through = f", through {route}" if route else ""
     if route and (trouble := proxy_trouble()):
         raise ServerLostError(f"{trouble}{through}")
+    options = {"timeout": timeout_s, "follow_redirects": True, "trust_env": not is_loopback(url)}
     try:
-        with (
-            httpx2.Client(
-                timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url)
-            ) as client,
-            client.stream("GET", url) as reply,
-        ):
+        with httpx2.Client(**options) as client, client.stream("GET", url) as reply:
             if reply.status_code != 200:
                 raise ServerLostError(f"status {reply.status_code}{through}")
             yield reply.headers, reply.iter_bytes()
@@ -245,7 +277,7 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is on this machine: 127.0.0.0/8, ::1, localhost."""
+    """Whether an address is on this machine: in 127.0.0.0/8, ::1 or localhost."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -254,7 +286,7 @@ def is_loopback(url: str) -> bool:
 
 
 def proxy_route(url: str) -> str:
-    """The environment variable that names a proxy for an address, with the proxy's host and port; "" without one."""
+    """Environment variable with the proxy for an address, and the proxy's host and port. "" if none applies."""
     parts = urlsplit(url)
     if is_loopback(url) or proxy_bypass(parts.hostname or ""):
         return ""
@@ -262,16 +294,17 @@ def proxy_route(url: str) -> str:
     variable = next((name for name in names if os.environ.get(name)), "")
     if not variable:
         return ""
-    # Never the whole value: it may hold a user and a password.
-    _, _, place = os.environ[variable].rpartition("@")
-    return f"{variable} ({place.rpartition('//')[2].partition('/')[0]})"
+    # The whole value may hold a user and a password.
+    _, _, without_password = os.environ[variable].rpartition("@")
+    host_and_port = without_password.rpartition("//")[2].partition("/")[0]
+    return f"{variable} ({host_and_port})"
 
 
 def proxy_trouble() -> str:
-    """Why the proxies of the environment cannot be used at all; "" where they can."""
+    """Reason why the proxies of the environment cannot be used, "" if they can."""
     import httpx2
 
-    # Not the library's words: they may quote the variable, with a user and a password.
+    # The library's own message may quote the variable with its user and password.
     try:
         httpx2.Client().close()
     except ImportError:
@@ -282,7 +315,12 @@ def proxy_trouble() -> str:
 
 
 def direct_client(timeout_s: float, read_timeout_s: float) -> "httpx2.AsyncClient":
-    """A client that uses no proxy."""
+    """Make a client that uses no proxy.
+
+    Args:
+        timeout_s: limit in seconds to connect and to send.
+        read_timeout_s: longest wait in seconds for the next bytes.
+    """
     import httpx2
 
     return httpx2.AsyncClient(
