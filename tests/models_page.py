@@ -35,7 +35,9 @@ agree, rows are **packed**. Where they do not, because layers keep a state (conv
 compute attention in their own way (ALiBi, chunks), each row is computed **alone** by transformers' attention: a
 micro-batch of its own, its prompt computed again for each response. That is exact and slower, is said at start-up, and
 takes `rollout.name=hf`. What transformers cannot compute, or whose logits are more than products with one matrix, is
-refused. In one process and float32 the weights themselves are compared once more before the first step.
+refused. Quantized weights (bitsandbytes, GPTQ, AWQ, FP8, MXFP4) are refused, too, for they cannot be trained: name the
+model that they were made of, or a copy that transformers has dequantized. In one process and float32 the weights
+themselves are compared once more before the first step.
 
 `tests/numerics/test_models.py` and `test_model_layouts.py` hold each cell: log-probs, entropies and gradients within
 1e-5 of transformers' (gradients of Qwen3-Next: 5e-5); greedy tokens of `native` equal to those of `hf`; two ranks equal

@@ -19,14 +19,26 @@ from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
 from quadriga.data.files import RowTable, read_table, resolve_files
 from quadriga.data.media import read_prompt
-from quadriga.data.prompt_lengths import BAD, BATCH_ROWS, PromptMeter, prompt_lengths
+from quadriga.data.prompt_lengths import (
+    BAD,
+    BATCH_ROWS,
+    WITH_TOOLS,
+    PromptMeter,
+    prompt_lengths,
+    told_prompts,
+)
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import read_media
 from quadriga.errors import DataError
 from quadriga.trainer.build import build_tokenizer
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.workers.generation import build_processor, declared_stop_token_ids
+from quadriga.workers.generation import (
+    build_processor,
+    declared_stop_token_ids,
+    embedding_limit,
+    prompt_context,
+)
 
 _LISTED, _BARS, _WIDTH = 20, 12, 40
 """Bad rows that are listed; bars of a histogram, and characters of its longest."""
@@ -113,6 +125,7 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
             "processor": build_processor(config),
             "stop_token_ids": declared_stop_token_ids(model_path),
         }
+        options["vocabulary_size"] = embedding_limit(config, encoder.tokenizer)
     chats = _Chats([path], encoder.tokenizer, skips, **options)
     print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
@@ -128,8 +141,15 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
         build_processor(config) if config.actor_rollout_ref.model.path else None,
     )
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
-    meter, workers = PromptMeter(encoder, processor, data), data.filter_overlong_prompts_workers
+    context = prompt_context(config, encoder.tokenizer)
+    meter, workers = (
+        PromptMeter(encoder, processor, data, context=context),
+        data.filter_overlong_prompts_workers,
+    )
     measured, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
+    print(
+        f"{told_prompts(measured)}; {np.count_nonzero(measured['notes'] & WITH_TOOLS)} of them with tools"
+    )
     lengths = measured["tokens"]
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
     errors, long = [*errors, *found], np.flatnonzero(lengths > data.max_prompt_length)
@@ -150,7 +170,7 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     values, where = table[row], f"{table.path} row {row}"
     messages, media = read_prompt(values, data, is_vision=processor is not None, where=where)
     pictures, clips = read_media(media, processor, data, folder=table.path.parent, where=where)
-    text = encoder.render(messages, where=where)
+    text = encoder.render(messages, where=where, tools=context.tools_of(values))
     print(f"row {row} as the model gets it:\n{text}")
     _print_tokens(encoder, encoder.encode([text])[0], None)
     if pictures or clips:

@@ -127,7 +127,7 @@ class DataConfig(Section):
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""
     max_prompt_length: Count = 512
-    """Longest prompt, in tokens; shorter ones are padded on the left up to it."""
+    """Longest prompt, in tokens, tools included; shorter ones are padded on the left up to it."""
     max_response_length: Count = 512
     """Longest response, in tokens: generation stops there (max new tokens)."""
     max_length: Count = 1024

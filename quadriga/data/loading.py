@@ -25,6 +25,7 @@ from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import FileNames
 from quadriga.data.generated import DynamicGenDataset
 from quadriga.data.padding import collate_fn
+from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.streaming import StreamedDataset
 from quadriga.data.tokenizing import ChatEncoder
@@ -111,15 +112,18 @@ def create_rl_dataset(
     processor: Any = None,
     is_train: bool = True,
     max_samples: int = -1,
+    context: PromptContext = NO_CONTEXT,
 ) -> Dataset:
     """`RLHFDataset`; of training with `data.datagen` `DynamicGenDataset`, with `data.streaming` `StreamedDataset`; or
     the class named by `data.custom_cls`.
 
     A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has `__init__(data_files,
-    tokenizer, config, processor)`, with `is_train` and `max_samples` if it takes them, `__len__()`, and
+    tokenizer, config, processor)`, with `is_train`, `max_samples` and `context` if it takes them, `__len__()`, and
     `__getitem__(item)`, which returns a row with the keys of `RLHFDataset.__getitem__`. It may have
     `on_batch_end(batch)`, which gets the `DataProto` of each training step after its update, in the trainer's process,
     and `state_dict()` and `load_state_dict(state)`, which are called with each checkpoint.
+
+    `context`: the tools that prompts are measured with, and how many ids the model knows.
     Raises ConfigError: the class cannot be loaded.
     Raises DataError: it cannot honour `max_samples`, or the data are wrong."""
     custom, custom_key, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
@@ -131,7 +135,7 @@ def create_rl_dataset(
         assert custom.name is not None
         cls = member_of(import_file(custom.path, custom_key), custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
-    own = taken(cls, {"is_train": is_train, "max_samples": max_samples})
+    own = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
     if max_samples >= 0 and "max_samples" not in own:
         where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
         fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."

@@ -16,6 +16,7 @@ run the user's script again. It does not import torch, unless it counts the toke
 """
 
 import hashlib
+import json
 import os
 import pickle
 import traceback
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +36,14 @@ import pyarrow as pa
 from quadriga.config import DataConfig
 from quadriga.data.files import RowTable, written_aside
 from quadriga.data.media import read_prompt
-from quadriga.data.tokenizing import ChatEncoder, chat_in_json, shortened
+from quadriga.data.tokenizing import (
+    ChatEncoder,
+    chat_in_json,
+    require_embedded,
+    role_order,
+    shortened,
+    told_orders,
+)
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 from quadriga.programs import SupervisedProgram
@@ -48,15 +56,49 @@ BAD = -1
 """Where the tokens of a bad row would be counted."""
 IN_JSON = 1
 CONTINUED = 2
+WITH_TOOLS = 4
 NOTES = {
     IN_JSON: "prompts are texts in JSON, and read as the messages in them",
     CONTINUED: "prompts end with the assistant, whose turn is continued",
+    WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
 }
-MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8)])
-"""What is kept of a prompt: its number of tokens, and the sum of its `NOTES`."""
+MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
+"""What is kept of a prompt: its number of tokens, the sum of its `NOTES`, a hash of its role order.
+
+The hash is 0 for a bad row."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
 """Some rows as `MEASURED` [rows], with `BAD` tokens where a row is bad; and what is wrong with the bad ones."""
 _WORKERS = "data.filter_overlong_prompts_workers"
+
+
+@dataclass(frozen=True)
+class PromptContext:
+    """What decides about prompts beside the section `data`: the rollout's tools, the model's size.
+
+    Attributes:
+        tools: schemas that agent loops offer.
+        agents: names of the agent loops that offer them.
+        default_agent: agent loop of rows that name none.
+        vocabulary_size: rows of the model's embedding, where the tokenizer has ids beyond them.
+            None: each id has a row.
+    """
+
+    tools: tuple[Any, ...] = ()
+    agents: frozenset[str] = frozenset()
+    default_agent: str = ""
+    vocabulary_size: int | None = None
+
+    def tools_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The tools that the agent loop of a row offers."""
+        return self.tools if (row.get("agent_name") or self.default_agent) in self.agents else ()
+
+    def fingerprint(self) -> str:
+        """Changes whenever the length of some prompt, or what is refused, could."""
+        facts = [self.tools, sorted(self.agents), self.default_agent, self.vocabulary_size]
+        return json.dumps(facts, default=repr)
+
+
+NO_CONTEXT = PromptContext()
 
 
 @dataclass(frozen=True)
@@ -70,11 +112,13 @@ class PromptMeter:
     processor: "VisionProcessor | None"
     config: DataConfig
     limit: int | None = None
+    context: PromptContext = NO_CONTEXT
 
     def measure(self, table: RowTable, rows: range) -> Counts:
         """Measure the prompt of each of these rows."""
         config = self.config
-        names = dict.fromkeys((config.prompt_key, config.image_key, config.video_key, "extra_info"))
+        keys = (config.prompt_key, config.image_key, config.video_key)
+        names = dict.fromkeys((*keys, "extra_info", "agent_name"))
         columns, schema = [name for name in names if name in table.columns], table.schema
         if (
             schema is not None
@@ -82,34 +126,29 @@ class PromptMeter:
             and pa.types.is_struct(schema.field("extra_info").type)
         ):
             columns.remove("extra_info")  # what is checked
-        texts: list[str] = []
-        beyond: list[int] = []
-        notes: list[int] = []
+        prompts: list[_Rendered] = []
         errors: list[DataError] = []
         for number, row in enumerate(
             next(table.batches(columns, len(rows), rows)), start=table.first + rows.start
         ):
             try:
-                text, more, note = self._rendered(
-                    row, f"{table.path} row {number}", table.path.parent
-                )
+                prompt = self._rendered(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
-                text, more, note = "", BAD, 0
-            texts.append(text)
-            beyond.append(more)
-            notes.append(note)
-        more, limit = np.asarray(beyond, dtype=np.int64), None if self.processor else self.limit
-        least, most = self.encoder.counter.bounds(texts, limit).T
+                prompt = _Rendered("", BAD, 0, 0)
+            prompts.append(prompt)
+        more = np.array([prompt.num_further_tokens for prompt in prompts], dtype=np.int64)
+        limit = None if self.processor else self.limit
+        least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
         counts = most if limit is None else np.where(least > limit, least, most)
-        measured = np.empty(len(texts), MEASURED)
+        measured = np.empty(len(prompts), MEASURED)
         measured["tokens"] = np.where(more == BAD, BAD, counts + more)
-        measured["notes"] = notes
+        measured["notes"] = [prompt.notes for prompt in prompts]
+        measured["order"] = [prompt.order for prompt in prompts]
         return measured, errors
 
-    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int, int]:
-        """The rendered prompt, how many tokens its images and videos have beyond the one of each that is in it, and its
-        notes."""
+    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> "_Rendered":
+        """Check a row and render its prompt."""
         if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
             got, fix = (
                 shortened(extra),
@@ -118,19 +157,59 @@ class PromptMeter:
             raise DataError(
                 f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix
             )
-        config, processor, beyond = self.config, self.processor, 0
+        config, processor, context = self.config, self.processor, self.context
+        num_further_tokens = 0
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
-            beyond = sum(counts) - len(counts)
-        note = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
-        note += CONTINUED * self.encoder.continues(messages)
-        return (
-            self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"),
-            beyond,
-            note,
-        )
+            num_further_tokens = sum(counts) - len(counts)
+        tools = context.tools_of(row)
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        at_prompt = f"{where}, column {config.prompt_key!r}"
+        text = self.encoder.render(messages, where=at_prompt, **options)
+        if missing := [name for tool in tools if (name := tool["function"]["name"]) not in text]:
+            got = f"a prompt that does not name the tools {', '.join(missing)}"
+            fix = "Take a chat template that writes tools, or describe them in the row's system message."
+            raise DataError(
+                at_prompt, got=got, expected="one that names the tools of its agent loop", fix=fix
+            )
+        if context.vocabulary_size is not None:
+            (token_ids,) = self.encoder.encode([text])
+            require_embedded(
+                token_ids, context.vocabulary_size, self.encoder.tokenizer, where=at_prompt
+            )
+        notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
+        notes += CONTINUED * self.encoder.continues(messages)
+        notes += WITH_TOOLS * bool(tools)
+        order = repr(role_order(messages, has_tools=bool(tools)))
+        return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
+
+
+class _Rendered(NamedTuple):
+    """The text of a prompt, and what is known of it besides.
+
+    Attributes:
+        text: as the chat template writes it.
+        num_further_tokens: tokens of its images and videos beyond the one of each that is in the
+            text. `BAD`: the row is bad.
+        notes: the sum of its `NOTES`.
+        order: the hash of its role order.
+    """
+
+    text: str
+    num_further_tokens: int
+    notes: int
+    order: int
+
+
+def told_prompts(measured: np.ndarray) -> str:
+    """What was looked at in prompts, for the line that a start prints.
+
+    `measured`: `MEASURED` [rows].
+    """
+    orders = np.unique(measured["order"])
+    return f"{len(measured)} prompts measured; {told_orders(np.count_nonzero(orders))}"
 
 
 def prompt_lengths(
@@ -138,14 +217,21 @@ def prompt_lengths(
 ) -> Counts:
     """Measure every prompt in `table` once; the result is cached on disk.
 
-    The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
-    entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured
-    again. Prompts of a vision-language model are measured each time: a path says nothing of the file that lies there.
-    Of an image only the header is read. `num_workers` processes measure."""
+    The key is made of the content of the file, the tokenizer, the chat template and its arguments, the tools, the
+    limit and the size of a smaller embedding; entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be
+    read is reported as damaged and measured again. Prompts of a vision-language model are measured each time: a path
+    says nothing of the file that lies there. Of an image only the header is read. `num_workers` processes measure."""
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
-    facts = (table.digest, len(table), meter.encoder.fingerprint(), keys, meter.limit)
+    facts = (
+        table.digest,
+        len(table),
+        meter.encoder.fingerprint(),
+        keys,
+        meter.limit,
+        meter.context.fingerprint(),
+    )
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
     if entry.is_file():

@@ -32,9 +32,13 @@ from quadriga.data.prompt_lengths import (
     BAD,
     BATCH_ROWS,
     MEASURED,
+    NO_CONTEXT,
     NOTES,
+    WITH_TOOLS,
+    PromptContext,
     PromptMeter,
     prompt_lengths,
+    told_prompts,
 )
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.videos import Clip
@@ -53,6 +57,7 @@ class RLHFDataset(FileDataset):
     `is_train`: also whether `data.shuffle` or `data.validation_shuffle` decides how a sample is drawn.
     `max_samples`: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
     `required_columns`: columns every file must have; None stands for those that training reads.
+    `context`: the tools that prompts are measured with, and how many ids the model knows.
     Raises DataError: a file that is missing, empty, damaged or without a required column, or no row that is short
     enough."""
 
@@ -69,8 +74,10 @@ class RLHFDataset(FileDataset):
         is_train: bool = True,
         max_samples: int = -1,
         required_columns: Sequence[str] | None = None,
+        context: PromptContext = NO_CONTEXT,
     ) -> None:
         self.processor = as_vision(processor)
+        self.context = context
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
@@ -110,11 +117,15 @@ class RLHFDataset(FileDataset):
         used = [self.config.prompt_key]
         if self.processor is not None:
             used += [self.config.image_key, self.config.video_key]
+        tools = self.context.tools_of(row)
         row = set_aside({name: value for name, value in row.items() if name not in used})
         pictures, clips = read_media(
             media, self.processor, self.config, folder=table.path.parent, where=where
         )
-        text = self.encoder.render(messages, where=f"{where}, column {self.config.prompt_key!r}")
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        text = self.encoder.render(
+            messages, where=f"{where}, column {self.config.prompt_key!r}", **options
+        )
         row |= prompt_columns(
             text, pictures, clips, self.encoder, self.processor, self.config, where=where
         )
@@ -215,11 +226,14 @@ class RLHFDataset(FileDataset):
                 table, row, _ = self._place(number)
                 measured[number] = self._measured(table, range(row, row + 1))[0]
             rows = rows[lengths[rows] != BAD]
-        self._tell(measured["notes"][rows])
+        self._tell(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
+        if lengths is not None:
+            has_tools = (measured["notes"][rows] & WITH_TOOLS) != 0
+            self._refuse_long_tools(rows[has_tools & (lengths[rows] > limit)])
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
             self._rows = rows[lengths[rows] > limit]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
@@ -227,18 +241,38 @@ class RLHFDataset(FileDataset):
                     self[item]
         return rows
 
-    def _tell(self, notes: np.ndarray) -> None:
-        """Print which rows are left out as bad, and how many prompts have which of `NOTES`; `notes` are theirs."""
+    def _refuse_long_tools(self, rows: np.ndarray) -> None:
+        """Raise a DataError for the first of these rows, whose tools make their prompts too long."""
+        for number in rows.tolist():
+            table, row, where = self._place(number)
+            meter = PromptMeter(self.encoder, self.processor, self.config, context=self.context)
+            measured, _ = meter.measure(table, range(row, row + 1))
+            got = f"a prompt of {measured['tokens'][0]} tokens with its {len(self.context.tools)} tools"
+            expected = f"at most data.max_prompt_length={self.config.max_prompt_length}"
+            left_out = "leave such rows out with data.filter_overlong_prompts=true"
+            fix = f"Raise that length, offer fewer tools, or {left_out}: a prompt with tools is not cut."
+            raise DataError(where, got=got, expected=expected, fix=fix)
+
+    def _tell(self, measured: np.ndarray) -> None:
+        """Print which rows are left out, what was looked at in the others, and their `NOTES`.
+
+        `measured`: those of the rows in use.
+        """
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
+        # Blocks of a stream and rows of a generator come while the run trains.
+        if not self.may_be_empty and measured["order"].any():
+            print(f"{self._key}: {told_prompts(measured)}.", flush=True)
         for note, told in NOTES.items():
-            if count := np.count_nonzero(notes & note):
+            if count := np.count_nonzero(measured["notes"] & note):
                 print(f"{self._key}: {count} {told}.", flush=True)
 
     def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
         """Every prompt of a file, or those of some rows, as `PromptMeter` measures them."""
         config = self.config
-        meter = PromptMeter(self.encoder, self.processor, config, config.max_prompt_length)
+        meter = PromptMeter(
+            self.encoder, self.processor, config, config.max_prompt_length, self.context
+        )
         if rows is None and self.keeps_lengths:
             workers = config.filter_overlong_prompts_workers
             lengths, errors = prompt_lengths(

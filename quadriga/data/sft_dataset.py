@@ -36,7 +36,15 @@ from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import media_of, refuse_media, with_parts
-from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, chat_in_json, shortened
+from quadriga.data.tokenizing import (
+    ChatEncoder,
+    Messages,
+    as_messages,
+    chat_in_json,
+    require_embedded,
+    shortened,
+    told_orders,
+)
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
 from quadriga.errors import DataError
@@ -80,6 +88,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     Arguments as for `FileDataset`, and `processor`, of a vision-language model; None: rows are text.
     `stop_token_ids`: tokens that end a response, beside the tokenizer's end of sequence.
+    `vocabulary_size`: rows of the model's embedding, where the tokenizer has ids beyond them.
     Raises DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and
     number."""
 
@@ -100,9 +109,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
         processor: Any = None,
         is_train: bool = True,
         stop_token_ids: Sequence[int] = (),
+        vocabulary_size: int | None = None,
     ) -> None:
         self.processor = as_vision(processor)
         self.stop_token_ids = stop_token_ids
+        self.vocabulary_size = vocabulary_size
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
@@ -153,6 +164,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.",
                 flush=True,
             )
+        print(
+            f"{self._key}: {num_rows} rows measured; {told_orders(self.encoder.num_orders)}.",
+            flush=True,
+        )
         self._tell_forms()
 
     def _tell_forms(self) -> None:
@@ -316,6 +331,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
             for where, parts, media in rows:
                 ids = [next(tokens) for _ in parts]
                 with self._skips():
+                    require_embedded(
+                        [*chain(*ids)], self.vocabulary_size, self.tokenizer, where=where
+                    )
                     made = self.made(parts, self._expanded(ids, media, where), media, where)
                     yield self._fitted(made, where)
 
@@ -481,9 +499,6 @@ def text_parts(
             got="a chat that begins with the assistant",
             expected="a prompt before the response",
         )
-    own = encoder.template_kwargs | options | ({"tools": list(tools)} if tools else {})
-    prompting = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": True})
-    complete = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": False})
     parts, written = list[TextPart](), ""
     for turn in turns:
         content = messages[turn].get("content")
@@ -495,8 +510,12 @@ def text_parts(
             )
             fix = "Correct the row or leave it out: the model would learn to respond with nothing."
             raise DataError(f"{where}, message {turn}", got=got, expected=expected, fix=fix)
-        before = prompting.render(messages[:turn], where=where)
-        after = complete.render(messages[: turn + 1], where=where)
+        before, after = (
+            encoder.render(
+                messages[:end], where=where, tools=tools, add_generation_prompt=is_open, **options
+            )
+            for end, is_open in ((turn, True), (turn + 1, False))
+        )
         for shorter, longer in ((written, before), (before, after)):
             if not longer.startswith(shorter):
                 i = next(

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
 from quadriga.data.files import FileNames, RowTable, read_blocks
+from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import DataError
 
@@ -61,7 +62,7 @@ class _Block(RLHFDataset):
 
 class StreamedDataset(Dataset):
     """Rows as `RLHFDataset` returns them, without end; they are asked for in order.
-    `data_files`, `tokenizer`, `config`, `processor`, `is_train`: as of `RLHFDataset`.
+    `data_files`, `tokenizer`, `config`, `processor`, `is_train`, `context`: as of `RLHFDataset`.
     Raises DataError: a file is wrong, or one of its rows, when its block is read."""
 
     def __init__(
@@ -72,9 +73,11 @@ class StreamedDataset(Dataset):
         processor: Any = None,
         *,
         is_train: bool = True,
+        context: PromptContext = NO_CONTEXT,
     ) -> None:
+        options: dict[str, Any] = {"is_train": is_train, "context": context}
         self.block = _Block(
-            data_files, tokenizer, config, processor, is_train=is_train
+            data_files, tokenizer, config, processor, **options
         )  # the rows in memory
         self.config, self.tokenizer, self.processor = config, tokenizer, self.block.processor
         self._files = [table.path for table in self.block._tables]

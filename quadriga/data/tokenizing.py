@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,13 @@ from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 
 Messages = list[dict[str, Any]]
 _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+MAX_ROLE_ORDERS = 256
+"""Role orders of which a chat is rendered again to see that the template writes each message."""
+_PROBE = " quadriga"
+RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
+"""Pairs of roles that follow each other in a chat, its last role, and whether there are tools.
+
+"" stands before the first role."""
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -113,7 +121,8 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
     for form in (str, lambda word: [{"type": "text", "text": word}]):
         chats = [[{"role": "user", "content": form(word)}] for word in ("one", "two")]
         try:
-            if len({ChatEncoder(tokenizer, {}).render(chat, where="") for chat in chats}) > 1:
+            encoder = ChatEncoder(tokenizer, {})
+            if len({encoder.written(chat, encoder.template_kwargs) for chat in chats}) > 1:
                 return False
         except DataError:
             return False  # what refuses messages reads them
@@ -198,29 +207,49 @@ class ChatEncoder:
         self._may_continue = {"add_generation_prompt", "continue_final_message"}.isdisjoint(
             template_kwargs
         )
-        self._roles = {"system", "user", "assistant", "tool"}
+        # By role order the pair whose second message the template leaves out, None if it writes all.
+        self._left_out: dict[RoleOrder, tuple[str, str] | None] = {}
 
-    def render(self, messages: Messages, *, where: str) -> str:
-        """The text of a prompt."""
-        for number, message in enumerate(messages):
-            if (role := message["role"]) not in self._roles:
-                if problem := self._refusal(role):
-                    fix = "Correct the row, or the template."
-                    got, place = f"the role {role!r}, {problem}", f"{where}, message {number}"
-                    raise DataError(
-                        place, got=got, expected="a role that the chat template writes", fix=fix
-                    )
-                self._roles.add(role)
-        return self._written(messages, where)
+    def render(
+        self, messages: Messages, *, where: str, tools: Sequence[Any] | None = None, **options: Any
+    ) -> str:
+        """Render the text of a prompt.
+
+        Args:
+            messages: the chat.
+            where: file and row, for errors.
+            tools: schemas that the template is given.
+            options: further arguments of the template; they replace those of `template_kwargs`.
+
+        Raises:
+            DataError: the template refuses the messages, or leaves one of them out.
+        """
+        complete = {**self.template_kwargs, **options}
+        is_continued = self.continues(messages)
+        if tools:
+            # Agent loops render a prompt with tools so, whatever `template_kwargs` say of its end.
+            complete |= {
+                "tools": list(tools),
+                "add_generation_prompt": options.get("add_generation_prompt", True),
+            }
+            is_continued = ends_with_assistant(messages)
+        if is_continued and "add_generation_prompt" not in options:
+            complete |= CONTINUING
+        text = self.written(messages, complete, where=where)
+        self._require_all_written(messages, complete, text, where)
+        return text
+
+    @property
+    def num_orders(self) -> int:
+        """Role orders that were checked so far."""
+        return len(self._left_out)
 
     def continues(self, messages: Messages) -> bool:
         """Whether the model continues the last message."""
         return self._may_continue and ends_with_assistant(messages)
 
-    def _written(self, messages: Messages, where: str) -> str:
-        options = self.template_kwargs
-        if self.continues(messages):
-            options = options | CONTINUING
+    def written(self, messages: Messages, options: Mapping[str, Any], *, where: str = "") -> str:
+        """The text that the chat template makes of messages, with these arguments and no others."""
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
@@ -239,14 +268,51 @@ class ChatEncoder:
         # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
         return cast(str, text)
 
-    def _refusal(self, role: str) -> str:
-        """What the chat template does with a message of this role other than writing it; empty if it writes it."""
-        chat = [{"role": "user", "content": "?"}, {"role": role, "content": "quadriga"}]
-        try:
-            text = self._written(chat, "")
-        except DataError as error:
-            return f"of which there are {error.got}"
-        return "" if "quadriga" in text else "whose messages the chat template leaves out"
+    def _require_all_written(
+        self, messages: Messages, options: Mapping[str, Any], text: str, where: str
+    ) -> None:
+        """Raise a DataError if the template leaves out a message.
+
+        One chat of each role order is rendered again.
+        """
+        order = role_order(messages, has_tools=bool(options.get("tools")))
+        if order not in self._left_out:
+            if len(self._left_out) >= MAX_ROLE_ORDERS:
+                return
+            self._left_out[order] = self._find_left_out(messages, options, text)
+        if (missing_pair := self._left_out[order]) is None:
+            return
+        number = _first_messages(messages)[missing_pair]
+        got = f"the role {missing_pair[1]!r}, whose messages the chat template leaves out"
+        fix = f"Correct the row, or set {_TEMPLATE} to a template that writes them."
+        raise DataError(
+            f"{where}, message {number}",
+            got=got,
+            expected="a role that the chat template writes",
+            fix=fix,
+        )
+
+    def _find_left_out(
+        self, messages: Messages, options: Mapping[str, Any], text: str
+    ) -> tuple[str, str] | None:
+        """The pair of roles whose second message does not appear in the text, or None."""
+        for pair, number in _first_messages(messages).items():
+            message, before, after = messages[number], messages[:number], messages[number + 1 :]
+            content: Any = message.get("content") or ""
+            probed: Any = [*content, {"type": "text", "text": _PROBE}]
+            if isinstance(content, str):
+                probed = content + _PROBE
+            changed = [*before, {**message, "content": probed}, *after]
+            try:
+                is_written = self.written(changed, options) != text
+                # Templates may drop the thoughts of an earlier turn, and what stands beside a call.
+                if not is_written and message["role"] == "assistant":
+                    is_written = self.written([*before, *after], options) != text
+            except DataError:
+                continue  # a template that refuses a change has read the message
+            if not is_written:
+                return pair
+        return None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each rendered text; the template has already written the special tokens."""
@@ -271,7 +337,7 @@ class ChatEncoder:
             tokenizer.special_tokens_map,
         ]
         facts = {
-            "rows": 2,  # raised when rows become messages in another way
+            "rows": 3,  # raised when rows become messages in another way, or are refused for other reasons
             "transformers": transformers.__version__,
             "tokenizer": slow if backend is None else backend.to_str(),
             "template": template,
@@ -280,6 +346,48 @@ class ChatEncoder:
             "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def told_orders(num_orders: int) -> str:
+    """How many role orders were looked at, for the lines that a start prints."""
+    checked = (
+        f"a chat of each (at most {MAX_ROLE_ORDERS}) was rendered again, and no message is left out"
+    )
+    return f"{num_orders} combinations of roles, tools and last role; {checked}"
+
+
+def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
+    """What a chat template may treat alike: chats with the same order of roles."""
+    return tuple(sorted(_first_messages(messages))), messages[-1]["role"], has_tools
+
+
+def _first_messages(messages: Messages) -> dict[tuple[str, str], int]:
+    """For each pair of roles that follow each other, the number of the message that ends it first."""
+    roles = ["", *(message["role"] for message in messages)]
+    numbers: dict[tuple[str, str], int] = {}
+    for number, pair in enumerate(pairwise(roles)):
+        numbers.setdefault(pair, number)
+    return numbers
+
+
+def require_embedded(
+    token_ids: Sequence[int],
+    vocabulary_size: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    where: str,
+) -> None:
+    """Raise a DataError if a token has no row in the model's embedding.
+
+    `vocabulary_size`: rows of the embedding. None: enough for each token.
+    """
+    if vocabulary_size is None or max(token_ids, default=0) < vocabulary_size:
+        return
+    token_id = max(token_ids)
+    got = f"the token {tokenizer.convert_ids_to_tokens(token_id)!r} with the id {token_id}"
+    expected = f"ids below {vocabulary_size}, the rows of the model's embedding"
+    fix = "Use the model's own tokenizer (data.tokenizer), or add rows to the embedding with transformers first."
+    raise DataError(where, got=got, expected=expected, fix=fix)
 
 
 def shortened(value: Any) -> str:

@@ -4,6 +4,7 @@
 Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,13 +149,32 @@ def load_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """The configuration of a model, with some entries replaced. EngineError: there is none.
+    """The configuration of a model, with some entries replaced.
 
-    `tie_word_embeddings` is what the weights are: false where the files have a head that differs from the embedding."""
+    `tie_word_embeddings` is what the weights are: false where the files have a head that differs from the embedding. A
+    padding token beyond the embedding is left out: transformers would refuse it, and padding is
+    never computed.
+
+    Raises:
+        EngineError: there is no configuration, or the weights are quantized.
+    """
     with explained(path):
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, **(override_config or {})
         )
+    text = config.get_text_config()
+    for part in (config, text):
+        if quantization := getattr(part, "quantization_config", None):
+            settings = quantization if isinstance(quantization, dict) else vars(quantization)
+            method = settings.get("quant_method", "quantization_config")
+            got = f"quantized weights ({method} in its config.json), which cannot be trained"
+            fix = "Name the model that it was made of, or a copy that transformers has dequantized."
+            raise EngineError(
+                f"model {path}", got=got, expected="weights as floating-point numbers", fix=fix
+            )
+        pad_token_id = getattr(part, "pad_token_id", None)
+        if pad_token_id is not None and pad_token_id >= getattr(text, "vocab_size", math.inf):
+            part.pad_token_id = None
     if getattr(config, "tie_word_embeddings", False) and _has_untied_head(Path(path)):
         _say_untied(config)
     return config

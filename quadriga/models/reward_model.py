@@ -137,7 +137,9 @@ def fresh_reward_model(
     )
     if is_vision(config):
         return add_score(source)
-    config.num_labels, config.pad_token_id = 1, pad_token_id
+    config.num_labels = 1
+    # Transformers refuses a padding token that the embedding does not have.
+    config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
     with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
         model = AutoModelForSequenceClassification.from_config(
             config,

@@ -20,6 +20,7 @@ from quadriga.config.placement import (
     rollout_group_size,
 )
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
+from quadriga.data.prompt_lengths import PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
@@ -45,7 +46,7 @@ from quadriga.workers import (
     TeacherWorker,
 )
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.generation import build_processor, declared_stop_token_ids
+from quadriga.workers.generation import build_processor, declared_stop_token_ids, prompt_context
 from quadriga.workers.models import check_checkpoint, check_models, layout_tables
 from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
@@ -156,12 +157,10 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         if team.is_remote:
             models = in_background(models, "loading models").result
         with timeline.part("data"):
-            train = build_train_loader(config, tokenizer, parts)
-            val = (
-                build_val_loader(config, tokenizer, parts)
-                if config.data.val_files or parts.val is not None
-                else None
-            )
+            context = prompt_context(config, tokenizer)
+            train = build_train_loader(config, tokenizer, context, parts)
+            has_val = config.data.val_files or parts.val is not None
+            val = build_val_loader(config, tokenizer, context, parts) if has_val else None
         if config.task == "rl":
             with timeline.part("rewards"):
                 reward = (
@@ -371,7 +370,7 @@ def build_tokenizer(config: Config) -> Any:
     )
 
 
-def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
+def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train: bool) -> Any:
     """The rows of training or of validation."""
     data = config.data
     files = data.train_files if is_train else data.val_files
@@ -380,6 +379,7 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
         kind = RMDataset if config.task == "reward_model" else kind
         stop_token_ids = declared_stop_token_ids(config.actor_rollout_ref.model.path)
         options = {"processor": build_processor(config), "stop_token_ids": stop_token_ids}
+        options["vocabulary_size"] = context.vocabulary_size
         return kind(files, tokenizer, data, is_train=is_train, **options)
     if config.reward_model.enable:
         # A reward model may read the chats.
@@ -388,14 +388,19 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
         data.train_max_samples if is_train else data.val_max_samples,
         build_processor(config),
     )
-    return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=size)
+    options = {"is_train": is_train, "max_samples": size, "context": context}
+    return create_rl_dataset(files, data, tokenizer, processor, **options)
 
 
-def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
+def build_train_loader(
+    config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
+) -> Any:
     """A loader of training rows, whole batches only."""
-    rows, data = (
-        parts.train if parts.train is not None else _dataset(config, tokenizer, is_train=True),
-        config.data,
+    data = config.data
+    rows = (
+        parts.train
+        if parts.train is not None
+        else _dataset(config, tokenizer, context, is_train=True)
     )
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
@@ -415,11 +420,13 @@ def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) 
     )
 
 
-def build_val_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
+def build_val_loader(
+    config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
+) -> Any:
     """A loader of all validation rows, in the order of their files unless `data.validation_shuffle`."""
-    rows, data = (
-        parts.val if parts.val is not None else _dataset(config, tokenizer, is_train=False),
-        config.data,
+    data = config.data
+    rows = (
+        parts.val if parts.val is not None else _dataset(config, tokenizer, context, is_train=False)
     )
     sampler, size = create_rl_sampler(data, rows, is_train=False), data.val_batch_size
     return create_dataloader(

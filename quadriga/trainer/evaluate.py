@@ -45,7 +45,7 @@ from quadriga.trainer.roles import Role
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 from quadriga.trainer.validate import Validator, interval, means, sample_values
-from quadriga.workers.generation import build_processor
+from quadriga.workers.generation import build_processor, prompt_context
 
 
 class Grades(NamedTuple):
@@ -74,7 +74,7 @@ def evaluate(config: Config) -> Grades:
             fix="Set data.val_files.",
         )
     tokenizer = build_tokenizer(config)
-    loader = build_val_loader(config, tokenizer)
+    loader = build_val_loader(config, tokenizer, prompt_context(config, tokenizer))
     roles = (
         (Role.ActorRollout, Role.RewardModel)
         if config.reward_model.enable
@@ -163,7 +163,11 @@ def answer_files(config: Config, output: Path) -> int:
     tables = [
         read_table(file) for file in resolve_files(data.val_files, data.cache_dir, where=where)
     ]
-    options = {"max_samples": data.val_max_samples, "required_columns": (data.prompt_key,)}
+    options: dict[str, Any] = {
+        "max_samples": data.val_max_samples,
+        "required_columns": (data.prompt_key,),
+    }
+    options["context"] = prompt_context(config, tokenizer)
     rows = RLHFDataset(
         data.val_files, tokenizer, data, build_processor(config), is_train=False, **options
     )

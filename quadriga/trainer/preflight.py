@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 from quadriga.algorithms.registry import choose_estimator
 from quadriga.config import Config, load_config, training_findings
+from quadriga.config.multi_turn import LOOPS
 from quadriga.data import load_tokenizer
+from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
 from quadriga.errors import DataError, QuadrigaError, RewardError
 from quadriga.observe.tracking.jsonl import METRICS_FILE
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
+from quadriga.rewards.samples import OF_CONVERSATION
 from quadriga.trainer.build import (
     build_reward,
     build_tokenizer,
@@ -22,6 +25,7 @@ from quadriga.trainer.build import (
 )
 from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
+from quadriga.workers.generation import prompt_context
 from quadriga.workers.models import sizes_of_models
 from quadriga.workers.rollout_engines import rollout_engine_class
 
@@ -62,22 +66,25 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
         tried(UpdateInputs, config)
         tried(rollout_engine_class, config)
     models: list[str] = []
-    reward = train = val = tokenizer = None
+    reward = train = val = tokenizer = context = None
     if "actor_rollout_ref.model.path" not in missing:
         models = (
             tried(lambda: list(sizes_of_models(config, has_critic="values" in (fields or ()))))
             or []
         )
         tokenizer = tried(build_tokenizer, config)
+        context = tokenizer and tried(prompt_context, config, tokenizer)
+    context = context or NO_CONTEXT
     if tokenizer is not None and "data.train_files" not in missing:
-        train = tried(build_train_loader, config, tokenizer)
+        train = tried(build_train_loader, config, tokenizer, context)
     if tokenizer is not None and "data.val_files" not in missing and config.data.val_files:
-        val = tried(build_val_loader, config, tokenizer)
+        val = tried(build_val_loader, config, tokenizer, context)
     if is_rl and "custom_reward_function.path" not in missing:
         reward = tried(build_reward, config, tokenizer, train, val)
     if reward is not None:
         if train is not None:
-            tried(_grade_first_row, reward, train.dataset, config.data.reward_fn_key)
+            notice = tried(_grade_first_row, reward, train.dataset, config, tokenizer, context)
+            notices += [notice] if notice else []
         reward.close()
     run = recorded and tried(recorded_run, recorded)
     simulated = list(advice(config, run)) if config.async_training.enable and not configured else []
@@ -126,19 +133,38 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> None:
-    """Grade the ground truth of the first row as if it were a response: RewardError if its grader fails. Others than
-    the graders of this machine are not called."""
+def _grade_first_row(
+    reward: RewardManager, rows: Any, config: Config, tokenizer: Any, context: PromptContext
+) -> str:
+    """Grade the ground truth of the first row as if it were a response.
+
+    Only graders of this machine are called, and none for a row that an agent loop of the user's
+    own leads. Returns a notice on such a row, else "".
+
+    Raises:
+        RewardError: the grader fails.
+    """
     if not isinstance(reward, NaiveRewardManager) or not reward.has_grades:
-        return
-    row = rows[0]
+        return ""
+    row, rollout = rows[0], config.actor_rollout_ref.rollout
     truth = (row.get("reward_model") or {}).get("ground_truth")
+    extra_info = row.get("extra_info") or {}
     facts = {
-        "data_source": row.get(reward_fn_key),
+        "data_source": row.get(config.data.reward_fn_key),
         "solution_str": str(truth),
+        "solution_with_special_tokens": f"{truth}{tokenizer.eos_token or ''}",
         "ground_truth": truth,
     }
-    (outcome,) = reward.submit([{**facts, "extra_info": row.get("extra_info") or {}}]).result()
+    if rollout.mode == "async":
+        agent = row.get("agent_name") or rollout.agent.default_agent_loop
+        if agent not in LOOPS:
+            return f"The first row is not graded here: its agent loop {agent} may add to what the grader reads."
+        has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
+        tool_names = [tool["function"]["name"] for tool in context.tools_of(row)]
+        values = (1, "stop", dict.fromkeys(tool_names, 0.0), [0.0] * has_user)
+        extra_info = extra_info | dict(zip(OF_CONVERSATION, values, strict=True))
+        facts["solution_messages"] = [{"role": "assistant", "content": str(truth)}]
+    (outcome,) = reward.submit([{**facts, "extra_info": extra_info}]).result()
     if outcome.error:
         where = f"{row.get('source_row', 'the first row')}, graded with its ground truth as the response"
         expected, fix = (
@@ -151,3 +177,4 @@ def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> No
             expected=expected,
             fix=fix,
         )
+    return ""

@@ -10,14 +10,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from quadriga.config import Config
 from quadriga.data import load_processor
-from quadriga.errors import EngineError
+from quadriga.data.prompt_lengths import PromptContext
+from quadriga.errors import DataError, EngineError
 from quadriga.models.load import explained, load_config
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
-from quadriga.rollout.agent_loop import AgentLoopManager
+from quadriga.rollout.agent_loop.manager import AgentLoopManager, offered_tools
 from quadriga.rollout.group import RolloutGroup
 from quadriga.workers.rollout_engines import make_rollout_engine
 
@@ -74,6 +75,7 @@ class Generation:
                 template_kwargs=config.data.apply_chat_template_kwargs,
                 log_dir=config.trainer.directory / "logs",
                 processor=build_processor(config) if own_turns else None,
+                vocabulary_size=self.vocabulary_size,
             )
             self.choices |= {"tools": self.loops.description} if self.loops.description else {}
         if self.sleeps:
@@ -84,12 +86,14 @@ class Generation:
         whose weights must have this version; a member of a rollout group generates with its leader, and returns no
         rows.
         Raises EngineError: a prompt has a token that the model does not know."""
-        input_ids, seed = prompts.batch["input_ids"], self.config.trainer.seed
-        if input_ids.numel() and int(input_ids.max()) >= self.vocabulary_size:
+        seed = self.config.trainer.seed
+        # The id of padding is never computed with.
+        token_ids = prompts.batch["input_ids"][prompts.batch["attention_mask"].bool()]
+        if token_ids.numel() and int(token_ids.max()) >= self.vocabulary_size:
             expected = f"ids below {self.vocabulary_size}, the size of the model's vocabulary"
             fix = "Use the model's own tokenizer: see data.tokenizer."
             raise EngineError(
-                "prompts", got=f"token id {int(input_ids.max())}", expected=expected, fix=fix
+                "prompts", got=f"token id {int(token_ids.max())}", expected=expected, fix=fix
             )
         prompts.meta_info["weight_version"] = weight_version
         if self.sleeps:
@@ -140,6 +144,58 @@ def build_processor(config: Config) -> Any:
     trusts = config.data.trust_remote_code or model.trust_remote_code
     sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
     return load_processor(model.path, trust_remote_code=trusts, options=sizes)
+
+
+def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
+    """What decides about prompts beside the section `data`.
+
+    Raises:
+        ConfigError, RolloutError: as `offered_tools`.
+        DataError: as `embedding_limit`.
+    """
+    rollout, limit = config.actor_rollout_ref.rollout, embedding_limit(config, tokenizer)
+    tools, agents = offered_tools(rollout)
+    return PromptContext(tools, agents, rollout.agent.default_agent_loop, limit)
+
+
+def embedding_limit(config: Config, tokenizer: Any) -> int | None:
+    """Rows of the model's embedding where the tokenizer has ids beyond them, else None.
+
+    Prints how many tokens cannot be used, unless it is the padding alone.
+
+    Raises:
+        DataError: a token that ends responses has no row.
+    """
+    model = config.actor_rollout_ref.model
+    if not model.path:
+        return None
+    shape = load_config(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+    )
+    size = shape.get_text_config().vocab_size
+    name = f"tokenizer {tokenizer.name_or_path}"
+    stops = [(name, tokenizer.eos_token_id)]
+    stops += [
+        (f"{model.path}, generation_config.json", token_id)
+        for token_id in declared_stop_token_ids(model.path)
+    ]
+    for where, token_id in stops:
+        if token_id is not None and token_id >= size:
+            expected = f"an id below {size}, the rows of the model's embedding"
+            fix = (
+                "The model can never write it: correct the file, or use the model's own tokenizer."
+            )
+            raise DataError(
+                where, got=f"the end-of-sequence token id {token_id}", expected=expected, fix=fix
+            )
+    beyond = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= size)
+    if not beyond:
+        return None
+    if unusable := [token for token in beyond if token != tokenizer.pad_token]:
+        shown = ", ".join(map(repr, unusable[:5]))
+        what = f"{len(unusable)} tokens have no row in the model's embedding of {size} ({shown})"
+        print(f"{name}: {what}; a row that holds one is refused.", flush=True)
+    return size
 
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:

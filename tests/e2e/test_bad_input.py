@@ -178,6 +178,51 @@ def test_explain_finds_what_keeps_a_run_from_starting(
     )
 
 
+READS_ALL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, solution_with_special_tokens, solution_messages):
+    assert solution_with_special_tokens.startswith(solution_str) and solution_messages[-1]["role"] == "assistant"
+    return extra_info["num_turns"] + len(extra_info["finish_reason"]) + extra_info["tool_rewards"].get("x", 0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_explain_grades_with_what_a_run_passes(
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+) -> None:
+    """Facts of the conversation, which a run has where an agent loop leads it; and the rows that were looked at."""
+    (tmp_path / "reward.py").write_text(READS_ALL)
+    given = (
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        f"actor_rollout_ref.rollout.mode={mode}",
+    )
+    status = main(["config", "explain", *arguments(*given)])
+    told = capsys.readouterr().out
+    assert (status, "KeyError: 'num_turns'" in told) == (
+        (0, False) if mode == "async" else (2, True)
+    )
+    assert (
+        "data.train_files: 10 prompts measured; 1 combinations of roles, tools and last role"
+        in told
+    )
+
+
+def test_a_padding_token_beyond_the_embedding(
+    train: Callable[..., Path], home: Path, tmp_path: Path, metric_lines: Callable
+) -> None:
+    """Padding is not computed, so its id changes no number."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    few = ("trainer.total_training_steps=1", "algorithm.adv_estimator=gae")
+    plain = metric_lines(train(*few, run="plain"))
+    padded = metric_lines(train(*few, f"data.tokenizer={tmp_path / 'tokenizer'}", run="padded"))
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean", "rollout/log_prob"):
+        assert padded[0][name] == plain[0][name], name
+
+
 def test_missing_column(
     refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
 ) -> None:

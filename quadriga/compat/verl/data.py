@@ -18,6 +18,7 @@ from quadriga.data.files import drop_null_fields
 from quadriga.data.media import refuse_media, with_parts
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
+from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
 from quadriga.data.rl_dataset import prompt_columns, set_aside
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
@@ -45,6 +46,7 @@ class RLHFDataset(Dataset):
         config: Any,
         processor: Any = None,
         max_samples: int = -1,
+        context: PromptContext = NO_CONTEXT,
         **others: Any,
     ) -> None:
         files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
@@ -65,7 +67,7 @@ class RLHFDataset(Dataset):
         self.shuffle, self.seed = config.shuffle, config.seed
         self.apply_chat_template_kwargs = dict(config.apply_chat_template_kwargs)
         self.return_raw_chat, self.cache_dir = True, config.cache_dir
-        self._vision = as_vision(processor)
+        self._vision, self._context = as_vision(processor), context
         self._encoder = ChatEncoder(tokenizer, self.apply_chat_template_kwargs)
         self._download()
         self._read_files_and_tokenize()
@@ -94,11 +96,17 @@ class RLHFDataset(Dataset):
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """The rows whose prompt, as text, is short enough; all of them without `data.filter_overlong_prompts`."""
+        """The rows whose prompt is short enough; all rows without `data.filter_overlong_prompts`.
+
+        The prompt is measured as text with its tools, without images.
+        """
         rows = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return rows
-        texts = [self._encoder.render(self._messages(dict(row)), where="a prompt") for row in rows]
+        texts: list[str] = []
+        for number, row in enumerate(rows):
+            where, tools = f"row {number} of {type(self).__name__}", self._context.tools_of(row)
+            texts.append(self._encoder.render(self._messages(dict(row)), where=where, tools=tools))
         lengths = map(len, self._encoder.encode(texts))
         return rows.select(
             [number for number, length in enumerate(lengths) if length <= self.max_prompt_length]

@@ -242,11 +242,13 @@ class AgentLoopBase(ABC):
     """verl's agent loop: an object for each conversation."""
 
     _class_initialized = False
+    offers_tools = False  # whether prompts name the tools of the configuration
     quadriga_form: type[AgentLoop]  # the class as an agent loop of ours
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         home = {"loop_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        home |= {"offers_tools": cls.offers_tools}
         cls.quadriga_form = type(cls.__name__, (_Led,), home)
 
     def __init__(
@@ -451,6 +453,8 @@ class AgentData:
 class ToolAgentLoop(AgentLoopBase):
     """Calls the tools that the model names; where it names none, the user simulator of the row replies. A tool's
     instance lasts as long as a call."""
+
+    offers_tools = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

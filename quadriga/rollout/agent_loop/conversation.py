@@ -393,10 +393,16 @@ class Conversation:
 
 
 class TurnEncoder:
-    """Renders and tokenizes prompts and turns with the tokenizer's chat template."""
+    """Renders and tokenizes prompts and turns with the tokenizer's chat template.
+
+    `vocabulary_size`: rows of the model's embedding. None: enough for each token.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any],
+        vocabulary_size: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = {
@@ -404,6 +410,12 @@ class TurnEncoder:
         }
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        if vocabulary_size is not None:
+            texts |= {
+                token
+                for token, token_id in tokenizer.get_added_vocab().items()
+                if token_id >= vocabulary_size
+            }
         self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
         self._closing = frozenset(tokenizer.all_special_ids)
         self._known_roles: set[str] = set()
@@ -472,7 +484,10 @@ class TurnEncoder:
         return plain, pictures
 
     def plain(self, text: str) -> str:
-        """The text with every special token broken in two, so that no tool can forge a turn."""
+        """The text with every special token broken in two, so that no tool can forge a turn.
+
+        So are added tokens that the model's embedding does not have.
+        """
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -52,6 +52,8 @@ class Services:
 
 class AgentLoop(ABC):
     """Leads conversations, many at the same time: what belongs to one is kept in `run`."""
+
+    offers_tools: ClassVar[bool] = False  # whether prompts name the tools of the configuration
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -140,6 +142,8 @@ class SingleTurnAgent(AgentLoop):
 @register("tool_agent")
 class ToolAgent(AgentLoop):
     """Calls the tools that the model names; where it names none, the user simulator of the sample replies."""
+
+    offers_tools = True
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)

@@ -22,12 +22,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.background import off_the_loop, run_coroutine
+from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, QuadrigaError, RolloutError, traceback_text
 from quadriga.observe.metrics import Metric
@@ -79,6 +81,7 @@ class AgentLoopManager:
         log_dir: where MCP servers' standard error is written; None: a temporary folder.
         processor: of a vision-language model, whose later turns may show images, and whose rows then have
             `multi_modal_inputs`.
+        vocabulary_size: rows of the model's embedding. None: enough for each token.
 
     Raises:
         ConfigError: a file with tools, interactions or loops is not as it must be.
@@ -95,9 +98,10 @@ class AgentLoopManager:
         template_kwargs: Mapping[str, Any] | None = None,
         log_dir: Path | None = None,
         processor: Any = None,
+        vocabulary_size: int | None = None,
     ) -> None:
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
-        self.encoder = TurnEncoder(tokenizer, template_kwargs or {})
+        self.encoder = TurnEncoder(tokenizer, template_kwargs or {}, vocabulary_size)
         total, turns = config.max_model_len or prompt_length + response_length, config.multi_turn
         self.limits = Limits(
             prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns
@@ -106,25 +110,10 @@ class AgentLoopManager:
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
-        tools: dict[str, ToolSpec] = {}
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
-            specs = (
-                function_tools(turns.function_tool_path)
-                if turns.enable and turns.function_tool_path
-                else []
-            )
-            if turns.enable and turns.tool_config_path:
-                specs += class_tools(turns.tool_config_path)
-                specs += server_tools(turns.tool_config_path, self._thread, self._servers, log_dir)
-            for spec in specs:
-                if spec.name in tools:
-                    where = "actor_rollout_ref.rollout.multi_turn, tools"
-                    raise ConfigError(
-                        where, got=f"two with the name {spec.name!r}", expected="a name for each"
-                    )
-                tools[spec.name] = spec
+            tools = load_tools(turns, self._thread, self._servers, log_dir)
             path = turns.interaction_config_path if turns.enable else None
             interactions = load_interactions(path) if path else {}
         except BaseException:
@@ -205,9 +194,7 @@ class AgentLoopManager:
 
     def close(self) -> None:
         """Ends the MCP servers, and the thread in which tools run."""
-        while self._servers:
-            self._thread.submit(self._servers.pop().close()).result()
-        self._thread.close()
+        close_tools(self._thread, self._servers)
         off_the_loop(self._runner.close)
 
     async def _lead_one(
@@ -265,6 +252,66 @@ class AgentLoopManager:
                 fix=f"{first}\n{failed[0].failure}",
             )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
+
+
+def load_tools(
+    turns: MultiTurnConfig, thread: ToolThread, servers: list[Server], log_dir: Path | None
+) -> dict[str, ToolSpec]:
+    """Load the tools of a configuration, by name; none where `multi_turn.enable` is false.
+
+    Args:
+        turns: `actor_rollout_ref.rollout.multi_turn`.
+        thread: reaches MCP servers.
+        servers: gets the servers that were started or reached; `close_tools` ends them.
+        log_dir: as for `AgentLoopManager`.
+
+    Raises:
+        ConfigError: a file is not as it must be, or two tools have one name.
+        RolloutError: a function cannot be a tool, or a server cannot be reached.
+    """
+    specs: list[ToolSpec] = []
+    if turns.enable and turns.function_tool_path:
+        specs += function_tools(turns.function_tool_path)
+    if turns.enable and turns.tool_config_path:
+        specs += class_tools(turns.tool_config_path)
+        specs += server_tools(turns.tool_config_path, thread, servers, log_dir)
+    tools: dict[str, ToolSpec] = {}
+    for spec in specs:
+        if spec.name in tools:
+            where = "actor_rollout_ref.rollout.multi_turn, tools"
+            raise ConfigError(
+                where, got=f"two with the name {spec.name!r}", expected="a name for each"
+            )
+        tools[spec.name] = spec
+    return tools
+
+
+def close_tools(thread: ToolThread, servers: list[Server]) -> None:
+    """End MCP servers, and the thread in which tools run."""
+    while servers:
+        thread.submit(servers.pop().close()).result()
+    thread.close()
+
+
+def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
+    """Schemas of the configured tools, and the names of the agent loops that offer them.
+
+    MCP servers are started or reached to list their tools, and left again. Errors are those of
+    `load_tools`.
+    """
+    if not config.multi_turn.enable:
+        return (), frozenset()
+    thread = ToolThread()
+    servers: list[Server] = []
+    with TemporaryDirectory(prefix="quadriga-") as log_dir:
+        try:
+            tools = load_tools(config.multi_turn, thread, servers, Path(log_dir))
+        finally:
+            close_tools(thread, servers)
+    if tools and config.agent.agent_loop_path is not None:
+        load_loops(config.agent.agent_loop_path)
+    agents = frozenset(name for name, loop in REGISTRY.items() if loop.offers_tools)
+    return tuple(spec.schema for spec in tools.values()), agents
 
 
 async def _run(loop: AgentLoop, chat: Conversation) -> None:

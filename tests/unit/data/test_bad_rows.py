@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.data.file_dataset import tell_bad_rows
+from quadriga.data.prompt_lengths import PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.errors import DataError
@@ -62,6 +63,32 @@ def test_a_bad_row(strict, config, write, row, capsys, name: str, max_samples: i
 def test_a_role_that_the_template_writes(tokenizer, config, write, row):
     path = write("t.jsonl", [row(prompt=[{"role": "robot", "content": "w1"}])])
     assert len(RLHFDataset(path, tokenizer, config())) == 1
+
+
+def test_a_token_beyond_the_embedding(tokenizer, config, write, row, capsys):
+    """Padding alone, whose id is the highest here, is no fault; nothing is padded with more than its id."""
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    size = tokenizer.pad_token_id
+    context = PromptContext(vocabulary_size=size)
+    data = {"train": [row(), row()], "bad": [row(), row(prompt="w1 [PAD]")]}
+    good, bad = (write(f"{name}.jsonl", rows) for name, rows in data.items())
+    padded = RLHFDataset(good, tokenizer, config(), context=context)[0]
+    assert padded["input_ids"].tolist()[:4] == [size] * 4
+    for _ in range(2):  # the second time as it is in the cache
+        with pytest.raises(
+            DataError,
+            match=rf"bad\.jsonl row 1, .*token '\[PAD\]' with the id {size}, .*below {size}",
+        ):
+            RLHFDataset(bad, tokenizer, config(), context=context)
+    chats = [
+        {"messages": [USER, {"role": "assistant", "content": content}]}
+        for content in ("w2", "w2 [PAD]")
+    ]
+    path = write("chats.jsonl", chats)
+    with pytest.raises(DataError, match=r"chats\.jsonl row 1: got the token '\[PAD\]'"):
+        MultiTurnSFTDataset(path, tokenizer, config(), vocabulary_size=size)
+    skipping = MultiTurnSFTDataset(path, tokenizer, config(on_bad_row="skip"), vocabulary_size=size)
+    assert skipping[0]["input_ids"][-1] == size
 
 
 def test_broken_lines_are_left_out_and_listed(tokenizer, config, write, row, capsys):

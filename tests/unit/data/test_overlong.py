@@ -17,10 +17,11 @@ from quadriga.config import DataConfig
 from quadriga.data import files
 from quadriga.data import prompt_lengths as lengths_module
 from quadriga.data.files import read_table
-from quadriga.data.prompt_lengths import PromptMeter, prompt_lengths
+from quadriga.data.prompt_lengths import PromptContext, PromptMeter, prompt_lengths
 from quadriga.data.token_counts import TokenCounter
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
+from tests.unit.data.conftest import TEMPLATE
 
 WAIT_S = 120
 LENGTHS = [3, 9, 1, 30, 2]
@@ -119,6 +120,27 @@ def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
+def test_prompts_are_measured_with_the_tools_of_their_agent_loop(
+    make_tokenizer, write, row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+):
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 1)
+    tokenizer = make_tokenizer(
+        template="{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    )
+    table = read_table(
+        write("t.jsonl", [row(2), row(2, agent_name="plain"), row(2, agent_name="tool_agent")])
+    )
+    tools = tuple({"type": "function", "function": {"name": name}} for name in ("w7", "w8", "w9"))
+    for offered, expected in ((tools, [7, 4, 7]), (tools[:2], [6, 4, 6])):
+        context = PromptContext(offered, frozenset({"tool_agent"}), "tool_agent")
+        meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig(), context=context)
+        lengths, errors = prompt_lengths(
+            table, meter, cache_dir=tmp_path / "cache", num_workers=num_workers
+        )
+        assert (lengths["tokens"].tolist(), errors) == (expected, [])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_prompt_that_is_none_names_file_and_row(
     measure, write, row, monkeypatch, num_workers: int
 ):
@@ -152,8 +174,8 @@ class FailingEncoder(ChatEncoder):
 
     act = ""
 
-    def render(self, messages, *, where: str) -> str:
-        text = super().render(messages, where=where)
+    def render(self, messages, *, where: str, **options) -> str:
+        text = super().render(messages, where=where, **options)
         if messages[0]["content"].count(" ") == 1:
             if self.act == "raise":
                 raise RuntimeError("no tokens today")

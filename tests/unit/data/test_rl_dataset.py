@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from quadriga.data import RLHFDataset, collate_fn, tokenizing
+from quadriga.data.prompt_lengths import PromptContext
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
+from tests.unit.data.conftest import TEMPLATE
 
 
 def words(tokenizer, ids: list[int]) -> list[str]:
@@ -117,6 +119,40 @@ def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
         len(RLHFDataset(path, tokenizer, config(max_prompt_length=4, shuffle=False), max_samples=1))
         == 1
     )
+
+
+def test_a_prompt_that_is_too_long_with_its_tools(make_tokenizer, config, write, row, capsys):
+    """It is left out by the filter, and else refused: agent loops do not cut what names tools."""
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    tokenizer = make_tokenizer(template=template)
+    path = write("t.jsonl", [row(1), row(2, agent_name="tools")])
+    context = PromptContext(({"function": {"name": "w7"}},), frozenset({"tools"}))
+    for truncation in ("error", "left"):
+        with pytest.raises(
+            DataError, match=r"t\.jsonl row 1: got a prompt of 5 tokens with its 1 tools, .*=4"
+        ):
+            RLHFDataset(
+                path, tokenizer, config(max_prompt_length=4, truncation=truncation), context=context
+            )
+    capsys.readouterr()
+    section = config(max_prompt_length=4, filter_overlong_prompts=True)
+    assert len(RLHFDataset(path, tokenizer, section, context=context)) == 1
+    assert (
+        "1 prompts measured; 1 combinations of roles, tools and last role"
+        in capsys.readouterr().out
+    )
+    item = RLHFDataset(path, tokenizer, config(max_prompt_length=5), context=context)[1]
+    assert words(tokenizer, item["raw_prompt_ids"])[0] == "w7"
+    said = capsys.readouterr().out
+    assert "2 combinations of roles" in said and "1 prompts are measured with the tools" in said
+
+
+def test_a_template_that_does_not_name_the_tools(tokenizer, config, write, row):
+    context = PromptContext(({"function": {"name": "add"}},), frozenset({"tools"}), "tools")
+    with pytest.raises(
+        DataError, match=r"row 0, column 'prompt': got a prompt that does not name the tools add"
+    ):
+        RLHFDataset(write("t.jsonl", [row()]), tokenizer, config(), context=context)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +298,7 @@ def test_tokenizers_are_checked(make_tokenizer, config, write, row):
     path = write("t.jsonl", [row()])
     with pytest.raises(DataError, match="no chat template"):
         RLHFDataset(path, make_tokenizer(template=None), config())
-    section = config(apply_chat_template_kwargs={"chat_template": "w1 w2"})
+    section = config(apply_chat_template_kwargs={"chat_template": "{{ messages[0].content }}"})
     assert len(RLHFDataset(path, make_tokenizer(template=None), section)[0]["raw_prompt_ids"]) == 2
 
 

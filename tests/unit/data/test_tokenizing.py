@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, Qwen2Config
 
-from quadriga.data import load_tokenizer
+from quadriga.data import load_tokenizer, tokenizing
 from quadriga.data.tokenizing import ChatEncoder, as_messages
 from quadriga.errors import DataError
 
@@ -208,3 +208,98 @@ def test_a_text_that_is_a_chat_in_json_is_that_chat(chat):
 )
 def test_any_other_text_in_json_stays_text(text: str):
     assert as_messages(text, where="row") == [{"role": "user", "content": text}]
+
+
+LOOP = "{% for m in messages %}{% if m.role in ROLES %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
+FIRST_SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + LOOP
+MARKER = "{% for m in messages %}<{{ m.role }}>{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+CALLS = [{"function": {"name": "f", "arguments": {}}}]
+CHAT = [
+    {"role": "system", "content": "w1"},
+    {"role": "user", "content": "w2"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "w3"},
+    {"role": "system", "content": "w4"},
+    {"role": "user", "content": "w5"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [
+        (
+            LOOP.replace("ROLES", "('user', 'assistant', 'tool')"),
+            "message 0: got the role 'system'",
+        ),
+        (
+            FIRST_SYSTEM.replace("ROLES", "('user', 'assistant', 'tool')"),
+            "message 4: got the role 'system'",
+        ),
+        (
+            LOOP.replace("ROLES", "('system', 'user', 'assistant')"),
+            "message 3: got the role 'tool'",
+        ),
+        (MARKER, "message 3: got the role 'tool'"),
+    ],
+)
+def test_a_role_that_the_template_leaves_out(make_tokenizer, template: str, place: str):
+    encoder = ChatEncoder(make_tokenizer(template=template), {})
+    for row in ("t.jsonl row 1", "t.jsonl row 2"):
+        with pytest.raises(
+            DataError, match=f"{row}, {place}, whose messages the chat template leaves out"
+        ):
+            encoder.render(CHAT, where=row)
+
+
+THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_EMPTY_TURNS = "{% for m in messages %}{% if m.content %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<system>w1{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+BESIDE_CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "changes"),
+    [
+        (THOUGHTS, {"content": "<think>w8</think>w9", "tool_calls": None}),
+        (NO_EMPTY_TURNS, {"content": "", "reasoning_content": "w8"}),
+        (DEFAULT_SYSTEM, {}),
+        (BESIDE_CALLS, {"content": "w8"}),
+    ],
+)
+def test_what_templates_drop_by_design_is_no_role_left_out(
+    make_tokenizer, template: str, changes: dict
+):
+    """Thoughts of earlier turns, turns of thoughts alone, a system prompt that is the default, words beside a call."""
+    chat = [*CHAT[:2], CHAT[2] | changes, *CHAT[3:]]
+    assert "w5" in ChatEncoder(make_tokenizer(template=template), {}).render(chat, where="row")
+
+
+def test_one_chat_of_each_role_order_is_rendered_again(
+    make_tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizing, "MAX_ROLE_ORDERS", 2)
+    encoder = ChatEncoder(make_tokenizer(), {})
+    chats = [CHAT[:2], CHAT[:2], CHAT[1:2], CHAT[3:4]]
+    rendered: list[int] = []
+    write_text = encoder.written
+
+    def counted(*arguments, **options) -> str:
+        rendered.append(1)
+        return write_text(*arguments, **options)
+
+    monkeypatch.setattr(encoder, "written", counted)
+    counts = []
+    for chat in chats:
+        encoder.render(chat, where="row")
+        counts.append(len(rendered))
+    assert counts == [3, 4, 6, 7]
+    assert encoder.num_orders == 2

@@ -27,6 +27,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import CheckpointError, ConfigError, EngineError
+from quadriga.models.load import load_config
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.workers.models import (
     check_checkpoint,
@@ -164,6 +165,23 @@ def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
         task="reward_model", actor_rollout_ref={"model": {"path": str(tmp_path / "scores")}}
     )
     check_models(scores, has_critic=False)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "gptq"}]
+)
+def test_quantized_models(tmp_path: Path, settings: dict[str, Any]) -> None:
+    LlamaConfig(quantization_config=settings).save_pretrained(tmp_path / "llama")
+    with pytest.raises(
+        EngineError,
+        match=rf"llama: got quantized weights \({settings['quant_method']} .*be trained",
+    ):
+        check_models(config(tmp_path), has_critic=False)
+
+
+def test_a_padding_token_beyond_the_embedding(tmp_path: Path) -> None:
+    LlamaConfig(vocab_size=8, pad_token_id=8).save_pretrained(tmp_path)
+    assert load_config(tmp_path).pad_token_id is None
 
 
 def test_sequences_longer_than_the_positions(folder: Path) -> None:

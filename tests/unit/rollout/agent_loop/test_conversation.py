@@ -105,6 +105,13 @@ def test_a_template_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     assert "the tool add" in tokenizer.decode(ids)
 
 
+def test_tokens_of_a_tool_that_the_model_does_not_have(tokenizer: PreTrainedTokenizerFast) -> None:
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<late>"])
+    encoder = TurnEncoder(tokenizer, {}, size)
+    assert max(encoder.following([{**TOOL, "content": encoder.plain("4 <late> 2")}], [])) < size
+
+
 def test_special_tokens_of_a_tool_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
     """No answer can end its own turn or begin another's."""
     encoder = TurnEncoder(tokenizer, {})
