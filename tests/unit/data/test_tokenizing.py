@@ -255,7 +255,10 @@ THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-NO_EMPTY_TURNS = "{% for m in messages %}{% if m.content %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
+NO_EMPTY_TURNS = (
+    "{% for m in messages %}{% if m.content %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    "<assistant>"
+)
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}<system>w1{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
