@@ -355,14 +355,17 @@ def test_model_with_damaged_weights(
 
 
 def test_tokenizer_of_another_model(
-    refused: Callable[..., str], make_tokenizer: Callable, tmp_path: Path
+    refused: Callable[..., str], make_tokenizer: Callable, home: Path, tmp_path: Path
 ) -> None:
     """Its tokens would lie outside the model's vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["x" * length for length in range(2, 50)] + ["say"])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     error = refused(f"data.tokenizer={tmp_path / 'tokenizer'}")
-    assert_says(error, "prompts: got token id 93", "ids below 45", "data.tokenizer")
+    place = f"{home / 'train.parquet'} row 0, column 'prompt'"
+    assert_says(
+        error, f"{place}: got the token 'say' with the id 93", "ids below 45", "data.tokenizer"
+    )
 
 
 @pytest.mark.parametrize("device", ["banana", "xpu"])
