@@ -16,22 +16,22 @@ MAX_SHORT_LINES = 3
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
     "algorithms": 13220,
-    "cli": 8880,
-    "compat": 19070,
+    "cli": 8940,
+    "compat": 19150,
     "config": 27070,
-    "data": 33850,
+    "data": 35110,
     "engines": 34600,
-    "models": 31800,
+    "models": 31920,
     "observe": 12160,
     "protocol": 12900,
     "rewards": 28590,
-    "rollout": 76300,
+    "rollout": 76610,
     "single_controller": 24420,
-    "trainer": 50290,
+    "trainer": 50610,
     "verl": 15850,
     "weight_sync": 7180,
-    "workers": 19240,
-    "": 13780,
+    "workers": 19540,
+    "": 13670,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
