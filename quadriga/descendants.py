@@ -70,10 +70,10 @@ def supervise(lifeline_fd: int) -> None:
         os._exit(1)
     # Each of the two is refused on some systems, and the supervisor works without.
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     with suppress(OSError):
         if group is not None:
-            (group / "cgroup.procs").write_text("0")
+            (group / "cgroup.procs").write_bytes(b"0")
 
 
 def descendants(root: int) -> list[int]:
@@ -105,7 +105,7 @@ def end_group(supervisor: int) -> None:
     until = time.monotonic() + _SWEEP_LIMIT_S
     # Another process may be at the same, and files of a group that goes away fail in several ways.
     with suppress(OSError):
-        (group / "cgroup.kill").write_text("1")
+        (group / "cgroup.kill").write_bytes(b"1")
         while (group / "cgroup.procs").read_bytes() and time.monotonic() < until:
             time.sleep(0.005)
         group.rmdir()
@@ -202,7 +202,9 @@ def shared_memory(pids: set[int]) -> set[Path]:
     for pid in pids:
         # It has ended, or is another user's.
         with suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            for line in (
+                Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            ):
                 place = line[73:].strip() if "/dev/shm/" in line else ""
                 if place.startswith("/dev/shm/") and not place.endswith(" (deleted)"):
                     found.add(Path(place))
@@ -415,7 +417,7 @@ def _signal_all(pids: set[int], number: signal.Signals) -> None:
 def _group(supervisor: int) -> Path | None:
     """The place of a control group beside that of this process; None without cgroup v2."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             for mount in (
                 ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if line.startswith("0::") else ()
             ):

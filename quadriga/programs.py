@@ -11,15 +11,17 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 
+from quadriga import streams
 from quadriga.descendants import end_descendants, end_group, supervise
 from quadriga.lazy import collector_paused, keep_modules
 
 _END_LIMIT_S = 15.0  # more than a supervisor takes to end all that is below it
-# The arguments: a module, the file descriptors of a connection and of a lifeline, and the driver's import path.
+# The arguments: a module, the file descriptors of a connection and of a lifeline, the encoding of what it prints (that
+# of the locale where there is none), and the driver's import path.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
+    "import sys; sys.path[:] = sys.argv[5:]; "
     "from quadriga.programs import run_program; "
-    "run_program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+    "run_program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
 )
 
 
@@ -32,13 +34,14 @@ class SupervisedProgram:
 
     Args:
         module: Name of the module that has `main`.
-        output_fd: Where its standard output and standard error go. None: where those of this process go.
+        output_fd: Where its standard output and standard error go, in UTF-8. None: where those of this process go.
     """
 
     def __init__(self, module: str, output_fd: int | None = None) -> None:
         ours, theirs = socket.socketpair()
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
+        encoding = "" if output_fd is None else "utf-8"
         # Unbuffered, so that what it prints is shown when it hangs.
         command = [
             sys.executable,
@@ -47,11 +50,12 @@ class SupervisedProgram:
             _PROGRAM,
             module,
             *map(str, fds),
+            encoding,
             *map(str, sys.path),
         ]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
+        standard = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
         try:
-            self.process = subprocess.Popen(command, **streams, pass_fds=fds, process_group=0)
+            self.process = subprocess.Popen(command, **standard, pass_fds=fds, process_group=0)
         finally:
             theirs.close()
             os.close(their_lifeline)
@@ -89,9 +93,10 @@ class SupervisedProgram:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-def run_program(module: str, connection_fd: int, lifeline_fd: int) -> None:
+def run_program(module: str, connection_fd: int, lifeline_fd: int, encoding: str) -> None:
     """The program of a `SupervisedProgram`."""
     supervise(lifeline_fd)
+    streams.install(encoding or None)
     # Programs that it starts must not keep the connection open after this process has died.
     os.set_inheritable(connection_fd, False)
     keep_modules()

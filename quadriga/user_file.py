@@ -4,6 +4,7 @@
 import contextlib
 import hashlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,7 +44,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
         raise ConfigError(where, got=got, expected="a Python file", fix=f"Looked for {file}.")
     # The name is the path's alone: a file that is run again replaces what it registered, and another process that
     # unpickles something of it finds it under the same name.
-    name = f"quadriga_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    name = f"quadriga_user_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if _digests.get(name) == digest and name in sys.modules:
         return sys.modules[name]

@@ -14,6 +14,7 @@ from quadriga.config import Config
 from quadriga.data.files import TABLE_SUFFIXES
 from quadriga.data.media import IMAGE
 from quadriga.errors import ConfigError
+from quadriga.streams import log_to
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import Grades, answer, answer_files, evaluate, score_file
 from quadriga.trainer.validate import first_samples
@@ -94,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 def answer_rows(config: Config, output_path: str | Path) -> None:
     """Write the rows of data.val_files with their responses, and say so; as `answer_files`."""
+    log_to(Path(output_path).parent)
     print(f"{answer_files(config, Path(output_path))} rows: {output_path}")
 
 

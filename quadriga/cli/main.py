@@ -5,17 +5,21 @@
 1    it failed, and said why
 2    the command line or the configuration is wrong
 130  it was interrupted
+141  its output could not be written, and no log took it
 """
 
 import argparse
-import io
+import errno
 import os
+import re
 import signal
 import sys
+from codecs import lookup
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
-from quadriga import __version__
+from quadriga import __version__, streams
 from quadriga.descendants import Guardian
 from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
 from quadriga.lazy import collector_paused, keep_modules
@@ -48,14 +52,43 @@ COMMANDS: dict[str, tuple[str, str]] = {
 GUARDED = ("train", "generate", "sft", "eval", "verl")
 """Commands that start processes and run users' code: what these leave behind ends with the command."""
 
+GOES_ON = ("train", "generate", "sft", "prepare", "verl")
+"""Commands that go on when their output cannot be written: `console.log` takes it, where it has a
+folder."""
+
+_UNDECODABLE = re.compile("[\ud800-\udfff]")
 _TRACEBACK_OPTION = "--traceback"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # So that a log has the lines when they are printed, and between those of standard error.
-        sys.stdout.reconfigure(line_buffering=True)
+    if argv is None:
+        # Where Python code calls this, the streams are the caller's.
+        os.environ.pop(streams.LOG_VARIABLE, None)
+        streams.install()
+    status = 0
+    try:
+        status = _run(argv)
+        if sys.stdout is not None:
+            # What is in the buffer may be what fails.
+            sys.stdout.flush()
+    except OSError as error:
+        if error is not streams.lost_output():
+            raise
+    except SystemExit as end:
+        # argparse's, after a help text
+        if end.code or streams.lost_output() is None:
+            raise
+    lost = streams.lost_output()
+    if lost is None or status:
+        return status
+    # A reader that leaves (`| head`) has what it wanted.
+    if lost.errno != errno.EPIPE:
+        print(f"quadriga: standard output cannot be written ({lost.strerror})", file=sys.stderr)
+    return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Trackers record the command line.
     sys.argv = [*sys.argv[:1], *map(redacted_text, sys.argv[1:])]
@@ -82,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    _refuse_undecodable(parser, arguments)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
@@ -93,9 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     guardian = Guardian() if argv is None and options.command in GUARDED else None
     if argv is None:
         keep_modules()
+    if options.command not in GOES_ON:
+        streams.raise_failures()
     try:
         try:
-            return _run(options.command, options.arguments, has_traceback)
+            return _call(options.command, options.arguments, has_traceback)
         finally:
             if guardian is not None:
                 # Whoever presses Ctrl-C once more wants what is going on here already.
@@ -111,18 +147,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 guardian.close()
 
 
-def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
+def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends with a message where a path has bytes that are no text: libraries cannot open it."""
+    texts = {f"argument {number}": word for number, word in enumerate(arguments, start=1)}
+    # A deleted directory is named by the command that needs it.
+    with suppress(FileNotFoundError):
+        texts["the working directory"] = os.getcwd()
+    for place, text in texts.items():
+        if _UNDECODABLE.search(text):
+            encoding = sys.getfilesystemencoding()
+            expected = f"expected text in {encoding}, the encoding of this locale"
+            fix = "Rename it, or set LC_ALL=C.UTF-8."
+            parser.error(f"{place}: got {text!a}, {expected}. {fix}")
+
+
+def _call(command: str, arguments: list[str], has_traceback: bool) -> int:
     try:
         module, _, function = COMMANDS[command][0].partition(":")
         with waiting(f"the modules of quadriga {command}", every_s=NOTICE_S), collector_paused():
             loaded = import_module(module)
-        status = getattr(loaded, function or "main")(arguments)
-        # A pipe that was closed is noticed here, inside the try, and not in the interpreter's last breath.
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; what is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return getattr(loaded, function or "main")(arguments)
     except QuadrigaError as error:
         if has_traceback:
             raise
@@ -141,7 +185,16 @@ def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
         )
         print(f"quadriga {command}: {missing}", file=sys.stderr)
         return 1
-    return status
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        if has_traceback or encoding == "utf-8" or lookup(error.encoding) != lookup(encoding):
+            raise
+        # The name of a file that a configuration or a data file names.
+        expected = f"expected text in {encoding}, the encoding of this locale"
+        fix = "Set LC_ALL=C.UTF-8."
+        got = f"got {error.object[:200]!a}"
+        print(f"quadriga {command}: {got}, {expected}. {fix}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

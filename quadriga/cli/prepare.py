@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from quadriga.errors import DataError
+from quadriga.streams import log_to
 
 _DATA_HELP = (
     "largest, gsm8k, gsm8k_tools, math, geometry3k, hellaswag, hh_rlhf, or reasoning_gym:TASK"
@@ -70,10 +71,12 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     if options.what == "model":
         folder = _recipe("model_folder").prepare_model(options.name, options.output)
+        log_to(options.output)
         print(f"model: {folder}")
         return 0
     if options.what == "playground":
         parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
+        log_to(options.output)
         width = max(map(len, parts))
         for name, path in parts.items():
             print(f"{name:<{width}}  {path}")
@@ -87,6 +90,7 @@ def main(argv: list[str]) -> int:
     files = prepare_data(
         options.name, options.output, **sizes, seed=options.seed, source=options.source
     )
+    log_to(options.output)
     for split, path in files.items():
         print(f"{split}: {path}")
     return 0

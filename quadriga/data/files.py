@@ -330,7 +330,10 @@ def _mapped(
     num_rows = 0
     make_directory(entry.parent, where="data.cache_dir")
     # "a": what a link in its place leads to is not emptied.
-    with entry.with_suffix(".lock").open("a") as lock, waiting(f"another process to write {entry}"):
+    with (
+        entry.with_suffix(".lock").open("ab") as lock,
+        waiting(f"another process to write {entry}"),
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if entry.is_dir():
             try:
@@ -351,12 +354,12 @@ def _mapped(
                 for batch in batches:
                     writer.write_batch(batch)
                     num_rows += len(batch)
-            (draft / "facts.json").write_text(json.dumps(asdict(facts)))
+            (draft / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
         return _opened(entry)
 
 
 def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
-    facts = _JsonFacts(**json.loads((entry / "facts.json").read_text()))
+    facts = _JsonFacts(**json.loads((entry / "facts.json").read_text(encoding="utf-8")))
     return pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow"))).read_all(), facts
 
 

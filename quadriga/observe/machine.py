@@ -163,7 +163,7 @@ def _field(path: Path, key: str) -> str:
 
 def _read(path: Path) -> str:
     """The text of a file of the kernel, or nothing where this system has no such file."""
-    return path.read_text().strip() if path.exists() else ""
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 @contextmanager

@@ -110,7 +110,12 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
         command = [sys.executable, "-c", f"import {extra.module}"]
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=timeout_s,
             )
             last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             problem = f"does not import: {last_line}" if done.returncode else ""

@@ -77,7 +77,7 @@ class Recording:
                 return zlib.compress(path.read_bytes(), 1)
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text(errors="replace"), strict=False)
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         return zlib.compress(",\n".join(map(json.dumps, self._events(trace))).encode(), 1)
 
     def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:

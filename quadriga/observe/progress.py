@@ -200,6 +200,11 @@ class Progress(AbstractContextManager["Progress"]):
         if len(self._marks) == 3 and self._marks[0][0] == self._initial:
             # The first step carries what happens only once (kernels that warm up).
             self._marks.popleft()
+        if self._bar is not None and not self._console.is_terminal:
+            # The terminal is gone: standard output is a log, which gets lines and no last state of the bar.
+            self._bar.live.transient = True
+            self._bar.stop()
+            self._bar = None
         if self._bar is not None:
             shown = [name for name in BAR_FIELDS if name in fields] or list(fields)
             # Beside the bar and the fields above a component of the reward takes about 20 columns.

@@ -8,13 +8,13 @@ ends the process at once.
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from quadriga.errors import ConfigError
+from quadriga.streams import write_error
 
 EXPIRY_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -48,7 +48,7 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
         stop_requested.set()
         # Not print: the signal may have come in the midst of one.
         notice = f"{STOP_NOTICE} {fallback()}".rstrip()
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{notice}\n".encode())
+        write_error(f"{notice}\n")
 
     before = signal.signal(signal.SIGTERM, request)
     try:

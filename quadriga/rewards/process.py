@@ -43,6 +43,7 @@ from quadriga.programs import SupervisedProgram
 from quadriga.rewards import cpu_limit
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
+from quadriga.streams import relay
 
 logger = logging.getLogger(__name__)
 LOADING_LIMIT_S = (
@@ -80,9 +81,8 @@ class Printed:
             shown = data[: min(room, self._room)]
             self._room -= len(shown)
             self._num_left_out += len(data) - len(shown)
-            if shown:
-                sys.stdout.write(shown.decode(errors="replace"))
-                sys.stdout.flush()
+            if shown and not relay(shown.decode(errors="replace"), sys.stdout, flush=True):
+                self._num_left_out += len(shown)
         return len(shown)
 
     def close(self) -> None:

@@ -271,7 +271,9 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
         if before is None:
             digests = "".join(f"# {digest}  {name}\n" for name, digest in now.files.items())
             with written_aside(file, where=_OUTPUT) as draft:
-                draft.write_text(f"{show(config)}{digests}")
+                draft.write_text(
+                    f"{show(config)}{digests}", encoding="utf-8", errors="backslashreplace"
+                )
         with closing(Unfinished(folder)) as part:
             if part.texts:
                 print(

@@ -16,6 +16,7 @@ from quadriga.errors import ConfigError
 from quadriga.lazy import collector_paused
 from quadriga.observe.timing import Timeline
 from quadriga.observe.watchdog import NOTICE_S, waiting
+from quadriga.streams import log_to
 
 # Import strings: Ray, and torch with it, are loaded only where they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
@@ -44,6 +45,7 @@ def steps(
         QuadrigaError: what went wrong in the run, wherever that was.
     """
     is_local = config.trainer.backend == "local"
+    log_to(config.trainer.directory)
     where = "in this process" if is_local else "in worker processes, on Ray"
     print(f"quadriga {__version__}: {config.trainer.directory}, {where}")
     timeline = Timeline(begun_s=begun_s)

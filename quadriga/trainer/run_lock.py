@@ -90,7 +90,9 @@ def _take(path: Path) -> int | None:
         without_locks = _lock(descriptor, path)
         holder, boot = _holder(descriptor), Path("/proc/sys/kernel/random/boot_id")
         # Containers of one kernel see each other's locks.
-        kernel = boot.read_text().strip() if boot.is_file() else socket.gethostname()
+        kernel = (
+            boot.read_text(encoding="ascii").strip() if boot.is_file() else socket.gethostname()
+        )
         if holder and (without_locks or holder.get("kernel") != kernel):
             _wait_for_silence(
                 path, holder, without_locks or "locks may not reach from its host to this one"

@@ -319,7 +319,7 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     if checkpoint is None:
         return
     try:
-        known = json.loads((checkpoint / "actor" / "config.json").read_text())
+        known = json.loads((checkpoint / "actor" / "config.json").read_text(encoding="utf-8"))
         theirs = _num_experts(SimpleNamespace(**known.get("text_config", known)))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return

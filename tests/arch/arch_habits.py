@@ -4,6 +4,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from arch_tree import FunctionNode, Source
 
@@ -116,6 +117,45 @@ def _handlers(source: Source) -> Iterator[tuple[str, ast.ExceptHandler]]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ExceptHandler):
             yield owners.get(id(node), "the module"), node
+
+
+def locale_encoding(source: Source) -> Iterator[str]:
+    """A text file or the output of a program that is read or written in whatever encoding the locale has."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and _uses_locale(node):
+            yield source.at(
+                node.lineno, f"{ast.unparse(node.func)}() names no encoding; say encoding='utf-8'"
+            )
+
+
+def _uses_locale(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if "encoding" in keywords:
+        return False
+    if {keywords.get("text"), keywords.get("universal_newlines")} & {"True"}:
+        return True
+    if name in ("read_text", "write_text"):
+        return len(call.args) <= (name == "write_text")
+    # What opens files: with a mode of text, or without one where reading text is the default.
+    modes = [
+        part.value
+        for part in [*call.args, *(keyword.value for keyword in call.keywords)]
+        if _is_mode(part)
+    ]
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if name in ("fdopen", "NamedTemporaryFile", "TemporaryFile") or (
+        name == "open" and owner in ("gzip", "bz2")
+    ):
+        return any("b" not in mode for mode in modes)
+    is_pathlibs = bool(owner) and not call.args and not call.keywords
+    if name == "open" and owner in ("", "io"):
+        return all("b" not in mode for mode in modes)
+    return name == "open" and (is_pathlibs or any("b" not in mode for mode in modes))
+
+
+def _is_mode(node: ast.expr) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and bool(re.fullmatch("[rwax][bt+]*", str(node.value)))
 
 
 def left_over(source: Source) -> Iterator[str]:

@@ -32,6 +32,13 @@ BAD = [
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" BaseException", "return 1")),
     (arch_habits.swallowed_exception, "quadriga/x.py", TRY.format(" KeyError", "pass")),
     (arch_habits.swallowed_exception, "quadriga/x.py", "with contextlib.suppress(Exception): f()"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "path.read_text()"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "Path('a').write_text(text, errors='replace')"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "open(path)"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "path.open()"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "path.open(mode='a')"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "gzip.open(path, 'rt')"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "subprocess.run(words, text=True)"),
     (arch_habits.left_over, "quadriga/x.py", "x = 1  # TO" + "DO: the rest"),
 ]
 GOOD = [
@@ -45,6 +52,13 @@ GOOD = [
         arch_habits.swallowed_exception,
         "quadriga/x.py",
         "with contextlib.suppress(FileNotFoundError): f()",
+    ),
+    (arch_habits.locale_encoding, "quadriga/x.py", "path.read_text('utf-8')"),
+    (arch_habits.locale_encoding, "quadriga/x.py", "open(path, 'w', encoding='utf-8')"),
+    (
+        arch_habits.locale_encoding,
+        "quadriga/x.py",
+        "open(path, 'rb')\nos.open(path, os.O_RDONLY)\nImage.open(file)",
     ),
     (arch_habits.no_public_docstring, "quadriga/x.py", "def _f(): ...\n@overload\ndef f(): ..."),
     (arch_habits.nameless_module, "quadriga/data/commonsense.py", ""),
@@ -64,6 +78,16 @@ def test_public_docstrings() -> None:
         complaint
         for source in package_sources()
         for complaint in arch_habits.no_public_docstring(source)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_encodings() -> None:
+    """Each text file of the package is read and written in an encoding that is named."""
+    complaints = [
+        complaint
+        for source in package_sources()
+        for complaint in arch_habits.locale_encoding(source)
     ]
     assert not complaints, "\n".join(complaints)
 

@@ -56,11 +56,15 @@ class RunFacts:
     def load_id(self, backend: str) -> str | None:
         """The identity this run has at a tracking service, if it is a continued one."""
         path = self.directory / f".{backend}_run_id"
-        return path.read_text().strip() if self.is_continued and path.exists() else None
+        return (
+            path.read_text(encoding="utf-8").strip()
+            if self.is_continued and path.exists()
+            else None
+        )
 
     def save_id(self, backend: str, identity: str) -> None:
         """Remember the identity for the process that may continue this run."""
-        (self.directory / f".{backend}_run_id").write_text(f"{identity}\n")
+        (self.directory / f".{backend}_run_id").write_text(f"{identity}\n", encoding="utf-8")
 
 
 class RecordedSteps:
@@ -71,7 +75,9 @@ class RecordedSteps:
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
         self._path, self._first = facts.directory / f".{backend}_recorded", facts.first_step
         is_known = identity is not None and self._path.is_file()
-        self._last: dict[str, int] = json.loads(self._path.read_text()) if is_known else {}
+        self._last: dict[str, int] = (
+            json.loads(self._path.read_text(encoding="utf-8")) if is_known else {}
+        )
         self._before = dict(self._last)
         if (last := max(self._before.values(), default=-1)) >= self._first:
             file = self._path.with_name(f".{backend}_run_id")
@@ -86,7 +92,7 @@ class RecordedSteps:
         """The service has it."""
         self._last[kind] = max(step, self._last.get(kind, step))
         aside = self._path.with_name(f"{self._path.name}.tmp")
-        aside.write_text(json.dumps(self._last))
+        aside.write_text(json.dumps(self._last), encoding="utf-8")
         os.replace(aside, self._path)
 
 

@@ -117,7 +117,7 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
             ("uid_map", f"{user} {user} 1"),
             ("gid_map", f"{group} {group} 1"),
         ):
-            Path("/proc/self", name).write_text(text)
+            Path("/proc/self", name).write_text(text, encoding="ascii")
     make_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
     # 0 would be no limit. The folder itself is one of its files.
     size, num_files = max(4096, int(limits.folder_megabytes * MEGABYTE)), int(limits.num_files) + 1

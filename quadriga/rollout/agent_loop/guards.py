@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from quadriga.observe.watchdog import place_of
+from quadriga.streams import relay
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,16 @@ class BoundedOutput(io.TextIOBase):
             shown = text[: max(0, min(self._room, CONVERSATION_CHARS - so_far[0]))]
             so_far[0] += len(text)
             self._room -= len(shown)
-            self.num_left_out += len(text) - len(shown)
-            self.stream.write(shown)
-        else:
+            self.num_left_out += len(text) - (len(shown) if relay(shown, self.stream) else 0)
+        elif self.stream is not None:
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self.stream.flush()
+        if printed.get() is not None:
+            relay("", self.stream, flush=True)
+        elif self.stream is not None:
+            self.stream.flush()
 
     def close(self) -> None:
         """Nothing: the stream is not the conversations' to close."""

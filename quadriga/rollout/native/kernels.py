@@ -267,9 +267,11 @@ def _load() -> Kernels:
     if (compiler := next(filter(None, map(shutil.which, _COMPILERS)), None)) is None:
         raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
     version = _run(compiler, "--version").partition("\n")[0]
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
-    depends_on = "\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()
+    depends_on = "\n".join(
+        (_SOURCE.read_text(encoding="utf-8"), *_FLAGS, version, processor)
+    ).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
@@ -297,7 +299,9 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         raise _UnavailableError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -183,7 +183,7 @@ def has_fast_bfloat16() -> bool:
     return (
         torch.cpu._is_avx512_bf16_supported()
         and facts.exists()
-        and "AuthenticAMD" in facts.read_text()
+        and "AuthenticAMD" in facts.read_text(encoding="utf-8")
     )
 
 

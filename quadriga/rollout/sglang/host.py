@@ -20,6 +20,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from quadriga import streams
 from quadriga.errors import RolloutError, first_line
 from quadriga.observe.probe import installed
 from quadriga.rollout.third_party import require_release
@@ -99,6 +100,7 @@ class Library:
 
 def main() -> None:
     """Serve the pipe whose file descriptor is the first argument."""
+    streams.install()
     logging.captureWarnings(True)  # they go to the log, of which only errors are printed
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     os.set_inheritable(

@@ -215,7 +215,7 @@ def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """How many processes this node's kernel has killed for lack of memory; 0 where it does not say."""
     if not vmstat.exists():
         return 0
-    counts = dict(line.split() for line in vmstat.read_text().splitlines())
+    counts = dict(line.split() for line in vmstat.read_text(encoding="ascii").splitlines())
     return int(counts.get("oom_kill", 0))
 
 

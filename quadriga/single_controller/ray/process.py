@@ -37,6 +37,7 @@ from typing import Any
 
 import ray
 
+from quadriga import streams
 from quadriga.descendants import start_of, stat_of
 from quadriga.errors import WorkerError
 from quadriga.lazy import collector_paused, keep_modules
@@ -118,6 +119,7 @@ class WorkerProcess:
         self._names: dict[str, WorkerName] = {}
         self._not_built: dict[str, Failure] = {}
         self._running: _Running | None = None
+        streams.install()
         # All threads: the one that computes is not the one that a signal meets.
         faulthandler.enable(all_threads=True)
         keep_modules()

@@ -12,6 +12,7 @@ from quadriga import __version__
 from quadriga.cli import main as command_line
 from quadriga.cli.main import COMMANDS, main
 from quadriga.errors import ConfigError, RewardError
+from tests.limits import PROGRAM_S
 
 
 @pytest.fixture
@@ -129,3 +130,20 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert done.stderr == ""
     # The whole tree may fit into the pipe before the reader has left.
     assert done.stdout.splitlines() in (["task: rl", "0"], ["task: rl", "141"])
+
+
+def test_output_that_is_lost_is_a_failure() -> None:
+    words = [sys.executable, "-m", command_line.__name__, "--help"]
+    with open("/dev/full", "wb") as disk:
+        done = subprocess.run(
+            words, stdout=disk, stderr=subprocess.PIPE, text=True, timeout=PROGRAM_S
+        )
+    assert done.returncode == 141
+    assert done.stderr == "quadriga: standard output cannot be written (No space left on device)\n"
+
+
+def test_an_argument_that_the_locale_cannot_decode_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--config", "caf\udce9.yaml"])
+    assert caught.value.code == 2
+    assert r"'caf\udce9.yaml'" in capsys.readouterr().err

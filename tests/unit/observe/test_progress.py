@@ -56,6 +56,22 @@ def test_a_log_has_one_aligned_line_per_step():
     ]
 
 
+def test_a_terminal_that_goes_away_leaves_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each step, and no codes that move a cursor."""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    with Progress(3, console=Console(file=screen, color_system=None)) as progress:
+        progress.update(1, {"reward": "0.1"})
+        monkeypatch.setattr(screen, "isatty", lambda: False)
+        logged_from = screen.tell()
+        progress.update(2, {"reward": "0.2"})
+        progress.message("a sample")
+    line, sample = screen.getvalue()[logged_from:].splitlines()
+    assert line.startswith("step 2/3  reward 0.2")
+    assert sample == "a sample"
+
+
 def test_a_log_line_is_never_wrapped_and_brackets_are_no_markup():
     screen = StringIO()
     progress = Progress(2, console=log_console(screen))

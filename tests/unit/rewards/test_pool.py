@@ -22,7 +22,7 @@ import ctypes, gc, os, subprocess, sys, time
 COLLECTS_WHILE_LOADED = gc.isenabled()
 
 def compute_score(solution_str, ground_truth, **kwargs):
-    print("graders may print")
+    print("graders may print: é")
     if solution_str == "collector":
         return {"score": 1, "collects": COLLECTS_WHILE_LOADED and gc.isenabled()}
     if solution_str == "hang":
@@ -49,14 +49,17 @@ def compute_score(solution_str, ground_truth, **kwargs):
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("function") / "reward.py"
-    path.write_text(FUNCTION)
+    path.write_text(FUNCTION, encoding="utf-8")
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def pool(file):
-    with GradingPool(ScoreFunction(file), num_workers=2) as pool:
-        yield pool
+    """Graders of a command whose standard output takes ASCII alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONIOENCODING", "ascii")
+        with GradingPool(ScoreFunction(file), num_workers=2) as pool:
+            yield pool
 
 
 GYM = """

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops of one's own that hang, block, leave or print without end: they cost their own conversation."""
 
+import io
 import logging
 import os
 import re
 import sys
 from typing import Any
 
+import pytest
+
 from quadriga.observe import watchdog
 from quadriga.protocol import DataProto
+from quadriga.rollout.agent_loop.guards import BoundedOutput, printed
 from quadriga.rollout.agent_loop.loops import REGISTRY
 
 
@@ -74,6 +78,21 @@ def test_a_loop_that_fails_ends_its_own_conversation(
     assert (os.getcwd(), sys.stdout) == before
     assert "conversations printed 9,995,905 more characters" in caplog.text
     assert "left the working directory" in caplog.text
+
+
+def test_prints_that_cannot_be_shown_are_counted() -> None:
+    """They neither fail nor end the conversation; what others print fails as ever."""
+    with (
+        open("/dev/full", "wb", buffering=0) as disk,
+        io.TextIOWrapper(disk, "ascii", write_through=True) as text,
+    ):
+        output = BoundedOutput(text)
+        is_conversation = printed.set([0])
+        print("é", file=output, flush=True)
+        printed.reset(is_conversation)
+        assert output.num_left_out == 2
+        with pytest.raises(OSError, match="No space left"):
+            print("e", file=output, flush=True)
 
 
 def test_a_long_batch_says_what_its_conversations_are_at(

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standard output and standard error that cannot end a run.
+
+    print, rich, logging, warnings  ->  sys.stdout  ->  Output  ->  descriptor 1
+                                        sys.stderr  ->  Output  ->  descriptor 2
+
+Commands install the pair, and so do processes that grade or work for a run; `quadriga.api` leaves
+the caller's streams as they are. Characters that an encoding lacks are written escaped. When a write
+fails (the reader of a pipe has ended, the terminal is gone, the disk is full, the descriptor is
+closed), the descriptor itself is turned to `console.log` in the folder that `log_to` names, so that
+libraries and processes started later write there too. Output that fails before the folder is known
+is held until then.
+"""
+
+import codecs
+import errno
+import io
+import os
+import re
+import select
+import sys
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+LOG = "console.log"
+LOG_VARIABLE = "QUADRIGA_CONSOLE_LOG"
+"""Names the log to processes that a command starts."""
+
+HELD_BYTES = 1 << 20
+"""How much is held of what cannot be written while no folder is known."""
+
+ESCAPES = "quadriga_escapes"
+"""Name of the error handler for what an encoding lacks: bars of a chart become `-`, the rest is
+escaped as by `backslashreplace`."""
+
+_BOXES_AND_BLOCKS = re.compile("[\u2500-\u259f]")
+_TITLES = {"stdout": "standard output", "stderr": "standard error"}
+_outputs: dict[str, "Output"] = {}
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = _BOXES_AND_BLOCKS.sub("-", error.object[error.start : error.end])
+    return lacking.encode("ascii", "backslashreplace").decode(), error.end
+
+
+codecs.register_error(ESCAPES, _escaped)
+
+
+class Output(io.RawIOBase):
+    """A descriptor of a standard stream, which is the log's once it cannot be written.
+
+    Args:
+        fd: Descriptor to write to.
+        name: Of the stream in `sys`.
+        encoding: Of the bytes that are written here; the log is UTF-8.
+        failure: Why nothing can be written to the descriptor as it is; None: it has not failed.
+    """
+
+    log: ClassVar[Path | None] = None
+
+    def __init__(self, fd: int, name: str, encoding: str, failure: OSError | None = None) -> None:
+        self.name = f"<{name}>"
+        self.encoding = encoding
+        self.failure = failure
+        self.raises_failure = False
+        self.is_logged = False
+        self.replaced: TextIO | None = None  # its end would close the descriptor
+        self._fd = fd
+        self._title = _TITLES[name]
+        self._is_told = False
+        self._held = bytearray()
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, to the descriptor or to the log, and return its size.
+
+        With `raises_failure` a failure is raised once, in the main thread.
+        """
+        remaining = memoryview(data)
+        size = len(remaining)
+        while remaining and self.failure is None:
+            try:
+                remaining = remaining[os.write(self._fd, remaining) :]
+            except BlockingIOError:
+                # Another process has made the pipe non-blocking, and it is full.
+                select.select([], [self._fd], [])
+            except OSError as error:
+                self.failure = error
+        if remaining and self.failure is not None:
+            # A thread that reports a wait goes on; the command ends in its main thread.
+            if self.raises_failure and threading.current_thread() is threading.main_thread():
+                self.raises_failure = False
+                raise self.failure
+            self._write_to_log(bytes(remaining))
+        return size
+
+    def _write_to_log(self, data: bytes) -> None:
+        self.use_log()
+        if not self.is_logged:
+            self._held += data[: HELD_BYTES - len(self._held)]
+            return
+        text = self._decoder.decode(data)
+        # The disk of the log may be full as well. The run itself does not depend on what it prints.
+        with suppress(OSError):
+            os.write(self._fd, text.encode())
+
+    def use_log(self) -> None:
+        """Turn the descriptor to the log where it has failed and there is a folder for one."""
+        if self.failure is None or self.is_logged or self.log is None:
+            return
+        reason = f"{self._title} cannot be written ({self.failure.strerror})"
+        if not self._is_told:
+            self._is_told = True
+            notice = f"{reason}; it goes on in {self.log}\n"
+            for other in _outputs.values():
+                if other.failure is None:
+                    other.write(notice.encode(other.encoding, "backslashreplace"))
+        now = datetime.now(UTC).isoformat(" ", "seconds")
+        header = f"{now}: {reason}. The output of process {os.getpid()} goes on here.\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        # Where it fails now, the next write tries again.
+        with suppress(OSError):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.log, flags, 0o644)
+            try:
+                os.write(fd, header.encode(errors="backslashreplace"))
+                os.dup2(fd, self._fd)
+            finally:
+                os.close(fd)
+            self.is_logged = True
+        if self.is_logged:
+            held = bytes(self._held)
+            self._held.clear()
+            self._write_to_log(held)
+
+
+def install(encoding: str | None = None) -> None:
+    """Replace `sys.stdout` and `sys.stderr` by streams that raise neither OSError nor UnicodeError.
+
+    Args:
+        encoding: Of what is written. None: that of the streams so far.
+    """
+    if (path := os.environ.get(LOG_VARIABLE)) is not None:
+        Output.log = Path(path)
+    opened = _open_closed_descriptors()
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        failure = None
+        if stream is None:
+            failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
+            # Where it is not one of the opened, another file has the number.
+            fd = fd if fd in opened else os.open(os.devnull, os.O_WRONLY)
+        else:
+            try:
+                fd = stream.fileno()
+            except (AttributeError, OSError):
+                # It is no file's, but a notebook's or a test's.
+                continue
+        output = Output(fd, name, encoding or getattr(stream, "encoding", None) or "utf-8", failure)
+        text = io.TextIOWrapper(
+            output,  # type: ignore[arg-type]
+            encoding=output.encoding,
+            errors=ESCAPES,
+            newline="\n",
+            line_buffering=True,
+            write_through=getattr(stream, "write_through", False),
+        )
+        output.replaced = stream
+        _outputs[name] = output
+        setattr(sys, name, text)
+
+
+def _open_closed_descriptors() -> list[int]:
+    """Open those of the descriptors 0 to 2 that are closed, and return them.
+
+    The next file that is opened would get their number, and be written to by whatever prints there.
+    """
+    opened = []
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # it gets the lowest free number
+            opened.append(fd)
+    return opened
+
+
+def log_to(folder: Path) -> None:
+    """Name the folder whose `console.log` takes what a standard stream of a command cannot."""
+    if not _outputs:
+        # The streams are a caller's.
+        return
+    Output.log = folder.absolute() / LOG
+    os.environ[LOG_VARIABLE] = str(Output.log)
+    for output in list(_outputs.values()):
+        output.use_log()
+
+
+def raise_failures() -> None:
+    """Let a failed write of standard output raise, for a command whose only result is its output."""
+    if "stdout" in _outputs:
+        _outputs["stdout"].raises_failure = True
+
+
+def lost_output() -> OSError | None:
+    """Why standard output could not be written, where no log has taken what was written."""
+    output = _outputs.get("stdout")
+    return None if output is None or output.is_logged else output.failure
+
+
+def write_error(text: str) -> None:
+    """Write to standard error from a signal handler, which may interrupt a print."""
+    if "stderr" in _outputs:
+        output = _outputs["stderr"]
+        output.write(text.encode(output.encoding, "backslashreplace"))
+    elif sys.__stderr__ is not None:
+        # A caller's stream: it may be closed, or no file's.
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))
+
+
+def relay(text: str, stream: TextIO | None, *, flush: bool = False) -> bool:
+    """Write text of users' code to a stream that may be a caller's; returns whether it succeeded."""
+    if stream is None:
+        return False
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if flush:
+            stream.flush()
+    except (OSError, ValueError):  # ValueError: it is closed
+        return False
+    return True
