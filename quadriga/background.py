@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a thread of its own: once, until it succeeds, or as coroutines of an event loop there."""
+"""Work in background threads: a single call, restarts with backoff, and coroutines."""
 
 import asyncio
 import time
@@ -11,93 +11,131 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
+FIRST_PAUSE_S = 10.0
+LONGEST_PAUSE_S = 600.0
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Call `work` in a new thread named `name`; the future has its result or its error."""
+    """Call `work` in a new thread named `name`; the future gets its result or its error."""
     executor = ThreadPoolExecutor(1, name)
     future = executor.submit(work)
+    # No further work: the thread ends after this call. Its result is waited for by the future.
     executor.shutdown(wait=False)
     return future
 
 
 def off_the_loop(work: Callable[[], T]) -> T:
-    """Call `work` here; or in a thread of its own, if an event loop is running in this one, as in a notebook."""
-    return in_background(work, "off the loop").result() if asyncio._get_running_loop() else work()
+    """Call `work` in a thread without a running event loop.
+
+    This is the current thread, unless a loop runs in it, as in a notebook.
+    """
+    if asyncio._get_running_loop():
+        return in_background(work, "off the loop").result()
+    return work()
 
 
 def run_coroutine(
     work: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
 ) -> T:
-    """The result of a coroutine by `run`, off a loop that is running; what interrupts the wait there cancels it."""
+    """Run a coroutine to its end, even where an event loop is already running.
+
+    Args:
+        work: the coroutine.
+        run: runs a coroutine in a thread without a running loop, as `asyncio.run` does.
+
+    Returns:
+        The result of the coroutine. An interrupt of the wait, such as KeyboardInterrupt, cancels
+        the coroutine.
+    """
     if not asyncio._get_running_loop():
         return run(work)
+
+    # The task is made in the other thread; it is handed out for cancellation.
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
-    async def apart() -> T:
+    async def run_as_task() -> T:
         task = asyncio.ensure_future(work)
         tasks.append((asyncio.get_running_loop(), task))
         return await task
 
-    done = in_background(lambda: run(apart()), "coroutine")
+    future = in_background(lambda: run(run_as_task()), "coroutine")
     try:
-        return done.result()
+        return future.result()
     except BaseException:
-        if not done.done():
+        # The error may be the coroutine's own, or one that interrupted the wait.
+        if not future.done():
             for loop, task in tasks:
                 loop.call_soon_threadsafe(task.cancel)
-            done.exception()
+            # Wait until the cancelled coroutine has cleaned up.
+            future.exception()
         raise
 
 
 class Restarts(Generic[T]):
-    """What is started again in threads of its own, by number: at once, then after pauses that double, until it lasts.
+    """Restarts components in background threads with exponential backoff.
 
-    Nothing runs by itself: `ended` begins what is due.
+    A component, known by its number, is restarted at once, and after pauses that double while its
+    restarts do not last. Nothing runs by itself: `ended` begins the restarts that are due.
+
+    Args:
+        start: starts the component of a number and returns it.
+        name: name of the threads.
     """
 
     def __init__(self, start: Callable[[int], T], name: str) -> None:
-        self._start, self._name = start, name
+        self._start = start
+        self._name = name
+        # All by number: time at which a restart is due (`time.monotonic`), restarts under way,
+        # and restarts since the component last did its work.
         self._due: dict[int, float] = {}
         self._running: dict[int, Future[T]] = {}
         self._num_in_a_row = Counter[int]()
 
     def request(self, number: int) -> None:
-        """Start one again. Returns at once."""
-        count = self._num_in_a_row[number]
+        """Restart a component, at once or after its pause; returns without waiting."""
+        num_before = self._num_in_a_row[number]
         self._num_in_a_row[number] += 1
-        pause = min(FIRST_PAUSE_S * 2 ** (count - 1), LONGEST_PAUSE_S) if count else 0.0
-        self._due[number] = time.monotonic() + pause
+        pause_s = 0.0
+        if num_before:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (num_before - 1), LONGEST_PAUSE_S)
+        self._due[number] = time.monotonic() + pause_s
         self._begin()
 
     def ended(self) -> dict[int, Future[T]]:
-        """The starts that are over, with a result or an error; each once."""
+        """Return the restarts that have ended, with a result or an error; each is returned once."""
         self._begin()
-        over = {number: start for number, start in self._running.items() if start.done()}
-        for number in over:
+        done = {number: start for number, start in self._running.items() if start.done()}
+        for number in done:
             del self._running[number]
-        return over
+        return done
 
     def lasts(self, number: int) -> None:
-        """One has done its work: the next time it is started again at once."""
+        """Report that a component has done its work, so that its next restart has no pause."""
         self._num_in_a_row.pop(number, None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the starts that are under way, whatever comes of them."""
+        """Wait for the restarts under way, whether they succeed or fail.
+
+        Raises:
+            TimeoutError: a restart took longer than `timeout_s`.
+        """
         for start in self._running.values():
             start.exception(timeout_s)
 
     def _begin(self) -> None:
-        for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
+        now = time.monotonic()
+        due_numbers = [number for number, due in self._due.items() if due <= now]
+        for number in due_numbers:
             del self._due[number]
-            self._running[number] = in_background(
-                partial(self._start, number), f"{self._name} {number}"
-            )
+            start = partial(self._start, number)
+            self._running[number] = in_background(start, f"{self._name} {number}")
 
 
 class EventLoopThread:
-    """An event loop that goes on while the caller's thread or loop is blocked. It does not keep the process alive."""
+    """Event loop in a thread of its own, which goes on while the caller's thread is blocked.
+
+    The thread does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -105,11 +143,15 @@ class EventLoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine; to cancel the future cancels it."""
+        """Run a coroutine on the loop; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what runs, and end the loop; once more does nothing. Each of the two takes `timeout_s` at most."""
+        """Cancel all coroutines and end the loop; a second call does nothing.
+
+        Args:
+            timeout_s: limit for the coroutines to end, and again for the thread to end.
+        """
 
         async def cancel_all() -> None:
             running = asyncio.all_tasks() - {asyncio.current_task()}

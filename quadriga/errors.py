@@ -3,22 +3,22 @@
 
     QuadrigaError
     ├── ConfigError        a command line, a configuration file, a key
-    │   └── MachineError   what this machine has not: a file, a model, a package
+    │   └── MachineError   something this machine does not have: a file, a model, a package
     ├── DataError          a data file, a row, a tokenizer
-    ├── ProtocolError      a DataProto that does not hold together
+    ├── ProtocolError      a DataProto that is inconsistent
     ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
-    │   ├── WorkerLostError  a worker's process or node is gone, or silent
+    │   ├── WorkerLostError  a worker whose process or node is gone, or does not answer
     │   └── NoRoomError      a cluster with fewer resources than the pools need
     ├── EngineError        a training engine
     │   └── PeerLostError  a collective that another process left
     ├── RolloutError       a generation engine
     │   └── EngineLostError  a generation engine whose process is gone
-    ├── WeightSyncError    weights that are not those of the trainer
+    ├── WeightSyncError    weights that differ from the trainer's
     ├── RewardError        a grader, a reward manager
     └── CheckpointError    a checkpoint that cannot be written or read
-        └── DamagedCheckpointError  one whose files are not what was written
+        └── DamagedCheckpointError  a checkpoint whose files are not as they were written
 
-Each says *where: got what, expected what. How to fix.*
+Each message has the form *where: got what, expected what. How to fix it.*
 """
 
 import traceback
@@ -29,36 +29,54 @@ from types import TracebackType
 
 from quadriga.redact import redacted_text
 
+_MAX_TRACEBACK_CHARACTERS = 8000
+
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A sentence with the nearest known names, for `fix` below; "" if none is near."""
-    near = [one for one in known if one.casefold() == name.casefold()] or get_close_matches(
-        name, known, cutoff=0.5
-    )
+    """Sentence with the nearest known names, to be used as `fix`; "" if none is near."""
+    near = [candidate for candidate in known if candidate.casefold() == name.casefold()]
+    if not near:
+        near = get_close_matches(name, known, cutoff=0.5)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 class QuadrigaError(Exception):
-    """An error that says at which key, file or method it arose, what was found and expected, and what to do."""
+    """Base class of all errors that Quadriga raises on purpose.
 
-    # The worker it comes from, as in "actor[rank 3/8 on 10.0.0.2]", whose traceback is a note of it; "": this process.
+    Args:
+        where: key, file or method at which the error arose.
+        got: what was there.
+        expected: what should be there.
+        fix: what to do about it, as a sentence.
+    """
+
+    # The worker that raised the error, as in "actor[rank 3/8 on 10.0.0.2]"; its traceback is a note
+    # of the error. "" if this process raised it.
     worker: str = ""
 
     def __init__(self, where: str, got: str = "", expected: str = "", fix: str = "") -> None:
-        self.where, self.got, self.expected, self.fix = where, got, expected, fix
+        self.where = where
+        self.got = got
+        self.expected = expected
+        self.fix = fix
 
     def __str__(self) -> str:
-        parts = {"got": self.got, "expected": self.expected}
-        facts = ", ".join(f"{name} {said}" for name, said in parts.items() if said)
-        said = f"{self.where}: {facts}" if facts else self.where
-        return redacted_text(f"{said}{'' if said.endswith('?') else '.'} {self.fix}".strip())
+        facts = []
+        if self.got:
+            facts.append(f"got {self.got}")
+        if self.expected:
+            facts.append(f"expected {self.expected}")
+        message = self.where
+        if facts:
+            message += f": {', '.join(facts)}"
+        if not message.endswith("?"):
+            message += "."
+        return redacted_text(f"{message} {self.fix}".strip())
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
-        # What was attached later travels as it is.
-        attached = {
-            name: vars(self)[name] for name in ("worker", "__notes__") if name in vars(self)
-        }
+        # Attributes that were set after the error was made travel as they are.
+        attached = {key: vars(self)[key] for key in ("worker", "__notes__") if key in vars(self)}
         return partial(type(self), **fields), (self.where,), attached or None
 
 
@@ -67,7 +85,10 @@ class ConfigError(QuadrigaError):
 
 
 class MachineError(ConfigError):
-    """A configuration asks for what this machine has not: a file, a model, a package, a device."""
+    """The configuration needs something this machine does not have.
+
+    This may be a file, a model, a package or a device.
+    """
 
 
 class DataError(QuadrigaError):
@@ -75,7 +96,7 @@ class DataError(QuadrigaError):
 
 
 class ProtocolError(QuadrigaError):
-    """A DataProto does not hold together, or two of them do not fit."""
+    """A DataProto is inconsistent, or two of them do not fit together."""
 
 
 class WorkerError(QuadrigaError):
@@ -83,31 +104,31 @@ class WorkerError(QuadrigaError):
 
 
 class WorkerLostError(WorkerError):
-    """A worker's process or node is gone, or does not answer: a run can go on with new ones."""
+    """A worker's process or node is gone, or does not answer; a run can go on with new ones."""
 
 
 class NoRoomError(WorkerError):
-    """A cluster has not the resources that the pools of a run need."""
+    """A cluster does not have the resources that the pools of a run need."""
 
 
 class EngineError(QuadrigaError):
-    """A training engine failed or was asked for what it cannot do."""
+    """A training engine failed or was asked for something that it cannot do."""
 
 
 class PeerLostError(EngineError):
-    """A collective failed because another process did: the error to look for is that one's."""
+    """A collective failed because another process did; that process has the error to look for."""
 
 
 class RolloutError(QuadrigaError):
-    """A generation engine failed or was asked for what it cannot do."""
+    """A generation engine failed or was asked for something that it cannot do."""
 
 
 class EngineLostError(RolloutError):
-    """A generation engine's process is gone or failed: another engine can answer its requests."""
+    """A generation engine failed or its process is gone; another one can answer its requests."""
 
 
 class WeightSyncError(QuadrigaError):
-    """A rollout's weights are not those of the trainer."""
+    """The weights of a rollout differ from those of the trainer."""
 
 
 class RewardError(QuadrigaError):
@@ -119,20 +140,30 @@ class CheckpointError(QuadrigaError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was written: a file is missing, cut, changed or cannot be read."""
+    """A file of a checkpoint is missing, cut, changed or cannot be read."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of others says, without the rest of a long report."""
+    """Short form of a library's error: its type and the first two lines of its message."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return redacted_text(": ".join([type(error).__name__, *lines]))
 
 
 def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
-    """The traceback of a user's error, from `begin` on if given; over 8,000 characters without the middle."""
-    text = "".join(
-        traceback.format_exception(type(error), error, begin or error.__traceback__)
-    ).rstrip()
-    if (left_out := len(text) - 8000) > 0:
-        text = f"{text[:4000]} ... ({left_out:,} characters are left out) ... {text[-4000:]}"
+    """Traceback of a user's error, for a message or a log.
+
+    Args:
+        error: the error.
+        begin: frame to begin at; None means the outermost one.
+
+    Returns:
+        The text; beyond 8,000 characters its middle is left out.
+    """
+    frames = begin or error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    num_omitted = len(text) - _MAX_TRACEBACK_CHARACTERS
+    if num_omitted > 0:
+        half = _MAX_TRACEBACK_CHARACTERS // 2
+        omission = f"... ({num_omitted:,} characters are left out) ..."
+        text = f"{text[:half]} {omission} {text[-half:]}"
     return redacted_text(text)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items shared out: over equal parts (longest first), and into buckets of bytes; a dimension cut over ranks. Host code
-without torch."""
+"""Partition of items over equal parts or into buckets of bytes, and of a dimension over ranks.
+
+This is host code without torch.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,32 +16,66 @@ U = TypeVar("U")
 class Parts:
     """Parts that grow evenly: each item goes to the cheapest part that has room for it.
 
-    Offered the costliest items first this is the LPT rule (longest processing time first), whose largest part is at
-    most 4/3 of the best one. Of equally cheap parts the first is taken."""
+    If the costliest items come first, this is the LPT rule (longest processing time first), whose
+    largest part is at most 4/3 of the optimum. Among equally cheap parts the first is taken.
+
+    Args:
+        room: room of each part, [R], in the units of `size` (see `give`).
+    """
 
     def __init__(self, room: Sequence[float]) -> None:
-        # Of each part, [R]: its items as they came, the sum of their costs, and its room, in the units of `size`.
+        # Per part: its items in the order of arrival, the sum of their costs [R], and the room
+        # that is still free [R].
         self.items: list[list[Any]] = [[] for _ in room]
-        self.costs, self.room = np.zeros(len(room)), np.array(room, dtype=np.float64)
+        self.costs = np.zeros(len(room))
+        self.room = np.array(room, dtype=np.float64)
 
     def give(
-        self, items: Iterable[Any], cost: float, *, size: float = 0, extra: np.ndarray | None = None
+        self,
+        items: Iterable[Any],
+        cost: float,
+        *,
+        size: float = 0,
+        extra: np.ndarray | None = None,
     ) -> int | None:
-        """Give items that stay together to one part; returns its number, or None if no part has `size` left.
-        `extra`: [R] their additional cost in each part; the part that is then the cheapest gets them."""
+        """Add items that must stay together to one part.
+
+        Args:
+            items: the items.
+            cost: their cost in any part.
+            size: room that they take.
+            extra: additional cost in each part, [R]; they go to the part that is cheapest with it.
+                None means no additional cost.
+
+        Returns:
+            The number of the part, or None if no part has room.
+        """
+        # A cost that is the same everywhere does not change which part is the cheapest.
         costs = self.costs if extra is None else self.costs + cost + extra
         has_room = self.room >= size
         if not has_room.any():
             return None
         part = int(np.where(has_room, costs, np.inf).argmin())
-        self.costs[part] = self.costs[part] + cost if extra is None else costs[part]
+        if extra is None:
+            self.costs[part] += cost
+        else:
+            self.costs[part] = costs[part]
         self.room[part] -= size
         self.items[part] += items
         return part
 
 
 def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and size of a part of a dimension [total], cut as `torch.chunk` does: the last may be smaller, or empty."""
+    """Start and size of a part of a dimension that is divided as `torch.chunk` does.
+
+    Args:
+        total: size of the dimension.
+        parts: number of parts.
+        number: the part, from 0 on.
+
+    Returns:
+        Start and size. The last parts may be smaller than the others, or empty.
+    """
     size = -(-total // parts)
     start = min(total, number * size)
     return start, min(size, total - start)
@@ -53,18 +89,32 @@ def buckets(
     *,
     alignment: int = 1,
 ) -> Iterator[list[U]]:
-    """Pack a stream of items, in order, into buckets of at most `max_bytes`; a larger item has a bucket of its own.
-    `put`: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A
-    bucket is yielded before the first item of the next one is put, so all may be written to the same memory.
-    `alignment`: items begin at multiples of it, in bytes."""
+    """Pack a stream of items, in order, into buckets of limited size.
+
+    A bucket is yielded before the first item of the next one is put, so all buckets may be written
+    to the same memory.
+
+    Args:
+        items: the items; each is taken when the one before it has been put.
+        num_bytes: size of an item.
+        max_bytes: size of a bucket. A larger item gets a bucket of its own.
+        put: called with an item and its offset in the bucket, in bytes; its result is what the
+            bucket lists.
+        alignment: every item begins at a multiple of it, in bytes.
+
+    Yields:
+        The results of `put` for the items of a bucket.
+    """
     bucket: list[U] = []
     used = 0
     for item in items:
         size = num_bytes(item)
         if bucket and used + size > max_bytes:
             yield bucket
-            bucket, used = [], 0
+            bucket = []
+            used = 0
         bucket.append(put(item, used))
+        # Round up, so that the next item begins at a multiple of the alignment.
         used += -(-size // alignment) * alignment
     if bucket:
         yield bucket

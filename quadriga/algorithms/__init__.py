@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions on tensors: from the reward of a response to the advantage of its tokens and the loss on them.
+"""Advantages and losses as pure functions on tensors, from rewards to the loss of each token.
 
-`advantages/` and `losses/` hold one paper per file; importing this package makes them all known by name.
+`advantages/` and `losses/` hold one paper per file. Importing this package registers them by name.
 """
 
+# These imports register all algorithms.
 from quadriga.algorithms import advantages, losses
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.registry import (

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms under the function and argument names that verl's users know.
+"""The algorithms under verl's function and argument names.
 
-Each of these calls the one implementation elsewhere in this package; code of ours uses that one directly. Advantage
-functions take the arguments of the estimator, in its order, options by position too; the groups are called `index` [B].
+Each function calls the single implementation elsewhere in this package, which Quadriga's own code
+calls directly. Advantage functions take the arguments of the estimator in its order, with options
+by position too; the groups are called `index` [B].
 
 Shapes: B sequences, T response positions.
 """
@@ -45,22 +46,28 @@ from quadriga.errors import ConfigError
 def in_verls_form(
     estimator: Callable[..., tuple[Tensor, Tensor]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The estimator with options that may be given by position, and with `index` for `uid`."""
-    form, kind = signature(estimator), Parameter.POSITIONAL_OR_KEYWORD
-    named = [("index" if name == "uid" else name, one) for name, one in form.parameters.items()]
-    parameters = [one.replace(name=name, kind=kind) for name, one in named]
+    """Wrap an estimator: options may be passed by position, and `uid` is called `index`."""
+    # verl passes the groups as `index`, and its options may be positional.
+    original = signature(estimator)
+    parameters = []
+    for name, parameter in original.parameters.items():
+        verl_name = "index" if name == "uid" else name
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(parameter.replace(name=verl_name, kind=kind))
 
     def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given = compute.__signature__.bind(*args, **kwargs).arguments
-        return estimator(
-            **{"uid" if name == "index" else name: value for name, value in given.items()}
-        )
+        arguments = compute.__signature__.bind(*args, **kwargs).arguments
+        if "index" in arguments:
+            arguments["uid"] = arguments.pop("index")
+        return estimator(**arguments)
 
-    compute.__signature__ = form.replace(parameters=parameters)
+    # `help()` and `bind` above read the signature from this attribute.
+    compute.__signature__ = original.replace(parameters=parameters)
     compute.__doc__ = estimator.__doc__
     return compute
 
 
+# verl's names for the estimators.
 compute_gae_advantage_return = in_verls_form(gae)
 compute_grpo_outcome_advantage = in_verls_form(grpo)
 compute_grpo_passk_outcome_advantage = in_verls_form(grpo_passk)
@@ -83,28 +90,45 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The clipped policy loss of a batch (`losses.vanilla`) as scalars, [].
-    Returns pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower.
+    """Clipped policy loss of a batch (`losses.vanilla`), aggregated.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T].
-        cliprange: used for the side that is not given.
-        cliprange_low, cliprange_high: the two sides of the clip.
-        clip_ratio_c: the bound of the dual clip.
+        old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        cliprange: clip of a side whose own clip is None.
+        cliprange_low: how far below 1 the ratio may pull.
+        cliprange_high: how far above 1 the ratio may pull.
+        clip_ratio_c: bound of the dual clip.
         loss_agg_mode: see `agg_loss`.
+
+    Returns:
+        pg_loss, pg_clipfrac, ppo_kl and pg_clipfrac_lower, all [].
+
+    Raises:
+        ConfigError: a side has no clip.
     """
-    low, high = (cliprange if side is None else side for side in (cliprange_low, cliprange_high))
+    # As in verl, `cliprange` stands for a side that has no clip of its own.
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
-        raise ConfigError(
-            "compute_policy_loss",
-            got="a side without a clip",
-            fix="Give cliprange or both sides of it.",
-        )
-    clips = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
-    losses, diagnostics = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
-    means = {name: masked_mean(value, response_mask) for name, value in diagnostics.items()}
+        fix = "Set cliprange, or both cliprange_low and cliprange_high."
+        raise ConfigError("compute_policy_loss", got="a side without a clip", fix=fix)
+    losses, diagnostics = vanilla(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=clip_ratio_c,
+    )
     loss = agg_loss(losses, response_mask, loss_agg_mode)
-    return loss, means["pg_clipfrac"], means["ppo_kl"], means["pg_clipfrac_lower"]
+    clipped = masked_mean(diagnostics["pg_clipfrac"], response_mask)
+    divergence = masked_mean(diagnostics["ppo_kl"], response_mask)
+    bounded = masked_mean(diagnostics["pg_clipfrac_lower"], response_mask)
+    return loss, clipped, divergence, bounded
 
 
 def compute_value_loss(
@@ -115,10 +139,21 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
-    """The clipped value loss of a batch (`losses.value`), [B, T] in, and the share of tokens clipped, both []."""
+    """Clipped value loss of a batch (`losses.value`), aggregated.
+
+    Args:
+        vpreds: predictions of the critic, with gradient, [B, T].
+        returns: returns to predict, [B, T].
+        values: predictions before the update, [B, T].
+        response_mask: [B, T].
+        cliprange_value: how far a prediction may move from `values` and still lower the loss.
+        loss_agg_mode: see `agg_loss`.
+
+    Returns:
+        The loss and the share of clipped tokens, both [].
+    """
     losses, diagnostics = clipped_value_loss(
         vpreds, returns, values, response_mask, cliprange_value=cliprange_value
     )
-    return agg_loss(losses, response_mask, loss_agg_mode), masked_mean(
-        diagnostics["vf_clipfrac"], response_mask
-    )
+    loss = agg_loss(losses, response_mask, loss_agg_mode)
+    return loss, masked_mean(diagnostics["vf_clipfrac"], response_mask)

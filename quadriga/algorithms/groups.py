@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of responses to the same prompt, and a score relative to its group.
+"""Groups of responses to the same prompt, and statistics of a response relative to its group.
 
-Groups may have any size and their rows any order. A group of one has nothing to be compared with: its mean is taken
-as 0 and its standard deviation as 1, so that its score passes unchanged.
+Groups may have any size, and their rows may stand in any order. A group of one has no other
+response to compare with: its mean is taken as 0 and its standard deviation as 1, so that its score
+passes through unchanged.
 
 Shapes: B sequences, T response positions, G groups.
 """
@@ -18,52 +19,84 @@ from quadriga.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The partition of B rows by `uid`; every method takes [B] and gives each row the value of its group, [B].
+    """Partition of B rows by `uid`.
 
-    `sum` and `smallest` take [B, T] as well and treat each position on its own.
+    The methods take one value per row, [B], and return the statistic of its group for each row,
+    [B]. `sum` and `smallest` also take [B, T] and treat each position separately.
     """
 
-    member: Tensor  # [B] int64: the number of the row's group, from 0 to G - 1
-    size: Tensor  # [B] int64: how many rows the row's group has
+    member: Tensor  # [B] int64: number of the row's group, 0 to G - 1
+    size: Tensor  # [B] int64: number of rows in the row's group
     num_groups: int
 
     @classmethod
     def of(cls, uid: Iterable[Hashable], scores: Tensor) -> "Groups":
-        """Group the rows of `scores` [B] by equal `uid` (an array, list or tensor of B names or numbers)."""
-        numbers: dict[Hashable, int] = {}
+        """Group rows that have the same `uid`.
+
+        Args:
+            uid: array, list or tensor of B names or numbers.
+            scores: [B] or [B, T]; read for its length and device.
+
+        Returns:
+            The groups, numbered in the order of their first rows.
+
+        Raises:
+            ProtocolError: `uid` does not have B entries.
+        """
+        # Numbered in the order of first occurrence, so that the result is deterministic.
+        group_numbers: dict[Hashable, int] = {}
         names = uid.tolist() if isinstance(uid, Tensor) else uid
-        rows = [numbers.setdefault(name, len(numbers)) for name in names]
-        if len(rows) != len(scores):
-            expected = f"{len(scores)}, one per sequence"
+        numbers = [group_numbers.setdefault(name, len(group_numbers)) for name in names]
+        if len(numbers) != len(scores):
             raise ProtocolError(
-                "uid", got=f"{len(rows)} entries", expected=expected, fix="Give every row a uid."
+                "uid",
+                got=f"{len(numbers)} entries",
+                expected=f"{len(scores)}, one per sequence",
+                fix="Give every row a uid.",
             )
-        member = torch.tensor(rows, dtype=torch.int64, device=scores.device)
-        return cls(member, torch.bincount(member, minlength=len(numbers))[member], len(numbers))
+
+        num_groups = len(group_numbers)
+        member = torch.tensor(numbers, dtype=torch.int64, device=scores.device)
+        group_sizes = torch.bincount(member, minlength=num_groups)  # [G]
+        return cls(member, group_sizes[member], num_groups)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the group: [B] or [B, T]."""
-        blank = values.new_zeros(self.num_groups, *values.shape[1:])
-        return blank.index_add(0, self.member, values)[self.member]
+        """Sum over the group of each row: [B] to [B], or [B, T] to [B, T]."""
+        zeros = values.new_zeros(self.num_groups, *values.shape[1:])
+        return zeros.index_add(0, self.member, values)[self.member]
 
     def smallest(self, values: Tensor) -> Tensor:
-        """The smallest value of the group: [B] or [B, T]."""
-        blank = values.new_zeros(self.num_groups, *values.shape[1:])
-        rows = self.member if values.dim() == 1 else self.member[:, None].expand_as(values)
-        return blank.scatter_reduce(0, rows, values, "amin", include_self=False)[self.member]
+        """Smallest value in the group of each row: [B] to [B], or [B, T] to [B, T]."""
+        zeros = values.new_zeros(self.num_groups, *values.shape[1:])
+        index = self.member
+        if values.dim() > 1:
+            # Unlike `index_add`, `scatter_reduce` wants an index for every element.
+            index = index[:, None].expand_as(values)
+        minima = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
+        return minima[self.member]
 
     def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Each value [B] minus the mean of its group, weighted if `weights` [B] are given (their sums must not be 0).
+        """Subtract the mean of the group from each value.
 
-        Values that are all alike give exactly 0: distances are taken from the group's smallest value first, so
-        that no rounding error is left for a later division by a tiny deviation to blow up.
+        Args:
+            values: [B].
+            weights: weights of the rows in the mean, [B]; their sum must not be 0 in any group.
+                None weighs all rows equally.
+
+        Returns:
+            The differences, [B]. Values that are all equal give exactly 0; a group of one keeps
+            its value.
         """
-        weights = torch.ones_like(values) if weights is None else weights
+        if weights is None:
+            weights = torch.ones_like(values)
+        # Subtracting the smallest value first makes equal values exactly 0. A rounding error here
+        # would be amplified when it is divided by a tiny standard deviation.
         distance = values - self.smallest(values)
         mean = self.sum(distance * weights) / self.sum(weights)
         return torch.where(self.size > 1, distance - mean, values)
 
     def deviation(self, values: Tensor) -> Tensor:
-        """The unbiased standard deviation of the group, [B]; 1 for a group of one."""
-        variance = self.sum(self.centered(values).square()) / (self.size - 1).clamp(min=1)
+        """Unbiased standard deviation of each row's group: [B] to [B]; 1 for a group of one."""
+        degrees_of_freedom = (self.size - 1).clamp(min=1)
+        variance = self.sum(self.centered(values).square()) / degrees_of_freedom
         return torch.where(self.size > 1, variance.sqrt(), 1.0)

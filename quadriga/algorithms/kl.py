@@ -1,75 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence of the policy from the reference, per token, and the coefficient of its penalty in the reward.
+"""KL divergence from the reference policy per token, and the coefficient of its reward penalty.
 
-Each kind estimates KL(policy || reference) from the sampled tokens alone; d = log-prob - reference log-prob:
+Each kind estimates KL(policy || reference) from the sampled tokens alone. With d the log-prob
+under the policy minus the log-prob under the reference:
 
     kl, k1           d                      unbiased, may be negative
     abs              |d|
     mse, k2          d^2 / 2                its gradient is unbiased
-    low_var_kl, k3   exp(-d) + d - 1        never negative; its value is unbiased, its gradient is not
+    low_var_kl, k3   exp(-d) + d - 1        never negative; the value is unbiased, the gradient not
 
-A `+` behind a kind (`k3+`) takes its value and the gradient of k2 (straight-through), the one that is unbiased.
-From John Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html; on the gradients,
-arXiv:2506.09477.
+A `+` after a kind (`k3+`) takes its value with the unbiased gradient of k2 (straight-through).
+John Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html; on the
+gradients, arXiv:2506.09477.
 
 Shapes: B sequences, T response positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean
+from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean, zero_outside
 from quadriga.errors import CheckpointError, ConfigError, did_you_mean
 
+# Largest estimate of k3 for one token, in nats.
 MAX_LOW_VARIANCE_KL = 10.0
+# Batch fields that `apply_kl_penalty` reads, in its order.
 PENALTY_FIELDS = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
 
-
-def _low_variance(difference: Tensor) -> Tensor:
-    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_ratio.exp() - log_ratio - 1).clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
+_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_PENALTIES = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
 
 
 def _half_square(difference: Tensor) -> Tensor:
     return difference.square() / 2
 
 
-_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": lambda difference: difference,
-    "k1": lambda difference: difference,
-    "abs": lambda difference: difference.abs(),
-    "mse": _half_square,
-    "k2": _half_square,
-    "low_var_kl": _low_variance,
-    "k3": _low_variance,
-}
-KL_PENALTIES = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES))
+def _estimate(difference: Tensor, kind: str) -> Tensor:
+    """Estimate the divergence by one of `_KINDS`; the difference of log-probs has any shape."""
+    if kind in ("kl", "k1"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("mse", "k2"):
+        return _half_square(difference)
+    # k3. Both clamps keep a single outlier from dominating, in exp() and in the estimate.
+    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    estimate = log_ratio.exp() - log_ratio - 1
+    return estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The estimated divergence of each token.
-    Returns one value per token, of the given shape. Raises ConfigError: an unknown kind.
-    `logprob`: log-probabilities under the policy, any shape.
-    `ref_logprob`: the same tokens under the reference, the same shape.
-    `kl_penalty`: one of KL_PENALTIES."""
+    """Estimate the KL divergence from the reference for each token.
+
+    Args:
+        logprob: log-probabilities under the policy, any shape.
+        ref_logprob: log-probabilities of the same tokens under the reference, same shape.
+        kl_penalty: one of `KL_PENALTIES`.
+
+    Returns:
+        One estimate per token in nats, of the same shape.
+
+    Raises:
+        ConfigError: the kind is unknown.
+    """
     kind = kl_penalty
     if kind not in KL_PENALTIES:
-        expected = f"one of {', '.join(_ESTIMATES)}, each also with a +"
         raise ConfigError(
-            "kl_penalty", got=repr(kind), expected=expected, fix=did_you_mean(kind, KL_PENALTIES)
+            "kl_penalty",
+            got=repr(kind),
+            expected=f"one of {', '.join(_KINDS)}, each also with a +",
+            fix=did_you_mean(kind, KL_PENALTIES),
         )
+
     difference = logprob - ref_logprob
-    value = _ESTIMATES[kind.removesuffix("+")](difference)
+    value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
         return value
+    # Straight-through: the second term is 0 and carries the gradient of k2.
     carrier = _half_square(difference)
     return value.detach() + (carrier - carrier.detach())
 
 
 class KLController:
-    """Holds the coefficient of a KL penalty, in reward per nat; this one keeps it fixed."""
+    """Coefficient of the KL penalty, in reward per nat. This class keeps it fixed."""
 
     kind = "fixed"
 
@@ -77,46 +92,62 @@ class KLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt the coefficient to the mean divergence just measured over `n_steps` sequences."""
+        """Adapt the coefficient to a new measurement.
+
+        Args:
+            current_kl: mean divergence of a batch, in nats per token.
+            n_steps: sequences in that batch.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; a fixed coefficient is the configuration's."""
+        """State for a checkpoint. A fixed coefficient comes from the configuration instead."""
         return {"type": self.kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a state of another kind of controller is an error."""
+        """Restore a saved state; raise `CheckpointError` for that of another controller type."""
         if state.get("type") != self.kind:
-            got = f"the state of type {state.get('type')!r}"
-            fix = "Resume with the algorithm.kl_ctrl.type that the checkpoint was written with."
-            raise CheckpointError("KL controller", got=got, expected=repr(self.kind), fix=fix)
+            raise CheckpointError(
+                "KL controller",
+                got=f"the state of type {state.get('type')!r}",
+                expected=repr(self.kind),
+                fix="Resume with the algorithm.kl_ctrl.type that the checkpoint was written with.",
+            )
 
 
 FixedKLController = KLController
 
 
 class AdaptiveKLController(KLController):
-    """A coefficient that rises while the divergence is above its target and falls while it is below.
+    """Coefficient that rises while the divergence is above a target and falls while it is below.
 
-    Multiplied after each batch by 1 + e * n_steps / horizon, where e is the relative error current / target - 1, cut
-    to [-0.2, 0.2]. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593, section 2.2.
+    After each batch it is multiplied by 1 + e * n_steps / horizon, where e is the relative error
+    current / target - 1, clamped to [-0.2, 0.2]. Ziegler et al., "Fine-Tuning Language Models from
+    Human Preferences", arXiv:1909.08593, section 2.2.
 
-    `init_kl_coef`: the coefficient to start from.
-    `target_kl`: the divergence to hold, in nats per token.
-    `horizon`: in sequences; the larger, the slower."""
+    Args:
+        init_kl_coef: initial coefficient.
+        target_kl: divergence to hold, in nats per token.
+        horizon: in sequences; a larger one adapts more slowly.
+
+    Raises:
+        ConfigError: `target_kl` or `horizon` is not above 0.
+    """
 
     kind = "adaptive"
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         for name, number in (("target_kl", target_kl), ("horizon", horizon)):
             if not number > 0:
-                raise ConfigError(
-                    f"algorithm.kl_ctrl.{name}", got=str(number), expected="a number above 0"
-                )
+                key = f"algorithm.kl_ctrl.{name}"
+                raise ConfigError(key, got=str(number), expected="a number above 0")
         super().__init__(init_kl_coef)
-        self.target, self.horizon = target_kl, horizon
+        self.target = target_kl
+        self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        # The clamp bounds the change of a single batch to 20 % of n_steps / horizon.
+        relative_error = current_kl / self.target - 1
+        error = min(max(relative_error, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,14 +159,17 @@ class AdaptiveKLController(KLController):
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """The controller that the section `algorithm.kl_ctrl` describes: its `type`, `kl_coef`, `target_kl`, `horizon`."""
+    """Build the controller for the section `algorithm.kl_ctrl`.
+
+    It reads `type`, `kl_coef`, `target_kl` and `horizon`, and raises `ConfigError` for an unknown
+    type.
+    """
     if kl_ctrl.type == "fixed":
         return KLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise ConfigError(
-        "algorithm.kl_ctrl.type", got=repr(kl_ctrl.type), expected="fixed or adaptive"
-    )
+    key = "algorithm.kl_ctrl.type"
+    raise ConfigError(key, got=repr(kl_ctrl.type), expected="fixed or adaptive")
 
 
 def apply_kl_penalty(
@@ -146,16 +180,30 @@ def apply_kl_penalty(
     kl_ctrl: KLController,
     kind: str,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Subtract a KL penalty from the reward of each token, and update the controller.
-    Returns token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
-    `actor/reward_kl_penalty` (mean over sequences of their mean per token, 0 for one without tokens) and
-    `actor/reward_kl_penalty_coeff`.
-    `token_level_scores`, `old_log_probs`, `ref_log_prob`, `response_mask`: [B, T].
-    `kl_ctrl`: gives the coefficient for this batch; updated afterwards.
-    `kind`: one of KL_PENALTIES."""
-    divergence = kl_penalty(old_log_probs, ref_log_prob, kind).masked_fill(~response_mask.bool(), 0)
+    """Subtract a KL penalty from the reward of each token and update the controller.
+
+    Args:
+        token_level_scores: rewards before the penalty, [B, T].
+        old_log_probs: log-probabilities under the policy, [B, T].
+        ref_log_prob: log-probabilities under the reference, [B, T].
+        response_mask: [B, T].
+        kl_ctrl: provides the coefficient for this batch and is updated afterwards.
+        kind: one of `KL_PENALTIES`.
+
+    Returns:
+        The token-level rewards, [B, T], and the metrics `actor/reward_kl_penalty` (mean over
+        sequences of their mean per token, 0 for an empty sequence) and
+        `actor/reward_kl_penalty_coeff`.
+    """
+    divergence = kl_penalty(old_log_probs, ref_log_prob, kind)
+    divergence = zero_outside(divergence, response_mask)
+    # The coefficient of this batch: `update` changes it for the next one.
     coefficient = kl_ctrl.value
-    current = masked_mean(divergence, response_mask, dim=-1).mean().item()
-    kl_ctrl.update(current_kl=current, n_steps=len(divergence))
-    metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+    mean_per_sequence = masked_mean(divergence, response_mask, dim=-1)  # [B]
+    current_kl = mean_per_sequence.mean().item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=len(divergence))
+    metrics = {
+        "actor/reward_kl_penalty": current_kl,
+        "actor/reward_kl_penalty_coeff": coefficient,
+    }
     return token_level_scores - coefficient * divergence, metrics

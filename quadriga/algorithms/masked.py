@@ -1,25 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means, whitening, log-ratios over the tokens that count.
+"""Sums, means, whitening and log-ratios over the tokens that count.
 
-What stands under a zero of the mask is never read: it may be NaN, and no gradient reaches it.
+Values outside the mask are never read: they may be NaN, and no gradient reaches them.
 
-Shapes: B sequences, T response positions; masks are 0/1 or bool, of the shape of the values.
+Shapes: B sequences, T response positions; masks are 0/1 or bool and have the shape of the values.
 """
 
 import torch
 from torch import Tensor
 
-# exp() of a log-ratio is cut here so that one outlying token gives a large number instead of infinity.
+# Log-ratios are clamped to this before exp(), so that one outlier gives a large number, not inf.
 MAX_LOG_RATIO = 20.0
 
 
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """Replace the values outside the mask by 0, without passing a gradient to them.
+
+    Args:
+        values: any shape, usually [B, T].
+        mask: 0/1 or bool, of a shape that broadcasts to that of `values`.
+
+    Returns:
+        A tensor of the shape of `values`.
+    """
+    return values.masked_fill(~mask.bool(), 0)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of `values` [B, T] where `mask` is set, over everything, [], or along `dim`."""
-    return _kept(values, mask).sum() if dim is None else _kept(values, mask).sum(dim)
+    """Sum over the positions of the mask.
+
+    Args:
+        values: [B, T].
+        mask: [B, T].
+        dim: dimension to reduce; None reduces all of them.
+
+    Returns:
+        A scalar, or the sums along `dim`.
+    """
+    inside = zero_outside(values, mask)
+    return inside.sum() if dim is None else inside.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean of `values` [B, T] where `mask` is set, over everything, [], or along `dim`; 0 where nothing is set."""
+    """Mean over the positions of the mask; 0 where the mask is empty.
+
+    Args:
+        values: [B, T].
+        mask: [B, T].
+        dim: dimension to reduce; None reduces all of them.
+
+    Returns:
+        A scalar, or the means along `dim`.
+    """
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
@@ -27,81 +59,130 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_whiten(
     values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8
 ) -> Tensor:
-    """Scale the values under the mask to variance 1 and, by default, to mean 0.
-    Returns [B, T]. A single value, or values that are all alike, have no variance and become exactly 0 (or stay the
-    mean).
+    """Scale the values under the mask to variance 1 and, by default, shift them to mean 0.
+
+    A single value, or values that are all equal, have no variance: they become exactly 0 (or
+    exactly the mean, without `shift_mean`).
 
     Args:
         values: [B, T].
-        mask: [B, T]; positions outside it are 0 in the result.
-        shift_mean: False keeps the mean where it was.
-        epsilon: added to the variance (the unbiased one).
+        mask: [B, T].
+        shift_mean: False keeps the mean.
+        epsilon: added to the unbiased variance.
+
+    Returns:
+        The whitened values, [B, T], 0 outside the mask.
     """
-    # Distances from the smallest value are exactly 0 when all values are alike; distances from a computed mean
-    # would be rounding errors, blown up by the division.
+    # Distances from the smallest value are exactly 0 when all values are equal. Distances from a
+    # computed mean would be rounding errors, which the division would amplify.
     lowest = values.masked_fill(~mask.bool(), float("inf")).amin()
-    distance = _kept(values - lowest, mask)
+    distance = zero_outside(values - lowest, mask)
     mean = masked_mean(distance, mask)
-    centered = _kept(distance - mean, mask)
-    variance = centered.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
+    centered = zero_outside(distance - mean, mask)
+
+    degrees_of_freedom = (mask.bool().sum() - 1).clamp(min=1)
+    variance = centered.square().sum() / degrees_of_freedom
     whitened = centered * (variance + epsilon).rsqrt()
-    return whitened if shift_mean else _kept(whitened + mean + lowest, mask)
+    if shift_mean:
+        return whitened
+    return zero_outside(whitened + mean + lowest, mask)
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """One value per sequence, [B], set on each of its tokens: [B, T], 0 outside the mask."""
-    return _kept(values[:, None].expand(mask.shape), mask)
+    """Copy the value of each sequence to all of its tokens.
+
+    Args:
+        values: one value per sequence, [B].
+        mask: [B, T].
+
+    Returns:
+        One value per token, [B, T], 0 outside the mask.
+    """
+    return zero_outside(values[:, None].expand(mask.shape), mask)
 
 
 def log_ratios(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """log_prob - old_log_prob, cut to [-20, 20] and 0 outside the mask, where nothing is read: [B, T]."""
-    difference = (log_prob - old_log_prob).masked_fill(~response_mask.bool(), 0)
+    """Log-ratio of each token's probability under two policies, clamped to [-20, 20].
+
+    Args:
+        log_prob: log-probabilities under the policy in training, [B, T].
+        old_log_prob: log-probabilities under the policy to compare with, [B, T].
+        response_mask: [B, T].
+
+    Returns:
+        log_prob - old_log_prob, [B, T], 0 outside the mask.
+    """
+    difference = zero_outside(log_prob - old_log_prob, response_mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_mean(values: Tensor, response_mask: Tensor) -> Tensor:
-    """The mean of `values` [B, T], 0 outside the mask, over each sequence's own tokens: [B, 1]; 0 where it has none."""
-    return values.sum(-1, keepdim=True) / response_mask.bool().sum(-1, keepdim=True).clamp(min=1)
+    """Mean over the tokens of each sequence; 0 for a sequence without tokens.
+
+    Args:
+        values: [B, T]; must already be 0 outside the mask.
+        response_mask: [B, T].
+
+    Returns:
+        The means, [B, 1].
+    """
+    num_tokens = response_mask.bool().sum(-1, keepdim=True)
+    return values.sum(-1, keepdim=True) / num_tokens.clamp(min=1)
 
 
 def diagnostics(log_ratio: Tensor, **others: Tensor) -> dict[str, Tensor]:
-    """Diagnostics of a policy loss, [B, T] each, without gradient: `ppo_kl` (k1 of the two policies) and `others`."""
-    named = {"ppo_kl": -log_ratio, **others}
-    return {name: value.detach().to(log_ratio.dtype) for name, value in named.items()}
+    """Collect the diagnostics of a policy loss, without gradient.
+
+    Args:
+        log_ratio: log-ratio of the current policy to the old one, [B, T].
+        **others: further diagnostics by name, [B, T] each; masks become 0 and 1.
+
+    Returns:
+        `ppo_kl` (the k1 estimate of KL(old || current)) and `others`, [B, T] each.
+    """
+    tensors = {"ppo_kl": -log_ratio, **others}
+    return {name: tensor.detach().to(log_ratio.dtype) for name, tensor in tensors.items()}
 
 
 def log_prob_mismatch(
     log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """Differences between the log-probabilities of trainer and rollout, for the same tokens and the same weights.
+    """Differences between the log-probabilities of trainer and rollout for the same weights.
 
-    Both compute one distribution, with other kernels and in other batches: what is left between them is rounding. A
-    larger difference says that the rollout sampled from something else: other weights, another temperature, a bug.
-    Returns `log_prob_diff_mean`, `log_prob_diff_max`: absolute differences, in nats; `prob_diff_mean`: absolute
-    difference of the probabilities; `kl`: divergence of the rollout from the trainer, in nats a token, estimated by the
-    mean of log(q / p) over the tokens, with q the rollout's and p the trainer's probability; `kl_k3`: the same by the
-    mean of p / q - 1 - log(p / q), which has less noise and is never negative (http://joschu.net/blog/kl-approx.html).
-    All but the maximum are means over tokens, zero where the mask is empty.
+    Both compute the same distribution, with different kernels and in different batches, so only
+    rounding separates them. A larger difference means that the rollout sampled from something
+    else: other weights, another temperature, or a bug.
 
-    `log_prob`: [B, T] of the trainer.
-    `rollout_log_probs`: [B, T] of the rollout.
-    `response_mask`: [B, T]"""
+    Args:
+        log_prob: log-probabilities of the sampled tokens by the trainer, [B, T].
+        rollout_log_probs: log-probabilities of the same tokens by the rollout, [B, T].
+        response_mask: [B, T].
+
+    Returns:
+        Means over the tokens except for the maximum; all are 0 if the mask is empty:
+        `log_prob_diff_mean` and `log_prob_diff_max` (absolute differences, in nats),
+        `prob_diff_mean` (absolute difference of the probabilities), and KL(rollout || trainer) in
+        nats per token, estimated as `kl` (log(q / p), with q the rollout's probability and p the
+        trainer's) and as `kl_k3` (p / q - 1 - log(p / q), which has less noise and is never
+        negative; http://joschu.net/blog/kl-approx.html).
+    """
     mask = response_mask.bool()
-    ours, theirs = log_prob[mask].detach().float(), rollout_log_probs[mask].detach().float()
-    if not ours.numel():
-        ours = theirs = ours.new_zeros(1)
-    log_ratio = ours - theirs
+    trainer = log_prob[mask].detach().float()
+    rollout = rollout_log_probs[mask].detach().float()
+    if not trainer.numel():
+        # An empty mask reports zeros: the mean of an empty tensor would be NaN.
+        trainer = trainer.new_zeros(1)
+        rollout = trainer
+
+    log_ratio = trainer - rollout
     distance = log_ratio.abs()
-    numbers = {
+    metrics = {
         "log_prob_diff_mean": distance.mean(),
         "log_prob_diff_max": distance.max(),
-        "prob_diff_mean": (ours.exp() - theirs.exp()).abs().mean(),
+        "prob_diff_mean": (trainer.exp() - rollout.exp()).abs().mean(),
         "kl": -log_ratio.mean(),
         "kl_k3": (log_ratio.expm1() - log_ratio).mean(),
     }
-    # From an accelerator at once.
-    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
-
-
-def _kept(values: Tensor, mask: Tensor) -> Tensor:
-    return values.masked_fill(~mask.bool(), 0)
+    # One transfer from the accelerator for all metrics.
+    numbers = torch.stack(list(metrics.values())).tolist()
+    return dict(zip(metrics, numbers, strict=True))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PF-PPO: drawing informative responses more often. Shen and Zhang, arXiv:2409.06957.
+"""PF-PPO: resampling that favours informative responses. Shen and Zhang, arXiv:2409.06957.
 
-A reward model is most reliable on very good and very bad responses. A batch of as many responses is drawn from the
-batch, with replacement and with a weight for each:
+A reward model is most reliable on very good and very bad responses. A batch of the same size is
+therefore drawn from the batch, with replacement, with a weight for each response:
 
     pow           |score| ^ weight_pow
     max_min       1 for the best and the worst score of the batch, 0 for the others
-    max_random    0.4 for the best, 0.1 for the others
+    max_random    0.4 for the best score, 0.1 for the others
 
 Shapes: B sequences.
 """
@@ -17,43 +17,59 @@ from torch import Tensor
 from quadriga.errors import ConfigError, did_you_mean
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-_OF_THE_BEST, _OF_OTHERS = 0.4, 0.1
+# Weights of `max_random`.
+_BEST_WEIGHT = 0.4
+_OTHER_WEIGHT = 0.1
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
-    """How likely each response is to be drawn, [B], up to a factor; all 1 where every weight would be 0.
-    Raises ConfigError: an unknown method.
-    `scores`: [B].
-    `reweight_method`: one of REWEIGHT_METHODS.
-    `weight_pow`: the exponent of `pow`, 0 or more."""
+    """Unnormalised probability of drawing each response.
+
+    Args:
+        scores: score of each response, [B].
+        reweight_method: one of `REWEIGHT_METHODS`.
+        weight_pow: exponent for `pow`, 0 or more.
+
+    Returns:
+        The weights, [B]; all 1 if every weight would be 0.
+
+    Raises:
+        ConfigError: the method is unknown.
+    """
     is_best = scores == scores.amax()
     if reweight_method == "pow":
         weights = scores.abs() ** weight_pow
     elif reweight_method == "max_min":
-        weights = (is_best | (scores == scores.amin())).to(scores.dtype)
+        is_worst = scores == scores.amin()
+        weights = (is_best | is_worst).to(scores.dtype)
     elif reweight_method == "max_random":
-        weights = torch.where(is_best, _OF_THE_BEST, _OF_OTHERS).to(scores.dtype)
+        weights = torch.where(is_best, _BEST_WEIGHT, _OTHER_WEIGHT).to(scores.dtype)
     else:
-        where, fix = (
-            "algorithm.pf_ppo.reweight_method",
-            did_you_mean(reweight_method, REWEIGHT_METHODS),
-        )
         raise ConfigError(
-            where,
+            "algorithm.pf_ppo.reweight_method",
             got=repr(reweight_method),
             expected=f"one of {', '.join(REWEIGHT_METHODS)}",
-            fix=fix,
+            fix=did_you_mean(reweight_method, REWEIGHT_METHODS),
         )
+    # `multinomial` refuses weights that are all 0.
     return weights if weights.any() else torch.ones_like(weights)
 
 
 def pf_ppo_rows(
     scores: Tensor, reweight_method: str, weight_pow: float = 2.0, *, seed: int
 ) -> Tensor:
-    """The rows to learn from, [B] int64: as many as there are, drawn with replacement.
-    `scores`, `reweight_method`, `weight_pow`: as for `pf_ppo_weights`.
-    `seed`: of the draw."""
+    """Draw the rows to train on, with replacement.
+
+    Args:
+        scores: score of each response, [B].
+        reweight_method: one of `REWEIGHT_METHODS`.
+        weight_pow: exponent for `pow`, 0 or more.
+        seed: seed of the draw.
+
+    Returns:
+        Row numbers, [B] int64 on the CPU.
+    """
+    # On the CPU and in double precision, so that every device draws the same rows.
     weights = pf_ppo_weights(scores.double().cpu(), reweight_method, weight_pow)
-    return torch.multinomial(
-        weights, len(scores), replacement=True, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights, len(scores), replacement=True, generator=generator)

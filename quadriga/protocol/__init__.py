@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataProto, which travels between the driver and the workers, and the table of every column in it."""
+"""DataProto, the batch that driver and workers exchange, and the table of its columns."""
 
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS, Field

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
-"""Arguments of a chat template for messages whose last one is continued."""
+"""Arguments of a chat template for messages whose last one the model continues."""
 
 
 def ends_with_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is text of the assistant, which the model is to continue."""
+    """Whether the last message is text of the assistant for the model to continue."""
     last = messages[-1]
+    # A tool call is complete: its result comes next, not the rest of a text.
     if last.get("tool_calls"):
         return False
     return last["role"] == "assistant" and bool(last.get("content"))

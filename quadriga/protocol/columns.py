@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other forms of a DataProto: one TensorDict that holds everything, and text.
+"""Other forms of a DataProto: a single TensorDict that holds everything, and text.
 
-The functions that take or give a DataProto are methods of it; `proto.py` gives them their names.
+The functions that take or return a DataProto are methods of it, bound in `proto.py`.
 """
 
 import sys
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from quadriga.protocol.proto import DataProto
 
 ARRAY_TYPES = "_array_types"
-"""Entry of a TensorDict with dtype and row shape of arrays, which it can only keep as objects, row by row."""
+"""Entry of a TensorDict with dtype and row shape of arrays, which it can only keep as objects."""
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """A 1-D object array with one entry per value, where numpy would make a second dimension of equal lists."""
+    """Make a 1-D object array with one entry per value.
+
+    `np.array` would make a second dimension out of lists of equal length.
+    """
     values = list(values)
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
@@ -33,7 +36,11 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 def from_tensordict(
     cls: "type[DataProto]", tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None
 ) -> "DataProto":
-    """Build from a TensorDict: its stacks of objects become columns, its single objects `meta_info`."""
+    """Build a DataProto from a TensorDict.
+
+    Stacks of objects become columns of `non_tensor_batch`, single objects become entries of
+    `meta_info`. The argument `meta_info` takes precedence over entries of the same name.
+    """
     tensors: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
@@ -45,69 +52,92 @@ def from_tensordict(
             facts[key] = value.data
         else:
             tensors[key] = value
+
+    # Give arrays that were no object arrays their dtype and shape again.
     for key, (dtype, shape) in facts.pop(ARRAY_TYPES, {}).items():
-        if key in arrays:
-            rows = arrays[key]
-            arrays[key] = np.empty((len(rows), *shape), dtype=np.dtype(dtype))
-            for row, value in enumerate(rows):
-                arrays[key][row] = value
-    # Without any column, the TensorDict's batch size still counts the rows.
-    has_rows = tensors or not arrays
-    batch = (
-        TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device)
-        if has_rows
-        else None
-    )
+        if key not in arrays:
+            continue  # the column was dropped in between
+        rows = arrays[key]
+        array = np.empty((len(rows), *shape), dtype=np.dtype(dtype))
+        for row, value in enumerate(rows):
+            array[row] = value
+        arrays[key] = array
+
+    batch = None
+    # Without any column, the batch size of the TensorDict still counts the rows.
+    if tensors or not arrays:
+        batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device)
     return cls(batch=batch, non_tensor_batch=arrays, meta_info={**facts, **(meta_info or {})})
 
 
 def to_tensordict(data: "DataProto") -> TensorDict:
-    """One TensorDict with everything: arrays as stacks of objects, `meta_info` as single objects."""
-    rows, arrays, facts = len(data), data.non_tensor_batch, data.meta_info
-    joined = TensorDict({}, batch_size=[rows]) if data.batch is None else data.batch.copy()
+    """Convert to a single TensorDict: arrays as stacks of objects, `meta_info` as single objects.
+
+    Raises:
+        ProtocolError: two entries would have the same name.
+    """
+    num_rows = len(data)
+    arrays = data.non_tensor_batch
+    facts = data.meta_info
+    joined = TensorDict({}, batch_size=[num_rows])
+    if data.batch is not None:
+        joined = data.batch.copy()
     tensors = set(joined.keys())
     for key in [*arrays, *facts]:
         if key in tensors or (key in arrays and key in facts):
             where = f"to_tensordict: {key!r}"
-            raise ProtocolError(
-                where, got="two entries of this name", expected="one", fix="Rename one."
-            )
+            got = "two entries of this name"
+            raise ProtocolError(where, got=got, expected="one", fix="Rename one.")
+
+    array_types = {}
     for key, array in arrays.items():
         entries = [NonTensorData(value, batch_size=[]) for value in array]
-        joined.set(key, NonTensorStack(*entries) if entries else NonTensorStack(batch_size=[0]))
-    types = {
-        key: (a.dtype.str, a.shape[1:])
-        for key, a in arrays.items()
-        if a.dtype != object or a.ndim > 1
-    }
-    for key, value in (facts | ({ARRAY_TYPES: types} if types else {})).items():
-        joined.set(key, NonTensorData(value, batch_size=[rows]))
+        if entries:
+            joined.set(key, NonTensorStack(*entries))
+        else:
+            # A stack of nothing does not know its batch size.
+            joined.set(key, NonTensorStack(batch_size=[0]))
+        if array.dtype != object or array.ndim > 1:
+            array_types[key] = (array.dtype.str, array.shape[1:])
+
+    if array_types:
+        facts = facts | {ARRAY_TYPES: array_types}
+    for key, value in facts.items():
+        joined.set(key, NonTensorData(value, batch_size=[num_rows]))
     return joined
 
 
 def get_data_info(data: "DataProto") -> str:
-    """The layout as text: every column with shape, dtype and device, every fact with its type."""
+    """Layout as text: shape, dtype and device of each column, type of each entry of `meta_info`."""
 
     def tensor_lines(tensors: TensorDict, indent: str) -> list[str]:
         lines = []
         for key, value in tensors.items():
             if isinstance(value, TensorDict):
-                lines += [f"{indent}{key}", *tensor_lines(value, indent + "  ")]
+                lines.append(f"{indent}{key}")
+                lines += tensor_lines(value, indent + "  ")
             else:
                 lines.append(f"{indent}{key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
         return lines
 
-    arrays = [
-        f"  {key}: ndarray{array.shape} ({array.dtype})"
-        for key, array in data.non_tensor_batch.items()
-    ]
-    facts = [f"  {key}: {type(value).__name__}" for key, value in data.meta_info.items()]
-    tensors = [] if data.batch is None else tensor_lines(data.batch, "  ")
-    return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
+    lines = ["batch"]
+    if data.batch is not None:
+        lines += tensor_lines(data.batch, "  ")
+    lines.append("non_tensor_batch")
+    for key, array in data.non_tensor_batch.items():
+        lines.append(f"  {key}: ndarray{array.shape} ({array.dtype})")
+    lines.append("meta_info")
+    for key, value in data.meta_info.items():
+        lines.append(f"  {key}: {type(value).__name__}")
+    return "\n".join(lines)
 
 
 def print_size(data: "DataProto", prefix: str = "") -> None:
-    """Print how much memory tensors and arrays take; of objects in arrays, what the outer two levels show."""
+    """Print the memory of tensors and arrays, in MiB.
+
+    An object in an array counts with its own size, a dictionary also with its values; the entries
+    of other containers do not count.
+    """
 
     def object_bytes(value: Any) -> int:
         if isinstance(value, torch.Tensor):
@@ -115,26 +145,33 @@ def print_size(data: "DataProto", prefix: str = "") -> None:
         entries = value.values() if isinstance(value, Mapping) else ()
         return sys.getsizeof(value) + sum(object_bytes(entry) for entry in entries)
 
-    in_tensors = (
-        0 if data.batch is None else sum(column.nbytes for column in data.batch.values(True, True))
-    )
-    in_arrays = 0
+    tensor_bytes = 0
+    if data.batch is not None:
+        columns = data.batch.values(include_nested=True, leaves_only=True)
+        tensor_bytes = sum(column.nbytes for column in columns)
+    array_bytes = 0
     for array in data.non_tensor_batch.values():
-        # Rows that share one object, as repeated rows do, are counted once.
-        objects = {id(value): value for value in array.flat} if array.dtype == object else {}
-        in_arrays += array.nbytes + sum(map(object_bytes, objects.values()))
+        array_bytes += array.nbytes
+        if array.dtype == object:
+            # Rows that share one object, as repeated rows do, are counted once.
+            objects = {id(value): value for value in array.flat}
+            array_bytes += sum(map(object_bytes, objects.values()))
     start = f"{prefix}: " if prefix else ""
-    print(f"{start}tensors {in_tensors / 2**20:.4g} MiB, arrays {in_arrays / 2**20:.4g} MiB")
+    print(f"{start}tensors {tensor_bytes / 2**20:.4g} MiB, arrays {array_bytes / 2**20:.4g} MiB")
 
 
 def one_line(data: "DataProto") -> str:
-    """Rows, and each column with shape and dtype: what `repr` gives."""
+    """Text for `repr`: the number of rows, and shape and dtype of each column."""
     parts = [f"{len(data)} rows"]
-    for key, value in () if data.batch is None else data.batch.items():
-        kind = (
-            "" if isinstance(value, TensorDict) else f" {str(value.dtype).removeprefix('torch.')}"
-        )
-        parts.append(f"{key} {tuple(value.shape)}{kind}")
-    parts += [f"{key} {array.shape} {array.dtype}" for key, array in data.non_tensor_batch.items()]
-    facts = f"; meta_info: {', '.join(data.meta_info)}" if data.meta_info else ""
-    return f"DataProto({', '.join(parts)}{facts})"
+    if data.batch is not None:
+        for key, value in data.batch.items():
+            part = f"{key} {tuple(value.shape)}"
+            if not isinstance(value, TensorDict):
+                part += f" {str(value.dtype).removeprefix('torch.')}"
+            parts.append(part)
+    for key, array in data.non_tensor_batch.items():
+        parts.append(f"{key} {array.shape} {array.dtype}")
+    text = ", ".join(parts)
+    if data.meta_info:
+        text += f"; meta_info: {', '.join(data.meta_info)}"
+    return f"DataProto({text})"

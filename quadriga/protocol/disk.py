@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DataProto in a file that cannot name code; what is read equals what was written, bit for bit.
+"""A DataProto in a file that cannot name code. Reading gives back what was written, bit for bit.
 
-The file is one of safetensors, and any reader of these can open it:
+The file is a safetensors file, which any reader of that format can open:
 
-    0, 1, ...    the memory of tensors and numpy arrays; one that occurs several times stands there once
-    layout       JSON: columns, entries and facts by name, and what in the other parts they are; a column of objects has
-                 its distinct entries, and the number of one of them for each row
+    0, 1, ...    memory of tensors, numpy arrays and bytes; each object is written once, however
+                 often it occurs
+    layout       JSON: the number of rows, columns and entries by name, with references to the
+                 other parts. A column of objects has its distinct entries, and for each row the
+                 number of its entry.
 
-Entries may be None, numbers, texts, bytes, dates, lists, tuples, sets, dictionaries, tensors, arrays and images, in one
-another. Objects of any other class are refused, and so is a value that contains itself.
+Entries may be None, numbers, strings, bytes, dates, lists, tuples, sets, dictionaries, tensors,
+arrays and images, nested in any way. What JSON cannot express is a dictionary with a single key
+that begins with a $ (`{"$tuple": [1, 2]}`). Objects of any other class are refused, and so is a
+value that contains itself.
 """
 
-import datetime
 import json
 import os
 import struct
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date, datetime, time
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -32,185 +36,275 @@ from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import bytes_of
 from quadriga.protocol.wire import rebuild_proto
 
-_KEY, _VERSION = "quadriga_proto", "3"
-_PICKLED = b"quadriga.DataProto.1\n"
-# What every version of safetensors knows; other dtypes lie there as bytes.
-_NATIVE = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_VERSION_KEY = "quadriga_proto"
+_VERSION = "3"
+# Beginning of the files of versions that used pickle.
+_PICKLE_HEADER = b"quadriga.DataProto.1\n"
+# Dtypes that every version of safetensors knows. Tensors of other dtypes are stored as bytes.
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+# numpy dtypes without objects: bool, int, uint, float, complex, bytes, str, timedelta, datetime.
+_NUMPY_KINDS = "biufcSUmM"
 _COLLECTIONS = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
-_TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
-    datetime.datetime: ("$datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    datetime.date: ("$date", datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.time: ("$time", datetime.time.isoformat, datetime.time.fromisoformat),
+# Types that are written as strings: name in the file, function to write, function to read.
+_TEXT_TYPES: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    datetime: ("$datetime", datetime.isoformat, datetime.fromisoformat),
+    date: ("$date", date.isoformat, date.fromisoformat),
+    time: ("$time", time.isoformat, time.fromisoformat),
     Decimal: ("$decimal", str, Decimal),
     complex: ("$complex", repr, complex),
+}
+# By name in the file: functions that rebuild a value from its entries or its string.
+_READ_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    **{name: kind for kind, name in _COLLECTIONS.items()},
+    **{name: read for name, _, read in _TEXT_TYPES.values()},
 }
 
 
 def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
-    """Write a DataProto into a file that its owner alone can read: aside, then renamed, so it is whole or not there.
-    Raises ProtocolError: an entry is of a class that a file cannot hold (module docstring); the error names both.
-    Raises OSError: there is no room or permission."""
+    """Write a DataProto into a file that only its owner can read.
+
+    The file is written under a temporary name and then renamed, so it is complete or absent.
+
+    Args:
+        data: the DataProto.
+        filepath: file to write; missing folders are created.
+
+    Raises:
+        ProtocolError: a file cannot hold an entry of this class, or an entry contains itself; the
+            error names the entry and the class.
+        OSError: there is no space or permission.
+    """
     path = Path(filepath)
     parts = _Writer(f"save_to_disk({str(filepath)!r})").parts(data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(
+        prefix=f".{path.name}.", suffix=".partial", dir=path.parent
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(parts)
             file.flush()
+            # A power failure after the rename must not leave an empty file.
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(temporary, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
 def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
-    """Read what `save_to_disk` wrote. Nothing that a file names is called; the pickles of older versions are refused.
-    Raises ProtocolError: there is no such file, it is not one of ours, or it is damaged."""
-    where, fix = f"load_from_disk({str(filepath)!r})", "Write the file with DataProto.save_to_disk."
+    """Read a file that `save_to_disk` wrote.
+
+    Nothing that a file names is called, and pickles of older versions are refused.
+
+    Args:
+        cls: `DataProto`.
+        filepath: file to read.
+
+    Returns:
+        The DataProto, on the CPU.
+
+    Raises:
+        ProtocolError: the file does not exist, is of another kind, or is damaged.
+    """
+    where = f"load_from_disk({str(filepath)!r})"
+    expected = "a saved DataProto"
+    fix = "Write the file with DataProto.save_to_disk."
     try:
         with open(filepath, "rb") as file:
-            if file.read(len(_PICKLED)) == _PICKLED:
-                got = "a pickle of an older version, which may run any code"
-                fix = "Delete it and have it written again."
+            if file.read(len(_PICKLE_HEADER)) == _PICKLE_HEADER:
                 raise ProtocolError(
-                    where, got=got, expected="a DataProto as it is saved today", fix=fix
+                    where,
+                    got="a pickle of an older version, which may run any code",
+                    expected="a DataProto as it is saved today",
+                    fix="Delete the file and save the data again.",
                 )
         with safe_open(filepath, framework="pt") as opened:
-            if (found := (opened.metadata() or {}).get(_KEY)) != _VERSION:
-                got = (
-                    "another kind of file"
-                    if found is None
-                    else f"one of the format {found}, not {_VERSION}"
-                )
-                raise ProtocolError(where, got=got, expected="a saved DataProto", fix=fix)
+            version = (opened.metadata() or {}).get(_VERSION_KEY)
+            if version != _VERSION:
+                got = "another kind of file"
+                if version is not None:
+                    got = f"format {version} instead of {_VERSION}"
+                raise ProtocolError(where, got=got, expected=expected, fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-        rows, batch, arrays, facts = _Reader(tensors).from_json(tensors["layout"].numpy().tobytes())
+        layout = tensors["layout"].numpy().tobytes()
+        rows, batch, arrays, facts = _Reader(tensors).from_json(layout)
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
     except ProtocolError:
         raise
-    # Damaged bytes may be anything at all: a name that is missing, a shape that does not fit, a list for a number.
+    # Damage may cause any error: a missing name, a shape that does not fit, a list for a number.
     except Exception as error:
-        found = (
-            str(error)
-            if isinstance(error, OSError)
-            else f"another kind of file, or a damaged one ({error})"
-        )
-        raise ProtocolError(where, got=found, expected="a saved DataProto", fix=fix) from error
+        got = str(error)
+        if not isinstance(error, OSError):
+            got = f"another kind of file, or a damaged one ({error})"
+        raise ProtocolError(where, got=got, expected=expected, fix=fix) from error
 
 
 class _Writer:
-    """Takes a DataProto apart into the memory of tensors and what JSON can hold."""
+    """Converts a DataProto to the parts of a file: memory of tensors, and JSON.
+
+    Args:
+        where: beginning of its error messages.
+    """
 
     def __init__(self, where: str) -> None:
-        self._where, self._at = where, ""
+        self._where = where
+        # The entry under way, for errors.
+        self._place = ""
+        # Name, dtype, shape and memory of each part.
         self._memory: list[tuple[str, torch.dtype, list[int], Any]] = []
-        # The values are kept: an id is only unique among living objects.
-        self._met: dict[int, tuple[Any, Any]] = {}
+        # By id: a value that has memory of its own, and its form in the layout. It keeps the
+        # value alive, since an id is unique only among living objects.
+        self._stored_values: dict[int, tuple[Any, Any]] = {}
 
     def parts(self, data: Any) -> list[Any]:
-        """What stands in the file, in order."""
-        arrays, facts = {}, {}
+        """Convert a DataProto; returns the blocks of the file in order."""
         try:
-            for key, array in data.non_tensor_batch.items():
-                self._at = f"non_tensor_batch[{key!r}]"
-                is_column = array.dtype == object and array.ndim == 1
-                arrays[key] = self._column(array) if is_column else self._encode(array)
-            self._at = "batch"
-            batch = None if data.batch is None else self._encode(data.batch.to_dict())
-            for key, value in data.meta_info.items():
-                self._at = f"meta_info[{key!r}]"
-                facts[key] = self._encode(value)
-            rows = 0 if data.batch is None else len(data)
-            layout = [rows, batch, list(arrays.items()), list(facts.items())]
-            # UTF-8 that keeps a lone surrogate, and two of them apart, as escapes would not.
-            text = json.dumps(layout, ensure_ascii=False, separators=(",", ":")).encode(
-                "utf-8", "surrogatepass"
-            )
-            self._add("layout", text)
+            self._add_layout(data)
         except (RecursionError, ValueError) as error:
-            # Too deep or in itself, or an integer of more digits than Python reads.
+            # The value contains itself or is too deep, or an integer has more digits than Python
+            # converts.
             raise self._refusal(str(error)) from error
-        # As the format asks for: without gaps, and each dtype at a multiple of its size.
+
+        # The format wants no gaps, and each dtype at a multiple of its size: largest dtypes first.
         self._memory.sort(key=lambda part: -part[1].itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", _KEY: _VERSION}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", _VERSION_KEY: _VERSION}}
         end = 0
         for name, dtype, shape, memory in self._memory:
-            start, end = end, end + len(memory)
-            header[name] = {"dtype": _NATIVE[dtype], "shape": shape, "data_offsets": [start, end]}
+            start = end
+            end += len(memory)
+            header[name] = {
+                "dtype": _SAFETENSORS_DTYPES[dtype],
+                "shape": shape,
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header).encode()
+        # Spaces, so that the memory begins at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
-        return [struct.pack("<Q", len(text)), text, *(memory for *_, memory in self._memory)]
+        blocks = [memory for *_, memory in self._memory]
+        return [struct.pack("<Q", len(text)), text, *blocks]
+
+    def _add_layout(self, data: Any) -> None:
+        """Add the memory of all columns and entries, and then the layout."""
+        arrays = []
+        for key, array in data.non_tensor_batch.items():
+            self._place = f"non_tensor_batch[{key!r}]"
+            is_object_column = array.dtype == object and array.ndim == 1
+            encode = self._column if is_object_column else self._encode
+            arrays.append((key, encode(array)))
+
+        self._place = "batch"
+        rows = 0
+        batch = None
+        if data.batch is not None:
+            rows = len(data)
+            batch = self._encode(data.batch.to_dict())
+
+        facts = []
+        for key, value in data.meta_info.items():
+            self._place = f"meta_info[{key!r}]"
+            facts.append((key, self._encode(value)))
+
+        layout = [rows, batch, arrays, facts]
+        text = json.dumps(layout, ensure_ascii=False, separators=(",", ":"))
+        # `surrogatepass` keeps lone surrogates. With escapes, two of them in a row would be read
+        # as one character.
+        self._add("layout", text.encode("utf-8", "surrogatepass"))
 
     def _column(self, array: np.ndarray) -> dict[str, Any]:
-        """Rows that share an object, as repeated ones do, share it again when they are read. Lists of whole numbers,
-        such as token ids, are one array and the length of each."""
+        """Convert a column of objects.
+
+        Rows that share an object, as repeated rows do, share it again when they are read. Lists of
+        integers, such as token ids, become one array and the length of each list.
+        """
         distinct = {id(value): value for value in array}
-        numbers, values = {key: number for number, key in enumerate(distinct)}, [*distinct.values()]
+        numbers = {key: number for number, key in enumerate(distinct)}
+        values = list(distinct.values())
         rows = [numbers[id(value)] for value in array]
-        if set(map(type, values)) == {list} and {int}.issuperset(
-            map(type, chain.from_iterable(values))
-        ):
-            with suppress(OverflowError):  # one has over 64 bits
+
+        are_lists = set(map(type, values)) == {list}
+        if are_lists and {int}.issuperset(map(type, chain.from_iterable(values))):
+            # An integer of more than 64 bits raises; the lists are then converted like others.
+            with suppress(OverflowError):
                 flat = np.fromiter(chain.from_iterable(values), np.int64)
-                return {"$column": [rows, {"$lists": [self._encode(flat), list(map(len, values))]}]}
-        column, entries = self._at, []
+                lengths = list(map(len, values))
+                return {"$column": [rows, {"$lists": [self._encode(flat), lengths]}]}
+
+        column_place = self._place
+        entries = []
         for number, value in enumerate(values):
-            self._at = f"{column}, distinct entry {number}"
+            self._place = f"{column_place}, distinct entry {number}"
             entries.append(self._encode(value))
         return {"$column": [rows, entries]}
 
     def _encode(self, value: Any) -> Any:
-        """The value in JSON's types; what has no such form is a dictionary of one key that begins with a $."""
+        """Convert a value to the types of JSON."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN_TYPES:
             return value
         if kind is list:
-            return (
-                value
-                if _PLAIN.issuperset(map(type, value))
-                else [self._encode(entry) for entry in value]
-            )
+            # Long lists of numbers or strings are used as they are.
+            if _PLAIN_TYPES.issuperset(map(type, value)):
+                return value
+            return list(map(self._encode, value))
         if kind is dict:
-            if {str}.issuperset(map(type, value)) and not (
-                len(value) == 1 and next(iter(value)).startswith("$")
-            ):
-                return {key: self._encode(entry) for key, entry in value.items()}
-            return {
-                "$dict": [[self._encode(key), self._encode(entry)] for key, entry in value.items()]
-            }
+            return self._encode_dict(value)
         if kind in _COLLECTIONS:
-            return {_COLLECTIONS[kind]: [self._encode(entry) for entry in value]}
-        if kind in _TEXTS:
-            return {_TEXTS[kind][0]: _TEXTS[kind][1](value)}
-        if isinstance(value, np.generic) and value.dtype.kind in "biufcSUmM":
+            return {_COLLECTIONS[kind]: list(map(self._encode, value))}
+        if kind in _TEXT_TYPES:
+            name, write, _ = _TEXT_TYPES[kind]
+            return {name: write(value)}
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
-        if id(value) not in self._met:
-            self._met[id(value)] = (value, self._stored(value))
-        return self._met[id(value)][1]
+        if id(value) not in self._stored_values:
+            self._stored_values[id(value)] = (value, self._store(value))
+        return self._stored_values[id(value)][1]
 
-    def _stored(self, value: Any) -> dict[str, Any]:
-        """A value whose memory stands in the file by itself."""
-        kind, name = type(value), str(len(self._memory))
+    def _encode_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
+        has_text_keys = {str}.issuperset(map(type, value))
+        # A single key that begins with a $ would be read as the name of a type.
+        is_ambiguous = has_text_keys and len(value) == 1 and next(iter(value)).startswith("$")
+        if has_text_keys and not is_ambiguous:
+            return {key: self._encode(entry) for key, entry in value.items()}
+        pairs = [[self._encode(key), self._encode(entry)] for key, entry in value.items()]
+        return {"$dict": pairs}
+
+    def _store(self, value: Any) -> dict[str, Any]:
+        """Add the memory of a value as a part of its own; returns its form in the layout."""
+        kind = type(value)
+        name = str(len(self._memory))
         if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
             tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            memory, shape = bytes_of(tensor), list(tensor.shape)
-            is_native = tensor.dtype in _NATIVE
-            self._add(name, memory, *((tensor.dtype, shape) if is_native else ()))
+            shape = list(tensor.shape)
+            if tensor.dtype in _SAFETENSORS_DTYPES:
+                self._add(name, bytes_of(tensor), tensor.dtype, shape)
+            else:
+                self._add(name, bytes_of(tensor))
             return {"$tensor": [name, str(tensor.dtype).removeprefix("torch."), shape]}
         if kind is np.ndarray and value.dtype == object:
-            return {"$objects": [list(value.shape), [self._encode(entry) for entry in value.flat]]}
-        if kind is np.ndarray and value.dtype.kind in "biufcSUmM":
+            entries = list(map(self._encode, value.flat))
+            return {"$objects": [list(value.shape), entries]}
+        if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
             self._add(name, value.tobytes())
             return {"$array": [name, value.dtype.str, list(value.shape)]}
         if kind is bytes:
             self._add(name, value)
             return {"$bytes": name}
+        # Images with a palette are refused: their bytes are not all of them. `self` stands for a
+        # missing attribute, since other objects of PIL have no palette at all.
         if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
             self._add(name, value.tobytes())
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
@@ -223,59 +317,83 @@ class _Writer:
         dtype: torch.dtype = torch.uint8,
         shape: list[int] | None = None,
     ) -> None:
-        self._memory.append((name, dtype, [len(memory)] if shape is None else shape, memory))
+        if shape is None:
+            shape = [len(memory)]
+        self._memory.append((name, dtype, shape, memory))
 
     def _refusal(self, got: str) -> ProtocolError:
-        expected = "None, numbers, texts, bytes, dates, tensors, arrays, images, and lists and dictionaries of these"
-        fix = "Turn it into these, or leave it out (DataProto.select)."
-        return ProtocolError(f"{self._where}: {self._at}", got=got, expected=expected, fix=fix)
+        return ProtocolError(
+            f"{self._where}: {self._place}",
+            got=got,
+            expected="None, numbers, strings, bytes, dates, tensors, arrays, images, and lists and "
+            "dictionaries of these",
+            fix="Convert it to one of these, or leave it out (DataProto.select).",
+        )
 
 
 class _Reader:
-    """Puts together what a `_Writer` took apart."""
+    """Rebuilds values from the parts that a `_Writer` made.
+
+    Args:
+        tensors: the parts of the file by name.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._kinds: dict[str, Callable[[Any], Any]] = {
-            **{name: kind for kind, name in _COLLECTIONS.items()},
-            **{name: read for name, _, read in _TEXTS.values()},
-            "$dict": dict,
-            "$scalar": lambda found: np.frombuffer(bytes.fromhex(found[1]), found[0])[0],
-            "$tensor": self._tensor,
-            "$column": lambda found: object_array(found[1])[np.array(found[0], np.int64)],
-            "$lists": lambda found: [
-                part.tolist() for part in np.split(found[0], np.cumsum(found[1]))[:-1]
-            ],
-            "$objects": lambda found: object_array(found[1]).reshape(found[0]),
-            "$array": lambda found: (
-                np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy()
-            ),
-            "$bytes": self._bytes,
-            "$image": self._image,
-        }
 
     def from_json(self, text: bytes) -> Any:
-        """The value that `_Writer` made this of."""
+        """Rebuild the value of a layout."""
+        # The hook gets a dictionary after those that it contains.
+        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=self._rebuild)
 
-        def decoded(found: dict[str, Any]) -> Any:
-            name = next(iter(found), "") if len(found) == 1 else ""
-            return self._kinds[name](found[name]) if name.startswith("$") else found
+    def _rebuild(self, value: dict[str, Any]) -> Any:
+        """Rebuild the value that a dictionary with a single key, a $ and a type, stands for."""
+        name = next(iter(value), "")
+        if len(value) != 1 or not name.startswith("$"):
+            return value
+        form = value[name]
+        if name in _READ_FUNCTIONS:
+            return _READ_FUNCTIONS[name](form)
+        if name == "$bytes":
+            return self._bytes(form)
+        if name == "$tensor":
+            return self._tensor(*form)
+        if name == "$image":
+            return self._image(*form)
+        if name == "$array":
+            part, dtype, shape = form
+            # A copy, because the bytes are read-only.
+            return np.frombuffer(self._bytes(part), dtype).reshape(shape).copy()
+        if name == "$scalar":
+            dtype, digits = form
+            return np.frombuffer(bytes.fromhex(digits), dtype)[0]
+        if name == "$column":
+            rows, entries = form
+            return object_array(entries)[np.array(rows, np.int64)]
+        if name == "$lists":
+            flat, lengths = form
+            # The last part is what follows the last list: nothing.
+            parts = np.split(flat, np.cumsum(lengths))[:-1]
+            return [part.tolist() for part in parts]
+        if name == "$objects":
+            shape, entries = form
+            return object_array(entries).reshape(shape)
+        raise ValueError(f"unknown type {name!r}")
 
-        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=decoded)
+    def _bytes(self, part: str) -> bytes:
+        return self._tensors[part].numpy().tobytes()
 
-    def _bytes(self, name: str) -> bytes:
-        return self._tensors[name].numpy().tobytes()
+    def _tensor(self, part: str, dtype_name: str, shape: list[int]) -> torch.Tensor:
+        tensor = self._tensors[part]
+        dtype = getattr(torch, dtype_name)
+        if tensor.dtype != dtype:
+            # Stored as bytes: a copy begins at an address that is aligned for any dtype.
+            tensor = tensor.clone().view(dtype)
+        return tensor.view(shape)
 
-    def _tensor(self, found: list[Any]) -> torch.Tensor:
-        name, dtype, shape = found
-        # What lies there as bytes is copied to where its dtype may begin.
-        tensor, dtype = self._tensors[name], getattr(torch, dtype)
-        return (tensor if tensor.dtype == dtype else tensor.clone().view(dtype)).view(shape)
-
-    def _image(self, found: list[Any]) -> Any:
+    def _image(self, part: str, mode: str, size: list[int], info: dict[Any, Any]) -> Any:
         from PIL import Image
 
-        name, mode, size, info = found
-        image = Image.frombytes(mode, tuple(size), self._bytes(name))
+        image = Image.frombytes(mode, tuple(size), self._bytes(part))
         image.info = info
         return image

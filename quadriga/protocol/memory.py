@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of columns: bytes without a copy, large blocks in huge pages, and memory that is only lent.
+"""Memory of columns: bytes without a copy, large blocks in huge pages, and lent memory.
 
-A transport may hand out tensors over memory that is not theirs to keep, such as read-only shared memory. They are
-*lent*: a concatenation copies them, also where it would pass on memory of its own, and reports it (`copy_into`),
-which lets the transport take the pages back at once.
+A transport may hand out tensors over memory that the receiver must not keep, such as read-only
+shared memory. Such tensors are *lent*. A concatenation copies them, even where it would otherwise
+pass on the memory of its input, and reports the copy (`copy_into`), so that the transport can
+release the pages at once.
 """
 
 import ctypes
@@ -21,22 +22,28 @@ HUGE_PAGES_FROM_BYTES = 4 << 20
 PAGE_BYTES = 4096
 MADV_HUGEPAGE = 14
 SLOT_HEADER_BYTES = 64
-"""Before the content of a slot: its step (0 while it is written) and the sum of the content, in int64 each."""
+"""Bytes before the content of a slot: its step (0 while it is written) and the sum of the content,
+each as int64."""
 
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+# Lent tensors (never views) with the function to call after a copy.
 _lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
-    """`madvise` for the whole pages inside a range; a kernel that knows nothing of the advice does not follow it."""
+    """Call `madvise` for the whole pages of a range; a kernel may ignore the advice."""
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
-    size = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES - start
+    end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
+    size = end - start
     if _madvise is not None and size > 0:
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the CPU; a large one in huge pages, of which a fraction as many faults are taken."""
+    """Allocate an uninitialised tensor on the CPU; a large one in huge pages.
+
+    Huge pages take far fewer page faults when the memory is first written.
+    """
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.nbytes >= HUGE_PAGES_FROM_BYTES:
         advise(tensor.data_ptr(), tensor.nbytes, MADV_HUGEPAGE)
@@ -44,58 +51,62 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous tensor on the CPU; `Tensor.numpy` would mark its storage as written by others."""
+    """Bytes of a contiguous tensor on the CPU, without a copy."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
-    # A contiguous tensor may have any stride in a dimension of one entry, which `view` would not take.
+    # A contiguous tensor may have any stride in a dimension of size 1, which `view` would refuse.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    # Not `Tensor.numpy`, which would mark the storage as shared with numpy.
     return np.from_dlpack(flat.view(torch.uint8))
 
 
 def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """A hash of a prompt's images (names, shapes, dtypes, numbers): equal for equal images, and for nothing else."""
+    """Hash of a prompt's images: their names, shapes, dtypes and numbers."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].detach().cpu().contiguous()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        layout = (name, tuple(tensor.shape), str(tensor.dtype))
+        digest.update(repr(layout).encode())
         digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
 def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor over bytes (uint8, contiguous), without a copy."""
+    """Make a contiguous tensor over bytes (uint8, contiguous), without a copy."""
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
-    return (
-        torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize])
-        .view(dtype)
-        .view(tuple(shape))
-    )
+    # The memory may have padding behind the last number.
+    num_bytes = len(memory) // dtype.itemsize * dtype.itemsize
+    flat = torch.from_numpy(memory[:num_bytes]).view(dtype)
+    return flat.view(tuple(shape))
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor on the CPU."""
+    """Copy a tensor on the CPU into new contiguous memory."""
     return allocate(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which `tensor` is a view; itself if it is none."""
+    """Tensor that `tensor` is a view of; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) -> torch.Tensor:
-    """Mark `tensor`, and the views of it, as lent; `when_copied` is called each time one of them was copied."""
+    """Mark a tensor and its views as lent.
+
+    `when_copied` is called whenever `copy_into` has copied one of them.
+    """
     _lent[root_of(tensor)] = when_copied
     return tensor
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
-    """Whether the memory is another's, so that it must be copied before it is kept or written to."""
+    """Whether the memory must be copied before it is kept or written to."""
     return bool(_lent) and root_of(tensor) in _lent
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, and tell the lender of `source`, if there is one."""
+    """Copy `source` into `target`, and notify the lender of `source`, if there is one."""
     target.copy_(source)
     when_copied = _lent.get(root_of(source)) if _lent else None
     if when_copied is not None:
@@ -103,20 +114,27 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def slot_of(memory: Any, step: int) -> Any:
-    """The slot of a step, of memory that has two (an array of bytes)."""
+    """Slot of a step: the memory (an array of bytes) has two, for even and odd steps."""
     half = len(memory) // 2
-    return memory[step % 2 * half :][:half]
+    start = step % 2 * half
+    return memory[start:][:half]
 
 
 def whole_steps(memory: np.ndarray) -> list[int]:
-    """The steps of which such memory is whole, by their sums."""
+    """Steps whose slots were written completely, judged by the sums in their headers."""
     slots = memory.reshape(2, -1).view(np.int64)
-    first = SLOT_HEADER_BYTES // slots.itemsize
-    return [int(slot[0]) for slot in slots if slot[0] and slot[first:].sum() == slot[1]]
+    header_size = SLOT_HEADER_BYTES // slots.itemsize
+    steps = []
+    for slot in slots:
+        step = slot[0]  # 0 while the slot is written
+        expected_sum = slot[1]
+        if step and slot[header_size:].sum() == expected_sum:
+            steps.append(int(step))
+    return steps
 
 
-# torch warns, once in a process, when a tensor is made over memory that may not be written to. Here it is the rule:
-# such tensors are copied or lent.
+# torch warns once per process when a tensor is made over read-only memory. Here that is the usual
+# case, since such tensors are copied or lent: use up the warning.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataProto: the only thing that travels between the driver and the workers.
+"""DataProto, the batch that driver and workers exchange.
 
-Rows are sequences. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); what holds for
-all rows at once stands in `meta_info`. `fields.tsv` lists every column of the training loop.
+Rows are sequences. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); `meta_info`
+holds what applies to all rows. `fields.tsv` lists every column of the training loop.
 
-Three rules hold for every operation here:
+Three rules apply to every operation:
 
-- **No divisibility.** `chunk`, `split` and `make_iterator` take any number of rows. Chunks differ by at most one row,
-  the larger ones first; with fewer rows than chunks the last ones are empty.
-- **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the original; `select_idxs`,
-  `repeat`, `reorder`, `padding` and `concat` allocate each column once. Containers are always the result's own.
-- **Auto padding is a request to the dispatch**, made with `auto_padding=True`: give every rank the same number of rows,
-  by repeating the first ones, and cut the repeats' results off again. It is for methods that treat each row for itself.
-  Ragged chunks, without it, are exact for every method, also for one that averages over rows.
+- **No divisibility.** `chunk`, `split` and `make_iterator` accept any number of rows. Chunks differ
+  by at most one row, the larger ones first; with fewer rows than chunks the last ones are empty.
+- **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the
+  original; `select_idxs`, `repeat`, `reorder`, `padding` and `concat` allocate each column once.
+  The containers of a result are always its own.
+- **Auto padding is a request to the dispatch**, made with `auto_padding=True`: give every rank the
+  same number of rows by repeating the first ones, and drop the results of the repeats. It is for
+  methods that treat each row separately. Without it chunks may differ in size, which is exact for
+  every method, also for one that averages over rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from copy import deepcopy as deep_copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -35,41 +38,79 @@ AUTO_PADDING = "_auto_padding"
 
 
 def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """The columns by name with `function` applied to each; those of a nested TensorDict are a dictionary again."""
-    return {
-        key: map_columns(value, function) if isinstance(value, TensorDict) else function(value)
-        for key, value in batch.items()
-    }
+    """Apply a function to each column; the columns of a nested TensorDict become a dictionary."""
+    results: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, TensorDict):
+            results[key] = map_columns(value, function)
+        else:
+            results[key] = function(value)
+    return results
+
+
+def map_rows(
+    data: "DataProto",
+    take_tensor: Callable[[torch.Tensor], torch.Tensor],
+    take_array: Callable[[np.ndarray], np.ndarray],
+    num_rows: int,
+) -> "DataProto":
+    """Make a DataProto of other rows, by functions that take them from each column.
+
+    Args:
+        data: the rows to take from.
+        take_tensor: applied to each column of `batch`, also nested ones.
+        take_array: applied to each column of `non_tensor_batch`.
+        num_rows: number of rows that the functions return.
+
+    Returns:
+        The new rows, with a copy of the dictionary `meta_info`.
+    """
+    batch = None
+    if data.batch is not None:
+        tensors = map_columns(data.batch, take_tensor)
+        batch = TensorDict(tensors, batch_size=[num_rows], device=data.batch.device)
+    arrays = {key: take_array(array) for key, array in data.non_tensor_batch.items()}
+    return DataProto(batch, arrays, dict(data.meta_info))
 
 
 def check_batch(batch: TensorDict) -> int:
-    """Raise unless `batch` has one batch dimension and dense columns, also nested ones. Returns the number of rows."""
+    """Check that a batch has one batch dimension and dense columns, also nested ones.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ProtocolError: it does not.
+    """
     if len(batch.batch_size) != 1:
-        found = f"a TensorDict of batch size {tuple(batch.batch_size)}"
-        fix = "Build it with batch_size=[number of rows], or fold the others with fold_batch_dim."
+        size = tuple(batch.batch_size)
         raise ProtocolError(
-            f"DataProto.batch: got {found}, expected exactly one batch dimension", fix=fix
+            f"DataProto.batch: got a TensorDict of batch size {size}, "
+            "expected exactly one batch dimension",
+            fix="Build it with batch_size=[number of rows], or fold the others with "
+            "fold_batch_dim.",
         )
-    nested = [batch]
-    while nested:
-        for key, value in nested.pop().items():
+    # An explicit stack: the tensors of nested TensorDicts are checked, too.
+    unchecked = [batch]
+    while unchecked:
+        for key, value in unchecked.pop().items():
             if isinstance(value, TensorDict):
-                nested.append(value)
-            elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                got = (
-                    f"a {value.layout} tensor"
-                    if isinstance(value, torch.Tensor)
-                    else type(value).__name__
-                )
-                fix = "Put objects into non_tensor_batch (from_tensordict does it), pad nested tensors."
-                raise ProtocolError(
-                    f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor", fix=fix
-                )
+                unchecked.append(value)
+                continue
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.layout is torch.strided:
+                continue
+            got = f"a {value.layout} tensor" if is_tensor else type(value).__name__
+            raise ProtocolError(
+                f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor",
+                fix="Put objects into non_tensor_batch (from_tensordict does it), "
+                "pad nested tensors.",
+            )
     return batch.batch_size[0]
 
 
 def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> None:
-    """Raise unless every name is present."""
+    """Raise `ProtocolError`, with `where` at its beginning, unless every name is present."""
     present = set(present)
     for name in names:
         if name not in present:
@@ -80,7 +121,7 @@ def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> Non
 
 @dataclass
 class DataProtoItem:
-    """One row: `batch` without its batch dimension, `non_tensor_batch` with the row's entries."""
+    """A single row: `batch` without its batch dimension, and the row's entries of the arrays."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -89,38 +130,44 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """Columns and facts of a batch.
-    Raises ProtocolError: a column does not have one entry per row; the error names it, its shape and the batch size."""
+    """Rows of tensors and numpy arrays, with entries that apply to all rows.
 
-    batch: TensorDict | None = (
-        None  # tensor columns, with one batch dimension; None: there are none
-    )
-    non_tensor_batch: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # other columns, arrays with the batch first
-    meta_info: dict[str, Any] = field(default_factory=dict)  # what is true of the whole batch
+    Raises:
+        ProtocolError: a column does not have one entry per row; the error names the column, its
+            shape and the number of rows.
+    """
+
+    batch: TensorDict | None = None  # tensor columns, with one batch dimension
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # rows first
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.meta_info = {} if self.meta_info is None else self.meta_info
-        rows = None if self.batch is None else check_batch(self.batch)
-        for key, value in self.non_tensor_batch.items():
+        # None is accepted for both dictionaries, as in verl.
+        if self.non_tensor_batch is None:
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
+        num_rows = None
+        if self.batch is not None:
+            num_rows = check_batch(self.batch)
+        for key, array in self.non_tensor_batch.items():
             where = f"DataProto.non_tensor_batch[{key!r}]"
-            if not isinstance(value, np.ndarray):
-                fix = "from_dict(non_tensors=...) turns lists into object arrays."
+            if not isinstance(array, np.ndarray):
                 raise ProtocolError(
-                    f"{where}: got {type(value).__name__}, expected a numpy array", fix=fix
+                    f"{where}: got {type(array).__name__}, expected a numpy array",
+                    fix="from_dict(non_tensors=...) turns lists into object arrays.",
                 )
-            if value.ndim == 0:
+            if array.ndim == 0:
                 raise ProtocolError(
                     f"{where}: got an array of shape (), expected one entry per row"
                 )
-            rows = value.shape[0] if rows is None else rows
-            if value.shape[0] != rows:
+            if num_rows is None:
+                num_rows = array.shape[0]
+            if array.shape[0] != num_rows:
                 first = next(iter(self.non_tensor_batch))
-                source = "the batch size" if self.batch is not None else f"the length of {first!r}"
+                source = f"the length of {first!r}" if self.batch is None else "the batch size"
                 raise ProtocolError(
-                    f"{where}: got shape {value.shape}, expected {rows} rows, {source}"
+                    f"{where}: got shape {array.shape}, expected {num_rows} rows, {source}"
                 )
 
     # ---- construction -------------------------------------------------------------------------
@@ -132,14 +179,32 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Sort one dictionary, such as a data loader's batch, into tensors and arrays by their type."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        """Build from one dictionary of tensors and numpy arrays, such as a data loader's batch.
+
+        Args:
+            data: columns by name, the batch dimension first in each.
+            meta_info: entries that apply to all rows.
+            auto_padding: ask the dispatch to repeat rows until all chunks have equal size.
+
+        Returns:
+            The DataProto; it shares memory with `data`.
+
+        Raises:
+            ProtocolError: a value is of another type, or the columns differ in their length.
+        """
+        tensors = {}
+        arrays = {}
         for key, value in data.items():
-            if key not in tensors and key not in arrays:
-                found = f"DataProto.from_single_dict: {key!r}: got {type(value).__name__}"
-                fix = "Use an object array, or pass lists through from_dict(non_tensors=...)."
-                raise ProtocolError(f"{found}, expected a tensor or a numpy array", fix=fix)
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                raise ProtocolError(
+                    f"DataProto.from_single_dict: {key!r}: got {type(value).__name__}, "
+                    "expected a tensor or a numpy array",
+                    fix="Use an object array, or pass lists through from_dict(non_tensors=...).",
+                )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -151,35 +216,51 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Build from columns, the batch first in each.
-        `non_tensors`: arrays are kept, any other sequence becomes an object array.
-        `num_batch_dims`: how many leading dimensions all tensors must agree in. Rows are counted along the first; 2 is
-        for data that `unfold_batch_dim` is to unfold.
-        `auto_padding`: ask the dispatch for chunks of equal size (module docstring)."""
+        """Build from columns by name, the batch dimension first in each.
+
+        Args:
+            tensors: columns of `batch`.
+            non_tensors: columns of `non_tensor_batch`; a sequence that is no array becomes an
+                object array.
+            meta_info: entries that apply to all rows.
+            num_batch_dims: number of leading dimensions in which all tensors must agree. Rows are
+                counted along the first one; 2 is for data to be unfolded by `unfold_batch_dim`.
+            auto_padding: ask the dispatch to repeat rows until all chunks have equal size.
+
+        Returns:
+            The DataProto; it shares memory with the columns.
+
+        Raises:
+            ProtocolError: the columns differ in their leading dimensions.
+        """
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more"
             )
         tensors = dict(tensors or {})
-        first = next(iter(tensors), "")
-        wanted = tuple(tensors[first].shape[:num_batch_dims]) if tensors else ()
-        for key, tensor in tensors.items():
-            if tensor.dim() < num_batch_dims or tuple(tensor.shape[:num_batch_dims]) != wanted:
-                sizes = f"batch size {wanted}, that of {first!r}, in at least {num_batch_dims} dimension(s)"
-                found = (
-                    f"DataProto column {key!r}: got shape {tuple(tensor.shape)}, expected {sizes}"
-                )
-                raise ProtocolError(
-                    found, fix="Every column needs one entry per row, the batch first."
-                )
-        arrays = {
-            key: value if isinstance(value, np.ndarray) else columns.object_array(value)
-            for key, value in (non_tensors or {}).items()
-        }
+        batch = None
+        if tensors:
+            first, first_tensor = next(iter(tensors.items()))
+            batch_shape = tuple(first_tensor.shape[:num_batch_dims])
+            for key, tensor in tensors.items():
+                shape = tuple(tensor.shape)
+                if len(shape) < num_batch_dims or shape[:num_batch_dims] != batch_shape:
+                    raise ProtocolError(
+                        f"DataProto column {key!r}: got shape {shape}, expected batch size "
+                        f"{batch_shape}, that of {first!r}, in at least {num_batch_dims} "
+                        "dimension(s)",
+                        fix="Every column needs one entry per row, the batch first.",
+                    )
+            batch = TensorDict(tensors, batch_size=batch_shape[:1])
+
+        arrays = {}
+        for key, value in (non_tensors or {}).items():
+            if not isinstance(value, np.ndarray):
+                value = columns.object_array(value)
+            arrays[key] = value
         meta_info = dict(meta_info or {})
         if auto_padding:
             meta_info[AUTO_PADDING] = True
-        batch = TensorDict(tensors, batch_size=wanted[:1]) if tensors else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     from_tensordict = classmethod(columns.from_tensordict)
@@ -201,165 +282,203 @@ class DataProto:
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            # IndexError ends `for row in data`, as the sequence protocol asks for.
+            # `for row in data` ends with an IndexError, as the sequence protocol asks for.
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a DataProto of {len(self)} rows")
             tensors = None if self.batch is None else self.batch[int(index)]
-            arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
-            return DataProtoItem(tensors, arrays, dict(self.meta_info))
+            entries = {key: array[index] for key, array in self.non_tensor_batch.items()}
+            return DataProtoItem(tensors, entries, dict(self.meta_info))
         if isinstance(index, (list, np.ndarray, torch.Tensor)):
             return self.select_idxs(index)
+        kind = type(index).__name__
         raise TypeError(
-            f"DataProto rows are chosen by int, slice, list, array or tensor, not {type(index).__name__}"
+            f"DataProto rows are chosen by int, slice, list, array or tensor, not {kind}"
         )
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Rows start, start + step, ... before end, as a view."""
+        """Take rows as a list does, as a view; as a copy if `step` is negative."""
         rows = slice(start, end, step)
-        if step is not None and step < 0:
-            return self.select_idxs(range(*rows.indices(len(self))))
-        batch = None
-        if self.batch is not None:
-            size = len(range(*rows.indices(len(self))))
-            batch = TensorDict(
-                map_columns(self.batch, lambda x: x[rows]),
-                batch_size=[size],
-                device=self.batch.device,
-            )
-        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        return DataProto(batch, arrays, dict(self.meta_info))
+        numbers = range(*rows.indices(len(self)))
+        if numbers.step < 0:
+            # torch has no views with a negative step.
+            return self.select_idxs(numbers)
+        take = itemgetter(rows)
+        return map_rows(self, take, take, len(numbers))
 
     def select_idxs(self, idxs: RowIndex) -> "DataProto":
-        """Rows by number, in the order given and as often as given, or by a boolean mask; a copy."""
-        rows, size = idxs, len(self)
-        if not isinstance(rows, torch.Tensor):
-            array = np.asarray(rows)
+        """Copy rows by number or by a boolean mask.
+
+        Args:
+            idxs: row numbers in any order, repeated or negative ones included; or a mask with one
+                entry per row.
+
+        Returns:
+            The rows, in the order of `idxs`.
+
+        Raises:
+            ProtocolError: `idxs` is not one-dimensional, of another dtype or out of range.
+        """
+        rows = self._row_numbers(idxs)
+        return map_rows(
+            self,
+            lambda tensor: tensor.index_select(0, rows.to(tensor.device)),
+            itemgetter(rows.numpy()),
+            num_rows=len(rows),
+        )
+
+    def _row_numbers(self, idxs: RowIndex) -> torch.Tensor:
+        """Convert an index to row numbers from 0 on, int64 on the CPU."""
+        num_rows = len(self)
+        if isinstance(idxs, torch.Tensor):
+            rows = idxs.detach().cpu()
+        else:
+            array = np.asarray(idxs)
+            # An empty list has no dtype of its own; numpy makes it a float array.
             rows = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array)
-        rows = rows.detach().cpu()
+
         if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
-            found = f"shape {tuple(rows.shape)}, {rows.dtype}"
             raise ProtocolError(
-                f"row index: got {found}, expected one dimension of integers, or a boolean mask"
+                f"row index: got shape {tuple(rows.shape)}, {rows.dtype}, "
+                "expected one dimension of integers, or a boolean mask"
             )
         if rows.dtype == torch.bool:
-            if len(rows) != size:
+            if len(rows) != num_rows:
                 raise ProtocolError(
-                    f"row mask: got {len(rows)} entries, expected {size}, one per row"
+                    f"row mask: got {len(rows)} entries, expected {num_rows}, one per row"
                 )
             rows = rows.nonzero().flatten()
         rows = rows.to(torch.int64)
-        if len(rows) and (int(rows.min()) < -size or int(rows.max()) >= size):
-            found = f"values from {int(rows.min())} to {int(rows.max())}"
-            raise ProtocolError(f"row index: got {found}, expected rows of {size}")
-        rows = torch.where(rows < 0, rows + size, rows)
-        batch = None
-        if self.batch is not None:
-            chosen = map_columns(self.batch, lambda x: x.index_select(0, rows.to(x.device)))
-            batch = TensorDict(chosen, batch_size=[len(rows)], device=self.batch.device)
-        arrays = {key: array[rows.numpy()] for key, array in self.non_tensor_batch.items()}
-        return DataProto(batch, arrays, dict(self.meta_info))
+        if len(rows):
+            smallest = int(rows.min())
+            largest = int(rows.max())
+            if smallest < -num_rows or largest >= num_rows:
+                raise ProtocolError(
+                    f"row index: got values from {smallest} to {largest}, "
+                    f"expected numbers of {num_rows} rows"
+                )
+        return torch.where(rows < 0, rows + num_rows, rows)
 
     def reorder(self, indices: RowIndex) -> None:
-        """Put the rows into the order `indices`, a permutation of all of them, in place."""
-        rows = (
-            DataProto.from_dict({"row_index": torch.arange(len(self))})
-            .select_idxs(indices)
-            .batch["row_index"]
-        )
-        if not torch.equal(rows.sort().values, torch.arange(len(self))):
-            found = f"got {len(rows)} indices that are no permutation of {len(self)} rows, expected each row once"
+        """Put the rows into the order of `indices`, a permutation of all of them, in place."""
+        rows = self._row_numbers(indices)
+        num_rows = len(self)
+        if not torch.equal(rows.sort().values, torch.arange(num_rows)):
             raise ProtocolError(
-                f"DataProto.reorder: {found}", fix="select_idxs takes any choice of rows."
+                f"DataProto.reorder: got {len(rows)} indices that are no permutation of "
+                f"{num_rows} rows, expected each row once",
+                fix="select_idxs takes any choice of rows.",
             )
-        ordered = self.select_idxs(rows)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        self._take_columns(self.select_idxs(rows))
+
+    def _take_columns(self, other: "DataProto") -> None:
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Each row `repeat_times` times: A A B B when interleaved, A B A B when not."""
+        """Repeat every row: A A B B when interleaved, A B A B when not."""
         if repeat_times < 0:
             raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
         rows = torch.arange(len(self))
-        return self.select_idxs(
-            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        )
+        if interleave:
+            return self.select_idxs(rows.repeat_interleave(repeat_times))
+        return self.select_idxs(rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
-        """Row i `repeat_times[i]` times, the copies next to each other; 0 leaves the row out."""
-        counts, rows = torch.as_tensor(repeat_times, dtype=torch.int64).cpu(), len(self)
-        if counts.shape != (rows,) or (counts < 0).any():
-            found = (
-                "a negative count"
-                if counts.shape == (rows,)
-                else f"counts of shape {tuple(counts.shape)}"
+        """Repeat row i `repeat_times[i]` times, the copies together; 0 leaves the row out."""
+        counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
+        num_rows = len(self)
+        is_one_per_row = counts.shape == (num_rows,)
+        if not is_one_per_row or (counts < 0).any():
+            shape = tuple(counts.shape)
+            got = "a negative count" if is_one_per_row else f"counts of shape {shape}"
+            raise ProtocolError(
+                f"DataProto.sample_level_repeat: got {got}, "
+                f"expected {num_rows} counts, one per row, 0 or more"
             )
-            wanted = f"{rows} counts, one per row, 0 or more"
-            raise ProtocolError(f"DataProto.sample_level_repeat: got {found}, expected {wanted}")
-        return self.select_idxs(torch.arange(rows).repeat_interleave(counts))
+        return self.select_idxs(torch.arange(num_rows).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> "list[DataProto]":
-        """Exactly `chunks` parts, as views: 7 rows in 4 chunks are 2 2 2 1, 3 rows 1 1 1 0.
-        An empty part has every column, with no rows. `padding` beforehand makes all parts equal."""
+        """Divide the rows into exactly `chunks` parts, as views.
+
+        7 rows in 4 chunks are 2 2 2 1, and 3 rows are 1 1 1 0. An empty part has every column. To
+        get parts of equal size, call `padding` first.
+        """
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
-        size, larger = divmod(len(self), chunks)
-        starts = [part * size + min(part, larger) for part in range(chunks + 1)]
+        size, num_larger = divmod(len(self), chunks)
+        starts = [part * size + min(part, num_larger) for part in range(chunks + 1)]
         return [self.slice(start, end) for start, end in pairwise(starts)]
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Parts of `split_size` rows, as views; the last may be shorter."""
+        """Divide the rows into parts of `split_size`, as views; the last may be smaller."""
         if split_size < 1:
             raise ProtocolError(
                 f"DataProto.split: got parts of {split_size} rows, expected 1 or more"
             )
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+        starts = range(0, len(self), split_size)
+        return [self.slice(start, start + split_size) for start in starts]
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
-        """All rows of all parts, one part below the other.
+        """Concatenate the rows of all parts.
 
-        A part without rows adds only its `meta_info`, so ranks that had nothing to do need no columns.
-        `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must be equal in the parts
-        that have it. A single part is not copied."""
+        A part without rows only adds its `meta_info`, so ranks without work need no columns.
+        `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must be
+        equal in all parts that have it. A single part is not copied.
+
+        Raises:
+            ProtocolError: there is no part, or the parts differ in their columns or entries.
+        """
         if not data:
             raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
-        parts = (
-            [part for part in data if len(part)]
-            or [part for part in data if part.has_columns()][:1]
-            or data[:1]
-        )
+        # Without any rows, the result still has the columns of the first part that has some.
+        parts = [part for part in data if len(part)]
+        if not parts:
+            parts = [part for part in data if part.has_columns()][:1] or data[:1]
+
         batches = [part.batch for part in parts if part.batch is not None]
         if batches and len(batches) != len(parts):
             raise ProtocolError(
                 "DataProto.concat: got parts with and without tensors, expected the same columns"
             )
-        batch = merge.concat_tensors(batches) if batches else None
-        return DataProto(
-            batch, merge.concat_arrays([part.non_tensor_batch for part in parts]), meta_info
-        )
+        batch = None
+        if batches:
+            batch = merge.concat_tensors(batches)
+        arrays = merge.concat_arrays([part.non_tensor_batch for part in parts])
+        return DataProto(batch, arrays, meta_info)
 
     def is_padding_enabled(self) -> bool:
         """Whether `auto_padding=True` requests chunks of equal size from the dispatch."""
         return bool(self.meta_info.get(AUTO_PADDING, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append `padding_size` copies of the "first" or the "last" row, in place; "" is "last"."""
-        rows = len(self)
+        """Append copies of a row, in place.
+
+        Args:
+            padding_size: number of copies.
+            padding_candidate: row to copy, "first" or "last"; "" means "last".
+
+        Raises:
+            ProtocolError: the candidate is unknown, the number is negative, or there is no row.
+        """
+        num_rows = len(self)
         if padding_size == 0:
             return
         if padding_candidate not in ("", "first", "last"):
             raise ProtocolError(
                 f"DataProto.padding: got {padding_candidate!r}, expected 'first', 'last' or ''"
             )
-        if padding_size < 0 or not rows:
+        if padding_size < 0 or not num_rows:
             raise ProtocolError(
-                f"DataProto.padding: got {padding_size} copies of {rows} rows, expected a row to copy"
+                f"DataProto.padding: got {padding_size} copies of {num_rows} rows, "
+                "expected a row to copy"
             )
-        copies = torch.full((padding_size,), 0 if padding_candidate == "first" else rows - 1)
-        padded = self.select_idxs(torch.cat([torch.arange(rows), copies]))
-        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+        row = 0 if padding_candidate == "first" else num_rows - 1
+        rows = torch.cat([torch.arange(num_rows), torch.full((padding_size,), row)])
+        self._take_columns(self.select_idxs(rows))
 
     # ---- columns ------------------------------------------------------------------------------
 
@@ -370,20 +489,37 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """The columns and facts named; None means all of that kind. Shares memory unless `deepcopy`."""
-        for name, store, keys in (
-            ("batch", self.batch, batch_keys),
-            ("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
-            ("meta_info", self.meta_info, meta_info_keys),
-        ):
-            check_names(f"DataProto.{name}", keys or (), () if store is None else store.keys())
+        """Take columns and entries by name.
+
+        Args:
+            batch_keys: tensor columns; None means all.
+            non_tensor_batch_keys: other columns; None means all.
+            meta_info_keys: entries of `meta_info`; None means all.
+            deepcopy: whether to copy the values. By default memory is shared.
+
+        Returns:
+            A DataProto with its own containers.
+
+        Raises:
+            ProtocolError: a name does not exist.
+        """
         tensors = self.batch
+        if batch_keys is not None:
+            check_names("DataProto.batch", batch_keys, () if tensors is None else tensors.keys())
         if tensors is not None:
             tensors = tensors.copy() if batch_keys is None else tensors.select(*batch_keys)
-        names = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
-        arrays = {key: self.non_tensor_batch[key] for key in names}
-        facts = self.meta_info if meta_info_keys is None else meta_info_keys
-        selected = DataProto(tensors, arrays, {key: self.meta_info[key] for key in facts})
+
+        array_keys = non_tensor_batch_keys
+        if array_keys is None:
+            array_keys = list(self.non_tensor_batch)
+        check_names("DataProto.non_tensor_batch", array_keys, self.non_tensor_batch)
+        if meta_info_keys is None:
+            meta_info_keys = list(self.meta_info)
+        check_names("DataProto.meta_info", meta_info_keys, self.meta_info)
+
+        arrays = {key: self.non_tensor_batch[key] for key in array_keys}
+        meta_info = {key: self.meta_info[key] for key in meta_info_keys}
+        selected = DataProto(tensors, arrays, meta_info)
         return deep_copy(selected) if deepcopy else selected
 
     def pop(
@@ -392,93 +528,128 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Remove the columns and facts named, and return them; None means none of that kind."""
-        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        """Remove columns and entries by name, and return them.
+
+        Args:
+            batch_keys: tensor columns; None means none.
+            non_tensor_batch_keys: other columns; None means none.
+            meta_info_keys: entries of `meta_info`; None means none.
+
+        Returns:
+            The removed columns and entries.
+
+        Raises:
+            ProtocolError: a name does not exist.
+        """
+        batch_keys = batch_keys or ()
+        non_tensor_batch_keys = non_tensor_batch_keys or ()
+        meta_info_keys = meta_info_keys or ()
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         if not batch_keys:
             popped.batch = None
-        for key in batch_keys or ():
+        for key in batch_keys:
             del self.batch[key]
-        for key in non_tensor_batch_keys or ():
+        for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
-        for key in meta_info_keys or ():
+        for key in meta_info_keys:
             del self.meta_info[key]
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
-        """Give columns, of either kind, other names, in place; returns self."""
+        """Rename columns, tensors or arrays, in place; returns `self`."""
+        old_names = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new_names = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         names = [*self._tensor_keys(), *self.non_tensor_batch]
-        old, new = (
-            [keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys)
-        )
-        check_names("DataProto.rename", old, names)
-        mapping = dict(zip(old, new, strict=False))
-        if len(old) != len(new) or len({mapping.get(name, name) for name in names}) != len(names):
+        check_names("DataProto.rename", old_names, names)
+        mapping = dict(zip(old_names, new_names, strict=False))
+        renamed = {mapping.get(name, name) for name in names}
+        if len(old_names) != len(new_names) or len(renamed) != len(names):
             raise ProtocolError(
-                f"DataProto.rename: got {old} to {new}, expected a free name for each column"
+                f"DataProto.rename: got {old_names} to {new_names}, "
+                "expected an unused name for each column"
             )
+
         if self.batch is not None:
-            renamed = {mapping.get(key, key): value for key, value in self.batch.items()}
-            self.batch = TensorDict(
-                renamed, batch_size=self.batch.batch_size, device=self.batch.device
-            )
-        self.non_tensor_batch = {
-            mapping.get(key, key): value for key, value in self.non_tensor_batch.items()
-        }
+            tensors = {mapping.get(key, key): value for key, value in self.batch.items()}
+            batch_size = self.batch.batch_size
+            self.batch = TensorDict(tensors, batch_size=batch_size, device=self.batch.device)
+        arrays = self.non_tensor_batch
+        self.non_tensor_batch = {mapping.get(key, key): value for key, value in arrays.items()}
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add the columns and facts of `other`, which has the same rows, in place; returns self.
-        Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs."""
+        """Add the columns and entries of `other`, which has the same rows, in place.
+
+        Returns:
+            `self`.
+
+        Raises:
+            ProtocolError: the numbers of rows differ, or an entry of both is not equal (NaN equals
+                NaN); the error names the entry and the first row that differs.
+        """
         if len(self) != len(other) and self.has_columns() and other.has_columns():
-            fix = "Repeat or select rows first."
             raise ProtocolError(
-                f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix
+                f"DataProto.union: got {len(other)} rows, expected {len(self)}",
+                fix="Repeat or select rows first.",
             )
-        merged_meta = merge.union_meta_info(dict(self.meta_info), other.meta_info)
-        merged_arrays = merge.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        # Merge into copies: an error must not leave `self` half merged.
+        meta_info = merge.union_meta_info(dict(self.meta_info), other.meta_info)
+        arrays = merge.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
-            self.batch = (
-                other.batch.copy()
-                if self.batch is None
-                else merge.union_tensor_dict(self.batch, other.batch)
-            )
-        self.non_tensor_batch, self.meta_info = merged_arrays, merged_meta
+            if self.batch is None:
+                self.batch = other.batch.copy()
+            else:
+                self.batch = merge.union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch = arrays
+        self.meta_info = meta_info
         return self
 
     def unfold_column_chunks(
         self, n_split: int, split_keys: Sequence[str] | None = None
     ) -> "DataProto":
-        """Each row becomes `n_split` rows: `split_keys` give one part of their second dimension to each.
-        A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B."""
-        chosen = set(split_keys or ())
-        tensor_keys, arrays = self._tensor_keys(), self.non_tensor_batch
-        check_names("DataProto.unfold_column_chunks", chosen, [*tensor_keys, *arrays])
+        """Make `n_split` rows of each row, with one part of the split columns in each.
+
+        Args:
+            n_split: number of parts.
+            split_keys: columns to split along their second dimension: (B, n_split * W) becomes
+                (B * n_split, W). The other columns are repeated, A A B B.
+
+        Returns:
+            The rows, the parts of a row one after the other.
+
+        Raises:
+            ProtocolError: a column does not exist, or its second dimension is not divisible.
+        """
+        split_names = set(split_keys or ())
+        tensor_keys = split_names.intersection(self._tensor_keys())
+        array_keys = split_names.intersection(self.non_tensor_batch)
+        names = [*self._tensor_keys(), *self.non_tensor_batch]
+        check_names("DataProto.unfold_column_chunks", split_names, names)
 
         def unfold(key: str, column: Any) -> Any:
-            """(B, n_split * W, ...) as (B * n_split, W, ...): the parts of a row one below the other."""
+            """Reshape (B, n_split * W, ...) to (B * n_split, W, ...)."""
             shape = tuple(column.shape)
             if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
-                where, got = (
-                    f"unfold_column_chunks: column {key!r}",
-                    f"shape {shape} in {n_split} parts",
-                )
                 raise ProtocolError(
-                    where, got=got, expected="a second dimension that the parts divide"
+                    f"unfold_column_chunks: column {key!r}",
+                    got=f"shape {shape} in {n_split} parts",
+                    expected="a second dimension divisible by the number of parts",
                 )
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        others = ([key for key in keys if key not in chosen] for keys in (tensor_keys, arrays))
-        unfolded = self.select(*others).repeat(n_split)
-        for key in chosen.intersection(tensor_keys):
+        repeated = self.select()
+        repeated.pop(list(tensor_keys), list(array_keys))
+        unfolded = repeated.repeat(n_split)
+        for key in tensor_keys:
             unfolded.batch[key] = unfold(key, self.batch[key])
-        for key in chosen.intersection(arrays):
-            unfolded.non_tensor_batch[key] = unfold(key, arrays[key])
+        for key in array_keys:
+            unfolded.non_tensor_batch[key] = unfold(key, self.non_tensor_batch[key])
         return unfolded
 
     def _tensor_keys(self) -> list[str]:
         return [] if self.batch is None else [str(key) for key in self.batch.keys()]
 
-    # ---- iteration, devices, disk, looks ------------------------------------------------------
+    # ---- iteration, devices, files, text ------------------------------------------------------
 
     def make_iterator(
         self,
@@ -487,40 +658,68 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> "Iterator[DataProto]":
-        """Mini-batches of all rows, `epochs` times; the last of an epoch may be smaller.
-        `seed`: makes a shuffled order reproducible; None draws it from torch's global generator.
-        `dataloader_kwargs`: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them."""
-        options, rows = dataloader_kwargs or {}, len(self)
+        """Iterate over all rows in mini-batches, several times.
+
+        Args:
+            mini_batch_size: rows of a mini-batch; the last one of an epoch may be smaller.
+            epochs: number of passes over the rows.
+            seed: seed of a shuffled order; None draws it from torch's global generator.
+            dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as in torch's DataLoader.
+
+        Returns:
+            An iterator over mini-batches: views of the rows, or copies if they are shuffled.
+
+        Raises:
+            ProtocolError: a number is too small, or an option is unknown.
+        """
+        options = dataloader_kwargs or {}
         unknown = sorted(options.keys() - {"shuffle", "drop_last"})
         if mini_batch_size < 1 or epochs < 0 or unknown:
-            found = f"mini_batch_size {mini_batch_size}, epochs {epochs}"
-            got = found + (f", dataloader_kwargs {unknown}" if unknown else "")
-            expected = "mini_batch_size of at least 1, epochs of at least 0, no kwargs but shuffle and drop_last"
-            raise ProtocolError("DataProto.make_iterator", got=got, expected=expected)
-        end = rows - rows % mini_batch_size if options.get("drop_last", False) else rows
+            got = f"mini_batch_size {mini_batch_size}, epochs {epochs}"
+            if unknown:
+                got += f", dataloader_kwargs {unknown}"
+            raise ProtocolError(
+                "DataProto.make_iterator",
+                got=got,
+                expected="mini_batch_size of at least 1, epochs of at least 0, and only shuffle "
+                "and drop_last in dataloader_kwargs",
+            )
+
+        num_rows = len(self)
+        end = num_rows
+        if options.get("drop_last", False):
+            end -= num_rows % mini_batch_size
         if not options.get("shuffle", False):
-            starts = (start for _ in range(epochs) for start in range(0, end, mini_batch_size))
-            return (self.slice(start, min(start + mini_batch_size, end)) for start in starts)
+            starts = range(0, end, mini_batch_size)
+            return (
+                self.slice(start, min(start + mini_batch_size, end))
+                for _ in range(epochs)
+                for start in starts
+            )
+
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # Its order for a seed is part of the contract.
-        order = RandomSampler(range(rows), generator=generator) if rows else ()
-        numbers = DataLoader(
-            range(rows), mini_batch_size, sampler=order, drop_last=end < rows, generator=generator
+        # The sampler and the loader decide the order for a seed, which must not change.
+        sampler = RandomSampler(range(num_rows), generator=generator) if num_rows else ()
+        loader = DataLoader(
+            range(num_rows),
+            mini_batch_size,
+            sampler=sampler,
+            drop_last=end < num_rows,
+            generator=generator,
         )
-        return (self.select_idxs(part) for _ in range(epochs) for part in numbers)
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
 
     def to(self, device: torch.device | str | int) -> "DataProto":
-        """Move the tensors, in place; returns self."""
+        """Move the tensors to a device, in place; returns `self`."""
         if self.batch is not None:
             self.batch = self.batch.to(device, non_blocking=False)
         return self
 
-    save_to_disk, load_from_disk = disk.save_to_disk, classmethod(disk.load_from_disk)
-    get_data_info, print_size, __repr__ = (
-        columns.get_data_info,
-        columns.print_size,
-        columns.one_line,
-    )
+    save_to_disk = disk.save_to_disk
+    load_from_disk = classmethod(disk.load_from_disk)
+    get_data_info = columns.get_data_info
+    print_size = columns.print_size
+    __repr__ = columns.one_line
 
     def __copy__(self) -> "DataProto":
         batch = None if self.batch is None else self.batch.copy()
@@ -528,17 +727,21 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
         batch = None if self.batch is None else self.batch.clone()
-        return DataProto(
-            batch, deep_copy(self.non_tensor_batch, memo), deep_copy(self.meta_info, memo)
-        )
+        arrays = deep_copy(self.non_tensor_batch, memo)
+        return DataProto(batch, arrays, deep_copy(self.meta_info, memo))
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        rows = 0
+        tensors = None
+        if self.batch is not None:
+            rows = self.batch.batch_size[0]
+            tensors = map_columns(self.batch, wire.PackedTensor)
+        # One memo for all arrays and entries: an object that occurs in several stays one object.
         memo: dict[int, Any] = {}
         pack = partial(wire.pack, memo=memo)
-        tensors = None if self.batch is None else map_columns(self.batch, wire.PackedTensor)
-        arrays = {
-            key: np.frompyfunc(pack, 1, 1)(array) if array.dtype == object else array
-            for key, array in self.non_tensor_batch.items()
-        }
-        rows = 0 if self.batch is None else self.batch.batch_size[0]
+        arrays = {}
+        for key, array in self.non_tensor_batch.items():
+            if array.dtype == object:
+                array = np.frompyfunc(pack, 1, 1)(array)
+            arrays[key] = array
         return wire.rebuild_proto, (type(self), rows, tensors, arrays, pack(self.meta_info))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire format: how a DataProto becomes bytes for another process of the run; `disk.py` has the form of files.
+"""Wire format: a DataProto as bytes for another process. `disk.py` has the format of files.
 
-Pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is described by its dtype and shape and
-hands its memory over as a `pickle.PickleBuffer`: a transport that takes buffers (Ray, a
-`buffer_callback`) moves the memory as it lies, any other finds the bytes in the stream. `torch.save`
-is never called.
+The format is pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is described by its
+dtype and shape and passes on its memory as a `pickle.PickleBuffer`. A transport that accepts
+buffers (Ray, a `buffer_callback`) moves the memory as it is; any other transport finds the bytes in
+the stream. `torch.save` is never called.
 
-What does not travel: devices (tensors arrive on the CPU), autograd graphs, views (a tensor that
-shares memory with another arrives with its own).
+Devices (tensors arrive on the CPU), autograd graphs and views (a tensor that shares memory with
+another arrives with its own) do not travel.
 """
 
 import pickle
@@ -23,7 +23,7 @@ OUT_OF_BAND_PROTOCOL = 5
 
 
 class PackedTensor:
-    """Stands for a tensor in a pickle stream; what is unpickled is the tensor itself."""
+    """Placeholder for a tensor in a pickle stream; it is unpickled as the tensor itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -31,32 +31,36 @@ class PackedTensor:
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         memory = bytes_of(tensor)
-        # Older protocols know no buffers: the bytes go into the stream.
-        buffer = (
-            pickle.PickleBuffer(memory) if protocol >= OUT_OF_BAND_PROTOCOL else memory.tobytes()
-        )
-        return unpack_tensor, (
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            buffer,
-        )
+        if protocol >= OUT_OF_BAND_PROTOCOL:
+            buffer: Any = pickle.PickleBuffer(memory)
+        else:
+            # Older protocols have no buffers: the bytes go into the stream.
+            buffer = memory.tobytes()
+        dtype_name = str(tensor.dtype).removeprefix("torch.")
+        return unpack_tensor, (dtype_name, tuple(tensor.shape), buffer)
 
 
 def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """The tensor whose bytes lie in `buffer`: without a copy, unless that is read-only, as Ray's shared memory is."""
+    """Make a tensor of the bytes in `buffer`.
+
+    It is copied only if the buffer is read-only, such as Ray's shared memory.
+    """
     memory = np.frombuffer(buffer, dtype=np.uint8)
     tensor = tensor_over(memory, getattr(torch, dtype_name), shape)
     return tensor if memory.flags.writeable else copy_of(tensor)
 
 
 def pack(value: Any, memo: dict[int, Any]) -> Any:
-    """`value` with the tensors inside plain dictionaries, lists and tuples replaced by PackedTensor.
+    """Replace the tensors in plain dictionaries, lists and tuples by `PackedTensor`.
 
-    A list is searched only if its first entry may hold a tensor; a tensor that is overlooked is pickled by torch,
-    slower and just as exact. Objects that occur more than once (repeated rows) stay one object."""
+    A list is searched only if its first entry may hold a tensor. A tensor that is missed so is
+    pickled by torch, which is slower and just as exact. `memo` keeps objects that occur more than
+    once (in repeated rows) one object; pass an empty dictionary for the first value.
+    """
     if id(value) in memo:
         return memo[id(value)][0]
     kind = type(value)
+    # Containers enter the memo before their entries are packed: they may contain themselves.
     if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
         packed: Any = PackedTensor(value)
     elif kind is dict:
@@ -71,7 +75,7 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
         packed = tuple(pack(entry, memo) for entry in value)
     else:
         return value
-    # The memo keeps `value` alive as well: an id is only unique among living objects.
+    # The memo also keeps `value` alive: an id is unique only among living objects.
     memo[id(value)] = (packed, value)
     return packed
 
@@ -79,9 +83,21 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
 def rebuild_proto(
     cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
 ) -> Any:
-    """Inverse of `DataProto.__reduce_ex__`, called by unpickling; nested columns are dictionaries of columns."""
+    """Rebuild a DataProto from the parts that `DataProto.__reduce_ex__` made.
+
+    Args:
+        cls: `DataProto`.
+        rows: number of rows of the tensor columns.
+        columns: tensors by name, nested ones as dictionaries; None for no `batch`.
+        arrays: columns of `non_tensor_batch`.
+        meta_info: entries of `meta_info`.
+
+    Returns:
+        An instance of `cls` whose arrays are writable.
+    """
     batch = None if columns is None else TensorDict(columns, batch_size=[rows])
-    writable = {
-        key: value if value.flags.writeable else value.copy() for key, value in arrays.items()
-    }
+    writable = {}
+    for key, array in arrays.items():
+        # Arrays over a transport's memory may be read-only.
+        writable[key] = array if array.flags.writeable else array.copy()
     return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)

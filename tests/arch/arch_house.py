@@ -55,8 +55,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
-    "quadriga/protocol/disk.py:_Reader.from_json.decoded": "a hook of json.loads",
-    "quadriga/protocol/memory.py:whole_steps": "the layout of the memory is known in one file; tests read it too",
     "quadriga/engines/fsdp/offload.py:ActivationsOnHost._note": "a hook of a module that torch calls",
     "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",

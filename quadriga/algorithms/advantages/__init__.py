@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators, one paper per file. A new one is a file here and an import below.
+"""Advantage estimators, one paper per file. To add one, write a file here and import it below.
 
-In all of them, with B sequences and T response positions: `token_level_rewards` and `response_mask` are [B, T]; `uid`,
-[B], is equal for responses to the same prompt; the score of a response is the sum of its token-level rewards.
-They return advantages and returns, both [B, T] and 0 outside the mask.
+Common to all, with B sequences and T response positions: `token_level_rewards` and `response_mask`
+are [B, T]; `uid`, [B], is equal for responses to the same prompt; the score of a response is the
+sum of its token-level rewards. An estimator returns advantages and returns, both [B, T] and 0
+outside the mask.
 """
 
 from quadriga.algorithms.advantages.gae import gae

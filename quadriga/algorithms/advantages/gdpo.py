@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GDPO: several rewards, each normalised on its own. Liu et al., arXiv:2601.05242.
+"""GDPO: several rewards, each normalised separately. Liu et al., arXiv:2601.05242.
 
-GRPO of a sum of rewards cannot tell responses apart whose sums are equal. Here each reward gets the advantage that GRPO
-gives it within its group; these are added with weights, and the sums are whitened over all responses of the batch:
+GRPO on a sum of rewards cannot distinguish responses whose sums are equal. GDPO gives each reward
+the advantage that GRPO would give it within its group, adds these with weights, and whitens the
+sums over all responses of the batch:
 
-    a_i = sum over k of weight_k (r_k,i - mean of group) / std of group            A_i = (a_i - mean a) / std a
+    a_i = sum over k of weight_k (r_k,i - mean of group) / std of group
+    A_i = (a_i - mean a) / std a
 
-The mean and the deviation of the second step are over responses, each counted once; one without a token is not counted.
+The mean and the standard deviation of the second step are over responses, not tokens; a response
+without tokens is not counted.
 
 Groups may have any size and order; a group of one keeps its rewards.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -23,6 +28,7 @@ from quadriga.algorithms.registry import register_adv_est
 from quadriga.errors import ConfigError, did_you_mean
 
 _KEYS = "algorithm.adv_options.gdpo_reward_keys"
+# Name of the response's reward itself among the rewards of the grader.
 SCORE = "score"
 
 
@@ -37,54 +43,74 @@ def gdpo(
     gdpo_reward_weights: Sequence[float] | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-    Raises ConfigError: a component that the grader does not give or that is not a number, or weights of another count.
+    """Group-relative advantages of several rewards, whitened over the responses of the batch.
 
     Args:
-        reward_extra: [B], what the grader returned in addition to each score, by name; some of it numbers.
-        gdpo_reward_keys: which of them count; `score` is the response's reward itself.
-        gdpo_reward_weights: a factor for each; 1 by default.
-        epsilon: added to the deviation of a group.
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+        reward_extra: values by name that the grader returned beside each score, [B].
+        gdpo_reward_keys: names of the rewards to use; `score` is the response's reward itself.
+        gdpo_reward_weights: one factor per reward; None weighs all by 1.
+        epsilon: added to the standard deviation of a group.
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+
+    Raises:
+        ConfigError: the grader does not return a reward, a reward is not a finite number, or the
+            number of weights does not fit.
     """
-    weights = [1.0] * len(gdpo_reward_keys) if gdpo_reward_weights is None else gdpo_reward_weights
-    if (
-        isinstance(gdpo_reward_keys, str)
-        or len(weights) != len(gdpo_reward_keys)
-        or not gdpo_reward_keys
-    ):
-        got = f"{gdpo_reward_keys!r} with gdpo_reward_weights={gdpo_reward_weights!r}"
+    weights = gdpo_reward_weights
+    if weights is None:
+        weights = [1.0] * len(gdpo_reward_keys)
+    is_list = not isinstance(gdpo_reward_keys, str)
+    if not is_list or not gdpo_reward_keys or len(weights) != len(gdpo_reward_keys):
         raise ConfigError(
-            _KEYS, got=got, expected="a list of at least one name, and as many weights or none"
+            _KEYS,
+            got=f"{gdpo_reward_keys!r} with gdpo_reward_weights={gdpo_reward_weights!r}",
+            expected="a list of at least one name, and as many weights or none",
         )
-    scores = token_level_rewards.sum(-1)
+
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
     total = torch.zeros_like(scores)
+    # Step 1: the advantage of each reward within its group, as in GRPO.
     for key, weight in zip(gdpo_reward_keys, weights, strict=True):
-        reward = scores if key == SCORE else _component(key, reward_extra, scores)
-        total = total + weight * groups.centered(reward) / (groups.deviation(reward) + epsilon)
+        reward = scores if key == SCORE else _read_reward(key, reward_extra, scores)
+        deviation = groups.deviation(reward) + epsilon
+        total = total + weight * groups.centered(reward) / deviation
+
+    # Step 2: whiten over the batch. One entry per response, [B, 1], so that a long response does
+    # not count more than a short one.
     has_tokens = response_mask.bool().any(-1)
-    advantages = spread(masked_whiten(total[:, None], has_tokens[:, None])[:, 0], response_mask)
+    whitened = masked_whiten(total[:, None], has_tokens[:, None])
+    advantages = spread(whitened[:, 0], response_mask)
     return advantages, advantages
 
 
-def _component(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor) -> Tensor:
-    known = (SCORE, *sorted({name for row in reward_extra for name in row}))
+def _read_reward(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor) -> Tensor:
+    """Reward `key` of each response, [B], with dtype and device of `like`."""
     try:
         values = [float(row[key]) for row in reward_extra]
     except KeyError as error:
-        expected = f"one of {', '.join(known)}, given for every response"
+        # Name everything that the grader did return.
+        names = {name for row in reward_extra for name in row}
+        known = (SCORE, *sorted(names))
         raise ConfigError(
-            _KEYS, got=f"{key!r}", expected=expected, fix=did_you_mean(key, known)
+            _KEYS,
+            got=f"{key!r}",
+            expected=f"one of {', '.join(known)}, returned for every response",
+            fix=did_you_mean(key, known),
         ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            _KEYS, got=f"{key!r}, which is not a number everywhere ({error})"
+            _KEYS, got=f"{key!r}, which is not a number for every response ({error})"
         ) from error
-    column = torch.tensor(values, dtype=like.dtype, device=like.device)
-    if num_bad := int((~torch.isfinite(column)).sum()):
-        raise ConfigError(
-            _KEYS,
-            got=f"{key!r}, which is not finite for {num_bad} responses",
-            expected="finite numbers",
-        )
-    return column
+
+    rewards = torch.tensor(values, dtype=like.dtype, device=like.device)
+    num_bad = int((~torch.isfinite(rewards)).sum())
+    if num_bad:
+        got = f"{key!r}, which is not finite for {num_bad} responses"
+        raise ConfigError(_KEYS, got=got, expected="finite numbers")
+    return rewards

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPG: group policy gradient. Chu et al., arXiv:2504.02546.
 
-The score of a response minus the mean score of its group, divided by a constant. Responses of groups whose scores are
-all alike have no gradient, yet they count in the batch's mean; the rest is therefore scaled up by alpha = responses of
-the batch / responses of groups whose scores differ.
+The score of a response minus the mean score of its group, divided by a constant. Groups whose
+scores are all equal have no gradient, yet their responses count in the mean of the loss over the
+batch. The other responses are therefore scaled up by
 
-Groups may have any size and order; a group of one keeps its score, and counts as one that has a gradient.
+    alpha = responses of the batch / responses of groups whose scores differ
+
+Groups may have any size and order; a group of one keeps its score and counts as having a gradient.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -25,11 +29,22 @@ def gpg(
     *,
     f_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-    `f_norm`: the constant to divide by."""
-    scores = token_level_rewards.sum(-1)
+    """Group-relative advantages, scaled up for groups without a gradient.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+        f_norm: constant that the advantages are divided by.
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+    """
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
+    # A group of one has a deviation of 1 and counts, too.
     num_with_gradient = (groups.deviation(scores) > 0).sum()
+    # If no group has a gradient, all advantages are 0 and alpha does not matter.
     alpha = len(scores) / num_with_gradient.clamp(min=1)
     advantages = spread(alpha * groups.centered(scores) / f_norm, response_mask)
     return advantages, advantages

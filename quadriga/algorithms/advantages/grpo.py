@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO: group relative policy optimisation. Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.
+"""GRPO: group relative policy optimisation. Shao et al., DeepSeekMath, arXiv:2402.03300, sec. 4.1.
 
-The score of a response minus the mean score of the responses to the same prompt, divided by their standard deviation.
-Without the division it is the advantage of Dr. GRPO (arXiv:2503.20783), which does not favour prompts that are
-nearly always or nearly never solved.
+The score of a response minus the mean score of the responses to the same prompt, divided by their
+standard deviation:
 
-`grpo_vectorized` is a second name, for those who know it: there is no loop over groups in either.
+    A_i = (r_i - mean of group) / (std of group + epsilon)
 
-Groups may have any size and order; a group of one keeps its score. A group whose scores are all alike gets exactly 0.
+Without the division it is the advantage of Dr. GRPO (arXiv:2503.20783), which does not favour
+prompts that are nearly always or nearly never solved.
+
+`grpo_vectorized` is a second name for verl's users; neither name loops over groups.
+
+Groups may have any size and order; a group of one keeps its score. A group whose scores are all
+equal gets exactly 0.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -29,12 +36,22 @@ def grpo(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-    `epsilon`: added to the group's standard deviation.
-    `norm_adv_by_std_in_grpo`: divide by that deviation (the unbiased one)."""
-    scores = token_level_rewards.sum(-1)
+    """Group-relative advantages.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+        epsilon: added to the group's standard deviation.
+        norm_adv_by_std_in_grpo: whether to divide by the group's (unbiased) standard deviation.
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+    """
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
     advantage = groups.centered(scores)
+    # Dr. GRPO leaves out this division.
     if norm_adv_by_std_in_grpo:
         advantage = advantage / (groups.deviation(scores) + epsilon)
     advantages = spread(advantage, response_mask)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO for pass@k: only the best response of a group learns. Tang et al., arXiv:2503.19595.
 
-The best response gets the distance of its score to the second best, divided by the group's standard deviation; all
-others get 0: what counts is the best of k tries, and only the best response raised that.
+The best response gets the distance of its score to the second best, divided by the group's
+standard deviation; all others get 0. pass@k counts the best of k tries, and only the best response
+raised it.
 
-Where several responses share the best score the distance is 0. A group of one keeps its score.
+If several responses share the best score, the distance is 0. A group of one keeps its score.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -25,16 +28,30 @@ def grpo_passk(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
-    `epsilon`: added to the group's standard deviation.
-    `norm_adv_by_std_in_grpo`: divide by that deviation (the unbiased one)."""
-    scores = token_level_rewards.sum(-1)
+    """Advantage of each group's best response over the second best; 0 for the other responses.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+        epsilon: added to the group's standard deviation.
+        norm_adv_by_std_in_grpo: whether to divide by the group's (unbiased) standard deviation.
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+    """
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
+
+    # `Groups` has no largest value of a group, but the smallest of the negated scores is the same.
     best = -groups.smallest(-scores)
     is_best = scores == best
-    second = -groups.smallest(-scores.masked_fill(is_best, -float("inf")))
-    has_one_best = groups.sum(is_best.to(scores.dtype)) == 1
-    lead = (scores - second).masked_fill(~(is_best & has_one_best), 0)
+    second_best = -groups.smallest(-scores.masked_fill(is_best, -float("inf")))
+
+    # Where the best score is shared, no response raised it alone.
+    has_single_best = groups.sum(is_best.to(scores.dtype)) == 1
+    lead = (scores - second_best).masked_fill(~(is_best & has_single_best), 0)
+    # A group of one has no second best.
     advantage = lead.where(groups.size > 1, scores)
     if norm_adv_by_std_in_grpo:
         advantage = advantage / (groups.deviation(scores) + epsilon)

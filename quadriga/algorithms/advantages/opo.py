@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """OPO: on-policy RL with the optimal reward baseline. Hao et al., arXiv:2505.23585.
 
-The score of a response minus the mean score of its group in which every response weighs as much as it has tokens: the
-baseline of least variance, if a response's gradient grows with its length. Meant for exactly on-policy updates.
+The score of a response minus the mean score of its group, weighted by the length of the responses.
+This is the baseline of least variance if the gradient of a response grows with its length. It is
+meant for exactly on-policy updates.
 
 Groups may have any size and order; a group of one keeps its score.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -20,11 +23,21 @@ from quadriga.algorithms.registry import register_adv_est
 def opo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
-    scores = token_level_rewards.sum(-1)
+    """Advantages over the length-weighted mean score of the group.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+    """
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
+    # The squared length of a response's gradient is taken to grow with its number of tokens.
     lengths = response_mask.bool().sum(-1).to(scores.dtype)
-    # A group without a single token has no gradient; any weight will do, if it is not 0.
+    # A group without any token has no gradient, so any weights will do as long as they are not 0.
     lengths = lengths.where(groups.sum(lengths) > 0, 1.0)
     advantages = spread(groups.centered(scores, weights=lengths), response_mask)
     return advantages, advantages

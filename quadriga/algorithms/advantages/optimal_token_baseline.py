@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """OTB: the optimal baseline of each token. Li et al., arXiv:2602.07078.
 
-The reward to come at a token, minus the mean of what was to come at the same place of the other responses to the
-prompt, in which a response weighs as much as its gradient is large up to there:
+The advantage of a token is its reward to go G minus a weighted mean of the rewards to go at the
+same position of all responses to the prompt. A response weighs as much as the squared length of
+its gradient up to that position:
 
-    B_t = sum over i of G_i,t W_i,t / sum over i of W_i,t            W_i,t = sum over s <= t of (1 - 2 p_s + sum p^2)
+    B_t   = sum over i of G_i,t W_i,t / sum over i of W_i,t
+    W_i,t = sum over s <= t of (1 - 2 p_s + sum p^2)
 
-1 - 2 p + sum p^2 is the squared length of the gradient of log p by the logits, read off the forward pass: p is the
-probability of the sampled token and sum p^2 that of drawing the same token twice.
+1 - 2 p + sum p^2 is the squared length of the gradient of log p by the logits, known from the
+forward pass: p is the probability of the sampled token, and sum p^2 the sum of the squared
+probabilities over the vocabulary.
 
-`tir_optimal_token_baseline` is the form for responses of several turns (tool-integrated reasoning): the tokens that
-the policy wrote are moved together before responses are compared, so that its n-th token is compared with the n-th of
-the others, however long the tools' output in between is. On responses of one turn the two are the same.
+`tir_optimal_token_baseline` is the variant for responses of several turns (tool-integrated
+reasoning). It moves the policy's own tokens together before it compares responses, so that the
+n-th own token of a response is compared with the n-th own token of the others, however long the
+tools' output in between is. For responses of one turn the two are the same.
 
-Only responses that have a token at a place are compared there. Groups may have any size and order; a group of one keeps
-its reward. At a place where one response of several is left it keeps its reward too, or has an advantage of 0 without
-`handle_zero_tail`. Importance weights of off-policy correction scale a token's gradient, so their squares its energy.
+Only responses that have a token at a position are compared there. Groups may have any size and
+order; a group of one keeps its reward. Where only one of several responses still has tokens, it
+keeps its reward too, or has an advantage of 0 without `handle_zero_tail`. Importance weights of
+off-policy correction scale a token's gradient, so their squares scale its squared length.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -24,6 +31,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.groups import Groups
+from quadriga.algorithms.masked import zero_outside
 from quadriga.algorithms.registry import register_adv_est
 
 
@@ -38,49 +46,83 @@ def optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (undiscounted rewards to go) of each token, [B, T] each.
+    """Rewards to go minus the optimal baseline of each position.
 
     Args:
-        old_log_probs: [B, T] of the sampled tokens.
-        sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities.
-        rollout_is_weights: [B, T] of off-policy correction, 1 without; a token's gradient is that much longer.
-        handle_zero_tail: whether the longest response keeps its reward where it is the only one left.
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+        old_log_probs: log-probabilities of the sampled tokens, [B, T].
+        sum_pi_squared: sum over the vocabulary of the squared probabilities, [B, T].
+        rollout_is_weights: importance weights of off-policy correction, [B, T]; 1 without it.
+        handle_zero_tail: whether the longest response keeps its reward where no other has tokens.
+
+    Returns:
+        Advantages and undiscounted rewards to go, [B, T] each.
     """
-    is_ours = response_mask.bool()
-    to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
+    to_go = _rewards_to_go(token_level_rewards)
     energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-    advantages = against_optimum(to_go, is_ours, uid, energy, keeps_tail=handle_zero_tail)
-    return advantages, to_go.masked_fill(~is_ours, 0)
+    is_own_token = response_mask.bool()
+    advantages = against_optimum(to_go, is_own_token, uid, energy, keeps_tail=handle_zero_tail)
+    return advantages, zero_outside(to_go, response_mask)
+
+
+def _rewards_to_go(token_level_rewards: Tensor) -> Tensor:
+    """Undiscounted sum of the rewards from each position on, [B, T]."""
+    return token_level_rewards.flip(-1).cumsum(-1).flip(-1)
 
 
 def token_energy(
     old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor
 ) -> Tensor:
-    """The squared length of each token's gradient by the logits, [B, T]."""
-    return (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0) * rollout_is_weights.square()
+    """Squared length of each token's gradient by the logits.
+
+    Args:
+        old_log_probs: log-probabilities of the sampled tokens, [B, T].
+        sum_pi_squared: sum over the vocabulary of the squared probabilities, [B, T].
+        rollout_is_weights: importance weights, which scale the gradient, [B, T].
+
+    Returns:
+        The squared lengths, [B, T].
+    """
+    # Rounding may leave a negative number where the policy is certain.
+    energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    return energy * rollout_is_weights.square()
 
 
 def against_optimum(
     to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], energy: Tensor, *, keeps_tail: bool
 ) -> Tensor:
-    """Rewards to go [B, T] minus the optimal baseline of their place, 0 outside the mask `is_ours`.
-    `energy`: [B, T], of each token.
-    `keeps_tail`: `handle_zero_tail` of the estimators."""
+    """Subtract the optimal baseline of each position from the rewards to go.
+
+    Args:
+        to_go: reward to go of each token, [B, T].
+        is_ours: mask of the policy's own tokens, [B, T] bool.
+        uid: group of each response, [B].
+        energy: squared length of each token's gradient, [B, T].
+        keeps_tail: whether a token that no other response can be compared with keeps its reward.
+
+    Returns:
+        Advantages, [B, T], 0 outside the mask.
+    """
     present = is_ours.to(to_go.dtype)
-    energy = energy.masked_fill(~is_ours, 0).cumsum(-1) * present
+    # W of the module docstring: the energy of all own tokens up to each position, 0 elsewhere.
+    energy_so_far = zero_outside(energy, is_ours).cumsum(-1) * present
     groups = Groups.of(uid, to_go)
-    # Where no gradient has any length, all weigh alike.
-    weights = energy.where(groups.sum(energy) > 0, present)
-    # Distances from the smallest are exactly 0 when all are alike; see `Groups.centered`.
+    # If no response of a group has any gradient at a position, all of them weigh the same.
+    weights = energy_so_far.where(groups.sum(energy_so_far) > 0, present)
+
+    # Subtracting the smallest value first makes equal values exactly 0, as in `Groups.centered`.
     smallest = groups.smallest(to_go.masked_fill(~is_ours, float("inf")))
-    distance = (to_go - smallest).masked_fill(~is_ours, 0)
-    baseline = groups.sum(distance * weights) / groups.sum(weights).clamp(
-        min=torch.finfo(weights.dtype).tiny
-    )
+    distance = zero_outside(to_go - smallest, is_ours)
+    total_weight = groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
+    baseline = groups.sum(distance * weights) / total_weight
+
+    # Nothing to compare with: a group of one, or a position that only one response reaches.
     is_alone = (groups.size == 1)[:, None]
     if keeps_tail:
         is_alone = groups.sum(present) == 1
-    return torch.where(is_alone, to_go, distance - baseline).masked_fill(~is_ours, 0)
+    return zero_outside(torch.where(is_alone, to_go, distance - baseline), is_ours)
 
 
 @register_adv_est("tir_optimal_token_baseline")
@@ -94,11 +136,33 @@ def tir_optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token, [B, T]; arguments and result as for `optimal_token_baseline`."""
-    is_ours = response_mask.bool()
-    to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
-    order = (~is_ours).int().argsort(dim=-1, stable=True)
+    """Rewards to go minus the optimal baseline of each own token, across turns.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: 1 on the policy's own tokens, [B, T].
+        uid: group of each response, [B].
+        old_log_probs: log-probabilities of the sampled tokens, [B, T].
+        sum_pi_squared: sum over the vocabulary of the squared probabilities, [B, T].
+        rollout_is_weights: importance weights of off-policy correction, [B, T]; 1 without it.
+        handle_zero_tail: whether the longest response keeps its reward where no other has tokens.
+
+    Returns:
+        Advantages and undiscounted rewards to go, [B, T] each.
+    """
+    to_go = _rewards_to_go(token_level_rewards)
     energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-    moved = [column.gather(-1, order) for column in (to_go, is_ours, energy)]
-    advantages = against_optimum(moved[0], moved[1], uid, moved[2], keeps_tail=handle_zero_tail)
-    return advantages.gather(-1, order.argsort(dim=-1)), to_go.masked_fill(~is_ours, 0)
+
+    # Move the own tokens of each row to its front, in their order.
+    is_own_token = response_mask.bool()
+    order = (~is_own_token).int().argsort(dim=-1, stable=True)
+    moved_advantages = against_optimum(
+        to_go.gather(-1, order),
+        is_own_token.gather(-1, order),
+        uid,
+        energy.gather(-1, order),
+        keeps_tail=handle_zero_tail,
+    )
+    # The inverse of a permutation is its argsort: it moves the tokens back.
+    advantages = moved_advantages.gather(-1, order.argsort(dim=-1))
+    return advantages, zero_outside(to_go, response_mask)

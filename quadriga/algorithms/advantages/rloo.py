@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """RLOO: REINFORCE, leave one out. Ahmadian et al., arXiv:2402.14740; Kool et al. (2019).
 
-The score of a response minus the mean score of the *other* responses to the same prompt, which is n / (n - 1) times its
-distance from the mean of all n: a baseline that does not depend on the response itself leaves the gradient unbiased.
+The score of a response minus the mean score of the *other* responses to the same prompt. A
+baseline that does not depend on the response itself leaves the gradient unbiased. With n responses
+this equals n / (n - 1) times the distance from the mean of all n.
 
-`rloo_vectorized` is a second name, for those who know it: there is no loop over groups in either.
+`rloo_vectorized` is a second name for verl's users; neither name loops over groups.
 
 Groups may have any size and order; a group of one keeps its score.
+
+Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Hashable, Iterable
@@ -23,9 +26,19 @@ from quadriga.algorithms.registry import register_adv_est
 def rloo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
-    scores = token_level_rewards.sum(-1)
+    """Advantages over the mean score of the other responses to the prompt.
+
+    Args:
+        token_level_rewards: [B, T].
+        response_mask: [B, T].
+        uid: group of each response, [B].
+
+    Returns:
+        Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
+    """
+    scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores)
+    # A group of one has no others; its `centered` score is the score itself and stays unscaled.
     num_others = (groups.size - 1).clamp(min=1)
     advantage = groups.centered(scores) * (groups.size / num_others)
     advantages = spread(advantage, response_mask)

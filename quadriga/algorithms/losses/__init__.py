@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses per token [B, T], one paper per file; `aggregate.agg_loss` makes a scalar of them.
+"""Losses per token [B, T], one paper per file; `aggregate.agg_loss` reduces them to a scalar.
 
-In all of them, with B sequences and T response positions, the fields of the batch are [B, T], and the gradient flows
-through `log_prob` alone. They return losses, 0 outside the mask, and diagnostics per token, [B, T] each. A new one is a
-file here and an import below.
+Common to all, with B sequences and T response positions: the fields of the batch are [B, T], and
+gradients flow through `log_prob` alone. A loss returns losses, 0 outside the mask, and diagnostics
+per token, [B, T] each. To add one, write a file here and import it below.
 """
 
 from quadriga.algorithms.losses.bypass_mode import bypass_mode

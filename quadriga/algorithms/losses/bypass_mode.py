@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bypass form of off-policy correction: the policy that sampled is the one that the update starts from.
+"""Bypass mode of off-policy correction: the update starts from the policy that sampled.
 
-There are two policies instead of three, and no pass for old log-probabilities. The ratio of the policy being trained
-over the rollout is known only here, so importance weights and rejection (`rollout_correction`) are computed from it,
-without gradient:
+There are two policies instead of three, and no pass for old log-probabilities. The ratio of the
+policy in training to the rollout is only known here, so importance weights and rejection
+(`rollout_correction`) are computed from it, without gradient:
 
-    ppo_clip     the clipped loss of PPO with that ratio, which is the importance weight already
-    reinforce    loss_t = -w A_t log p_t, with w the importance weight; w = 1 without one
+    ppo_clip     the clipped loss of PPO with that ratio, which already is the importance weight
+    reinforce    loss_t = -w A_t log p_t, with w the importance weight (1 if none is configured)
 
-A rejected token adds nothing, and still counts where the mean is taken.
+A rejected token adds nothing to the loss, and still counts where the mean is taken.
 
 Shapes: B sequences, T response positions.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quadriga.algorithms.losses.gpg import gpg
 from quadriga.algorithms.losses.vanilla import vanilla
-from quadriga.algorithms.masked import log_ratios
+from quadriga.algorithms.masked import log_ratios, zero_outside
 from quadriga.algorithms.registry import register_policy_loss
 from quadriga.algorithms.rollout_correction import Rejection, importance_weights, keep_mask
 
@@ -37,34 +37,52 @@ def bypass_mode(
     clip_ratio_c: float,
     correction: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T].
-    Returns losses; diagnostics `rollout_kl` and `rollout_k3_kl` between the two policies, `rollout_rs_masked_fraction`,
-    with reinforce `rollout_is_mean`, else those of `vanilla`.
-    `rollout_log_probs`: [B, T] under the policy that sampled.
-    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`: as for `vanilla`; read with ppo_clip.
-    `correction`: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected."""
+    """Policy loss with off-policy correction against the policy that sampled.
+
+    Args:
+        rollout_log_probs: log-probabilities under the policy that sampled, [B, T].
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        clip_ratio_low: as for `vanilla`; read for ppo_clip.
+        clip_ratio_high: as for `vanilla`; read for ppo_clip.
+        clip_ratio_c: as for `vanilla`; read for ppo_clip.
+        correction: section `algorithm.rollout_correction`; None means ppo_clip without rejection.
+
+    Returns:
+        The loss of each token, [B, T], and the diagnostics `rollout_kl` and `rollout_k3_kl`
+        (divergence between the two policies), `rollout_rs_masked_fraction`, and for reinforce
+        `rollout_is_mean`, otherwise those of `vanilla`.
+    """
+    # Without gradient: weights, rejection and diagnostics must not be differentiated.
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []
-    kept, _ = keep_mask(log_ratio, response_mask, rules)
+    kept_mask, _ = keep_mask(log_ratio, response_mask, rules)
+    is_rejected = response_mask.bool() & ~kept_mask.bool()
     reported = {
         "rollout_kl": -log_ratio,
         "rollout_k3_kl": log_ratio.exp() - 1 - log_ratio,
-        "rollout_rs_masked_fraction": (response_mask.bool() & ~kept.bool()).to(log_ratio.dtype),
+        "rollout_rs_masked_fraction": is_rejected.to(log_ratio.dtype),
     }
+
+    # PPO's ratio to the rollout corrects by itself; rejected tokens leave the mask.
     if correction is None or correction.loss_type == "ppo_clip":
-        clips = {
-            "clip_ratio_low": clip_ratio_low,
-            "clip_ratio_high": clip_ratio_high,
-            "clip_ratio_c": clip_ratio_c,
-        }
-        losses, others = vanilla(rollout_log_probs, log_prob, advantages, kept, **clips)
-        return losses, reported | others
+        losses, vanilla_diagnostics = vanilla(
+            rollout_log_probs,
+            log_prob,
+            advantages,
+            kept_mask,
+            clip_ratio_low=clip_ratio_low,
+            clip_ratio_high=clip_ratio_high,
+            clip_ratio_c=clip_ratio_c,
+        )
+        return losses, reported | vanilla_diagnostics
+
+    # Reinforce has no ratio of its own, so the weights multiply its losses.
     weights = torch.ones_like(log_ratio)
     if correction.rollout_is is not None:
-        weights = importance_weights(
-            log_ratio, response_mask, correction.rollout_is, correction.weight_bounds
-        )
-    losses, _ = gpg(log_prob, advantages, kept)
-    return losses * weights, reported | {
-        "rollout_is_mean": weights.masked_fill(~response_mask.bool(), 0)
-    }
+        level = correction.rollout_is
+        weights = importance_weights(log_ratio, response_mask, level, correction.weight_bounds)
+    losses, _ = gpg(log_prob, advantages, kept_mask)
+    reported["rollout_is_mean"] = zero_outside(weights, response_mask)
+    return losses * weights, reported

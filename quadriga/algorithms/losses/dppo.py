@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPPO: a trust region in divergence instead of in ratios. Qi et al., arXiv:2602.04879, the binary forms.
+"""DPPO: a trust region in divergence instead of ratios. Qi et al., arXiv:2602.04879, binary forms.
 
-A token keeps its whole gradient until the policy has moved too far at it, in the direction of its advantage:
+A token keeps its full gradient until the policy has moved too far at it, in the direction of its
+advantage:
 
-    loss_t = -A_t sg[min(r_t, clip_ratio_c)] log p_t      0 where A > 0, p > p_old and D > clip_ratio_high,
-                                                      or A < 0, p < p_old and D > clip_ratio_low
+    loss_t = -A_t sg[min(r_t, clip_ratio_c)] log p_t
+             0 where A > 0, p > p_old and D > clip_ratio_high
+             0 where A < 0, p < p_old and D > clip_ratio_low
 
-D compares two distributions over {this token, any other}. `dppo_tv` takes the total variation |p - p_old|; `dppo_kl`
-takes KL(old || new). A rare token may so grow by a large factor, and a likely one moves by a small one.
+D compares two distributions over {this token, any other token}. `dppo_tv` uses the total variation
+|p - p_old|, `dppo_kl` uses KL(old || new). A rare token may therefore grow by a large factor, and a
+likely one moves by a small one.
 
-The paper compares with the policy that sampled; here p_old is the one that the update starts from, which is the same
-where the rollout computes as the trainer does.
+The paper compares with the policy that sampled. Here p_old is the policy that the update starts
+from, which is the same if the rollout computes as the trainer does.
 
-Shapes: [B, T] with B sequences and T response positions, or any other, element by element.
+Shapes: [B, T] with B sequences and T response positions, or any other shape, element by element.
 """
 
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.masked import diagnostics, log_ratios
+from quadriga.algorithms.masked import diagnostics, log_ratios, zero_outside
 from quadriga.algorithms.registry import register_policy_loss
 
-_TINY = 1e-8
+# Keeps the KL divergence finite where a token has a probability of 1.
+_EPSILON = 1e-8
 
 
 @register_policy_loss("dppo_tv", needs_advantage=True)
@@ -35,15 +39,35 @@ def dppo_tv(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T]; diagnostics `pg_clipfrac` (1 where the region is left), `ppo_kl`,
-    `pg_clipfrac_lower` (1 at the cap).
-    `clip_ratio_low`, `clip_ratio_high`: how far a probability may fall and rise, absolutely.
-    `clip_ratio_c`: the largest ratio that counts; the paper takes a large one, 20."""
-    outside = ~response_mask.bool()
-    log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
+    """Policy gradient within a trust region in total variation.
+
+    Args:
+        old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        clip_ratio_low: how far a probability may fall, absolutely.
+        clip_ratio_high: how far a probability may rise, absolutely.
+        clip_ratio_c: largest ratio that counts; the paper uses a large one, 20.
+
+    Returns:
+        The loss of each token, [B, T], and the diagnostics `pg_clipfrac` (1 outside the region),
+        `pg_clipfrac_lower` (1 where the ratio is capped) and `ppo_kl`.
+    """
+    log_p = zero_outside(log_prob, response_mask)
+    log_q = zero_outside(old_log_prob, response_mask)
+    # The region only decides where the gradient stops; no gradient flows through it.
     divergence = (log_p.exp() - log_q.exp()).abs().detach()
-    clips = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, *clips)
+    return _within_region(
+        log_p,
+        log_q,
+        advantages,
+        response_mask,
+        divergence,
+        max_fall=clip_ratio_low,
+        max_rise=clip_ratio_high,
+        max_ratio=clip_ratio_c,
+    )
 
 
 @register_policy_loss("dppo_kl", needs_advantage=True)
@@ -57,14 +81,38 @@ def dppo_kl(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T], as for `dppo_tv`; the clips are divergences in nats."""
-    outside = ~response_mask.bool()
-    log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
-    p, q = log_p.detach().exp(), log_q.exp()
-    rest = ((1 - q).clamp(min=0) + _TINY) / ((1 - p).clamp(min=0) + _TINY)
-    divergence = q * (log_q - log_p.detach()) + (1 - q) * rest.log()
-    clips = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, *clips)
+    """Policy gradient within a trust region in KL divergence.
+
+    Args:
+        old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        clip_ratio_low: largest divergence of a probability that fell, in nats.
+        clip_ratio_high: largest divergence of a probability that rose, in nats.
+        clip_ratio_c: largest ratio that counts.
+
+    Returns:
+        The loss of each token, [B, T], and the diagnostics of `dppo_tv`.
+    """
+    log_p = zero_outside(log_prob, response_mask)
+    log_q = zero_outside(old_log_prob, response_mask)
+    p = log_p.detach().exp()
+    q = log_q.exp()
+    # q log(q / p) for this token, and the same for any other token, of probability 1 - q.
+    other_p = (1 - p).clamp(min=0) + _EPSILON
+    other_q = (1 - q).clamp(min=0) + _EPSILON
+    divergence = q * (log_q - log_p.detach()) + (1 - q) * (other_q / other_p).log()
+    return _within_region(
+        log_p,
+        log_q,
+        advantages,
+        response_mask,
+        divergence,
+        max_fall=clip_ratio_low,
+        max_rise=clip_ratio_high,
+        max_ratio=clip_ratio_c,
+    )
 
 
 def _within_region(
@@ -73,15 +121,20 @@ def _within_region(
     advantages: Tensor,
     response_mask: Tensor,
     divergence: Tensor,
-    *clips: float,
+    *,
+    max_fall: float,
+    max_rise: float,
+    max_ratio: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    low, high, largest_ratio = clips
-    gain = advantages.masked_fill(~response_mask.bool(), 0)
+    """Policy gradient, [B, T], that stops where `divergence` [B, T] exceeds its bound."""
+    advantages = zero_outside(advantages, response_mask)
     log_ratio = log_ratios(log_p, log_q, response_mask)
     ratio = log_ratio.detach().exp()
-    has_risen_too_far = (gain > 0) & (log_ratio > 0) & (divergence > high)
-    has_fallen_too_far = (gain < 0) & (log_ratio < 0) & (divergence > low)
-    is_outside = has_risen_too_far | has_fallen_too_far
-    losses = -gain * ratio.clamp(max=largest_ratio) * torch.where(is_outside, 0, log_p)
-    is_capped = (ratio > largest_ratio) & ~is_outside
-    return losses, diagnostics(log_ratio, pg_clipfrac=is_outside, pg_clipfrac_lower=is_capped)
+
+    # Only a move in the direction of the advantage is stopped; the way back stays open.
+    has_risen_too_far = (advantages > 0) & (log_ratio > 0) & (divergence > max_rise)
+    has_fallen_too_far = (advantages < 0) & (log_ratio < 0) & (divergence > max_fall)
+    is_stopped = has_risen_too_far | has_fallen_too_far
+    losses = -advantages * ratio.clamp(max=max_ratio) * torch.where(is_stopped, 0, log_p)
+    is_capped = (ratio > max_ratio) & ~is_stopped
+    return losses, diagnostics(log_ratio, pg_clipfrac=is_stopped, pg_clipfrac_lower=is_capped)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GMPO: the geometric mean in place of the arithmetic one. Zhao et al., arXiv:2507.20673.
+"""GMPO: the geometric mean of the ratios of a response. Zhao et al., arXiv:2507.20673.
 
-The logarithm of each token's ratio is clipped, if that makes the objective smaller, and the response's ratio is the
-geometric mean of what is left:
+The log-ratio of each token is clipped if that lowers the objective, and the ratio of the response
+is the geometric mean of the clipped ones:
 
-    c_t = clip(log r_t, -clip_ratio_low, clip_ratio_high), on the pessimistic side only
+    c_t = clip(log r_t, -clip_ratio_low, clip_ratio_high)           on the pessimistic side only
     loss_t = -A_t exp(mean over t of c_t)
 
-Each token passes on its own gradient; where a response has one advantage that is the gradient of the paper's objective.
-The paper averages over responses (`loss_agg_mode=seq-mean-token-mean`) and clips wide: 0.4 on both sides.
+Each token passes on its own gradient. If a response has one advantage, that is the gradient of the
+paper's objective. The paper averages over responses (`loss_agg_mode=seq-mean-token-mean`) and
+clips wide: 0.4 on both sides.
 
 Shapes: B sequences, T response positions.
 """
 
 from torch import Tensor
 
-from quadriga.algorithms.masked import diagnostics, log_ratios, sequence_mean
+from quadriga.algorithms.masked import diagnostics, log_ratios, sequence_mean, zero_outside
 from quadriga.algorithms.registry import register_policy_loss
 
 
@@ -29,14 +30,31 @@ def geo_mean(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T]; diagnostics `pg_clipfrac`, `ppo_kl`.
-    `clip_ratio_low`, `clip_ratio_high`: how far below and above 0 the logarithm of a token's ratio counts."""
+    """Policy loss with the geometric mean of a response's clipped ratios.
+
+    Args:
+        old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        clip_ratio_low: how far below 0 a token's log-ratio counts.
+        clip_ratio_high: how far above 0 a token's log-ratio counts.
+
+    Returns:
+        The loss of each token, [B, T], and the diagnostics `pg_clipfrac` and `ppo_kl`.
+    """
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
-    gain = advantages.masked_fill(~response_mask.bool(), 0)
-    is_clipped = ((gain > 0) & (log_ratio > clip_ratio_high)) | (
-        (gain < 0) & (log_ratio < -clip_ratio_low)
-    )
-    held = log_ratio.where(~is_clipped, log_ratio.detach().clamp(-clip_ratio_low, clip_ratio_high))
-    of_response = sequence_mean(held, response_mask).detach()
-    losses = -gain * (of_response + (held - held.detach())).exp()
-    return losses, diagnostics(log_ratio, pg_clipfrac=is_clipped)
+    advantages = zero_outside(advantages, response_mask)
+
+    # Clip only where it makes the objective smaller.
+    is_too_high = (advantages > 0) & (log_ratio > clip_ratio_high)
+    is_too_low = (advantages < 0) & (log_ratio < -clip_ratio_low)
+    is_clipped = is_too_high | is_too_low
+    # A clipped token keeps its bound in the mean, but has no gradient.
+    bounded = log_ratio.detach().clamp(-clip_ratio_low, clip_ratio_high)
+    clipped = log_ratio.where(~is_clipped, bounded)
+
+    # The mean gives the value; the second term of the exponent is 0 and gives the token's gradient.
+    mean = sequence_mean(clipped, response_mask).detach()  # [B, 1]
+    ratio = (mean + (clipped - clipped.detach())).exp()
+    return -advantages * ratio, diagnostics(log_ratio, pg_clipfrac=is_clipped)

@@ -3,14 +3,15 @@
 
     loss_t = -A_t log p_t
 
-It is right for one update from the policy that sampled; a second one on the same responses would be biased. Its
-estimator of the same name scales the advantages.
+It is correct for one update from the policy that sampled; a second update on the same responses
+would be biased. The estimator of the same name scales the advantages.
 
-Shapes: [B, T] with B sequences and T response positions, or any other, element by element.
+Shapes: [B, T] with B sequences and T response positions, or any other shape, element by element.
 """
 
 from torch import Tensor
 
+from quadriga.algorithms.masked import zero_outside
 from quadriga.algorithms.registry import register_policy_loss
 
 
@@ -18,6 +19,17 @@ from quadriga.algorithms.registry import register_policy_loss
 def gpg(
     log_prob: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, [B, T]; diagnostics none."""
-    outside = ~response_mask.bool()
-    return -advantages.masked_fill(outside, 0) * log_prob.masked_fill(outside, 0), {}
+    """Plain policy gradient.
+
+    Args:
+        log_prob: log-probabilities under the policy in training, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+
+    Returns:
+        The loss of each token, [B, T], and no diagnostics.
+    """
+    # Both factors are filled: NaN outside the mask times 0 would still be NaN.
+    advantages = zero_outside(advantages, response_mask)
+    log_prob = zero_outside(log_prob, response_mask)
+    return -advantages * log_prob, {}

@@ -64,7 +64,7 @@ def test_equal_sums_are_told_apart() -> None:
             {"gdpo_reward_keys": ["format"], "gdpo_reward_weights": [1, 2]},
             "as many weights or none",
         ),
-        ({"gdpo_reward_keys": ["words"]}, "'words', which is not a number everywhere"),
+        ({"gdpo_reward_keys": ["words"]}, "'words', which is not a number"),
         ({"gdpo_reward_keys": ["odd"]}, "'odd', which is not finite for 1 responses"),
     ],
 )
