@@ -12,28 +12,19 @@ HELD_OUT = "ape bat cow deer elephant frog giraffe hamster lemur monkey otter pa
 WORDINGS = ("Describe the {}", "Praise the {}", "Tell the tale of the {}")
 
 
-def rows(animals: str) -> list[dict]:
-    """One row per animal and wording."""
-    return [
-        {
-            "data_source": "alliteration",
-            "prompt": [
-                {
-                    "role": "user",
-                    "content": f"{wording.format(a)} in words that begin with {a[0].upper()}.",
-                }
-            ],
-            "reward_model": {"style": "rule", "ground_truth": a[0]},
-        }
-        for wording in WORDINGS
-        for a in animals.split()
-    ]
+def make_row(wording: str, animal: str) -> dict:
+    """A prompt about an animal; the ground truth is the letter that its name begins with."""
+    letter = animal[0]
+    text = f"{wording.format(animal)} in words that begin with {letter.upper()}."
+    return {
+        "data_source": "alliteration",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": letter},
+    }
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, animals in (("train", TRAIN), ("val", HELD_OUT)):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows(animals))
-        )
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+for name, animals in (("train", TRAIN), ("val", HELD_OUT)):
+    rows = [make_row(wording, animal) for wording in WORDINGS for animal in animals.split()]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,23 +15,23 @@ MAX_SHORT_LINES = 3
 # The most tokens that each package may have: its size when it was last changed on purpose, and 3 % of headroom. Lower a
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
-    "algorithms": 13220,
-    "cli": 8940,
+    "algorithms": 13200,
+    "cli": 9260,
     "compat": 19150,
     "config": 27070,
-    "data": 35110,
+    "data": 35120,
     "engines": 34600,
     "models": 31920,
-    "observe": 12160,
-    "protocol": 12900,
-    "rewards": 28590,
-    "rollout": 76610,
-    "single_controller": 24420,
-    "trainer": 50610,
+    "observe": 12210,
+    "protocol": 13100,
+    "rewards": 28610,
+    "rollout": 76670,
+    "single_controller": 24430,
+    "trainer": 50650,
     "verl": 15850,
     "weight_sync": 7180,
     "workers": 19540,
-    "": 13670,
+    "": 15040,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
