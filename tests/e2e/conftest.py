@@ -117,18 +117,6 @@ def make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
 
 
 @pytest.fixture(scope="session")
-def make_word_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """`make_word_tokenizer(words, pattern, template)`: see `build_word_tokenizer`."""
-    return build_word_tokenizer
-
-
-@pytest.fixture(scope="session")
-def make_config() -> Callable[..., LlamaConfig]:
-    """`make_config(tokenizer, **changes)`: of a tiny model."""
-    return build_config
-
-
-@pytest.fixture(scope="session")
 def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two reward models of the same weights: `same`, with the policy's template, and `other`."""
     folder = tmp_path_factory.mktemp("judges")

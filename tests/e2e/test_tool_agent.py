@@ -2,45 +2,18 @@
 """A tiny model learns, through the command line, to ask a calculator instead of guessing."""
 
 import json
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quadriga.rollout.agent_loop.loops import REGISTRY
+from tests.e2e.calculator import calculator_overrides, sum_row, write_calculator
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
-
-ROLES = ["<user>", "<assistant>", "<tool>"]
-TAGS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-WORDS = [*"0123456789+ab", "add"]
-PROMPT = 6
-"""Tokens of a prompt."""
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-TOOLS = '''
-from quadriga.rollout.agent_loop import function_tool
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-'''
-REWARD = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Whether the answer, behind the last call, is the sum."""
-    return float(solution_str.replace(" ", "").rpartition("<tool>")[2].rpartition("<assistant>")[2] == ground_truth)
-'''
 
 TOOL_OF_VERL = """
 from typing import Any, Optional
@@ -115,68 +88,11 @@ interaction:
 }
 
 
-def _call(a: int, b: int) -> str:
-    pairs = "".join(
-        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
-        for key, value in (("a", a), ("b", b))
-    )
-    return f"<tool_call>add{pairs}</tool_call><eos>"
-
-
-def _habits(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
-    """Before it learns from rewards it knows how a call is written, and makes one in less than half of the cases."""
-    draw = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(250):
-        texts = []
-        for number in range(32):
-            a, b = draw.randrange(10), draw.randrange(10)
-            used = f"{_call(a, b)}<tool>{a + b}<assistant>{a + b}<eos>"
-            texts.append(
-                f"<user>{a}+{b}add<assistant>"
-                + (used if number < 24 else f"{draw.randrange(19)}<eos>")
-            )
-        batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        labels[:, :PROMPT] = -100
-        # The first token decides for the tool: most calls do not train it.
-        labels[:18, PROMPT] = -100
-        model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels
-        ).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _row(a: int, b: int) -> dict[str, Any]:
-    return {
-        "data_source": "sums",
-        "prompt": [{"role": "user", "content": f"{a}+{b}"}],
-        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-        "extra_info": {"index": 10 * a + b},
-    }
-
-
 @pytest.fixture(scope="module")
-def calculator(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_word_tokenizer: Callable[..., PreTrainedTokenizerFast],
-    make_config: Callable[..., LlamaConfig],
-) -> Path:
+def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that has a tool, sums to do, the tool and the reward."""
     folder = tmp_path_factory.mktemp("calculator")
-    torch.manual_seed(0)
-    tokenizer = make_word_tokenizer([*ROLES, *TAGS, *WORDS], "add|<[a-z_/]+>|.", TEMPLATE)
-    sizes = {"intermediate_size": 128, "num_key_value_heads": 4, "max_position_embeddings": 128}
-    model = LlamaForCausalLM(make_config(tokenizer, **sizes))
-    _habits(tokenizer, model)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [_row(a, b) for a in range(10) for b in range(10)]
-    for name, chosen in (("train", rows), ("val", rows[::7])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    (folder / "tools.py").write_text(TOOLS)
-    (folder / "reward.py").write_text(REWARD)
+    write_calculator(folder)
     return folder
 
 
@@ -185,29 +101,8 @@ def train_calculator(train: Train, calculator: Path, tmp_path: Path) -> Train:
     """`train_calculator(*overrides)`: a run of the tool agent that must succeed; returns its directory."""
 
     def run_apart(*overrides: str, run: str = "run") -> Path:
-        rollout = "actor_rollout_ref.rollout"
-        return train(
-            f"data.train_files={calculator / 'train.jsonl'}",
-            f"data.val_files={calculator / 'val.jsonl'}",
-            "data.return_raw_chat=True",
-            "data.train_batch_size=8",
-            "data.max_prompt_length=12",
-            "data.max_response_length=32",
-            f"actor_rollout_ref.model.path={calculator / 'model'}",
-            f"custom_reward_function.path={calculator / 'reward.py'}",
-            f"{rollout}.mode=async",
-            f"{rollout}.n=8",
-            f"{rollout}.agent.default_agent_loop=tool_agent",
-            f"{rollout}.multi_turn.enable=True",
-            f"{rollout}.multi_turn.format=glm",
-            f"{rollout}.multi_turn.function_tool_path={calculator / 'tools.py'}",
-            f"{rollout}.multi_turn.max_tool_response_length=8",
-            f"{rollout}.multi_turn.max_assistant_turns=2",
-            f"{rollout}.trace_dir={tmp_path / 'trace'}",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            *overrides,
-            run=run,
-        )
+        trace = f"actor_rollout_ref.rollout.trace_dir={tmp_path / 'trace'}"
+        return train(*calculator_overrides(calculator), trace, *overrides, run=run)
 
     return run_apart
 
@@ -248,7 +143,7 @@ def _files_of_verl(folder: Path) -> list[str]:
     """Rows with arguments for a tool and a user simulator of verl's, and the words that name them."""
     for name, text in TOOL_FILES_OF_VERL.items():
         (folder / name).write_text(text)
-    rows = [_row(a, a + 1) for a in range(8)]
+    rows = [sum_row(a, a + 1) for a in range(8)]
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
         row["extra_info"]["tools_kwargs"] = {"add": {"create_kwargs": {"bonus": 1.5}}}
