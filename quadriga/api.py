@@ -153,19 +153,25 @@ class Trainer:
         return self
 
     def __next__(self) -> Step:
-        """Take the next step."""
+        """Take the next step; one that the run skips is passed over."""
         while (step := self._next()).batch is None:
             self._loop = step.loop
+            if step.number:
+                self._complete(step, [])
+        self._complete(step, self.callbacks)
+        return step
+
+    def _complete(self, step: Step, callbacks: Sequence[Callable[[Step], Any]]) -> None:
+        """Write the model after the last step, and call the callbacks."""
         try:
             if step.loop.is_last_step and self.config.task == "rl":
                 step.loop.write_model()
-            for callback in self.callbacks:
+            for callback in callbacks:
                 callback(step)
         except BaseException as error:
             # Inside the run, which then ends as after an error of its own.
             self._steps.throw(error)
             raise
-        return step
 
     def _next(self) -> Step:
         try:

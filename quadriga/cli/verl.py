@@ -12,6 +12,13 @@ from pathlib import Path
 
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
+from quadriga.trainer.keep_alive import (
+    OPTION,
+    is_kept_alive,
+    keep_alive,
+    own_command,
+    require_resumable,
+)
 from quadriga.verl.hydra import VERSIONS, Tree
 from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.shell import LAUNCHERS, launched
@@ -39,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--check-file", type=Path, metavar="FILE", help="check each line of a JSONL file"
     )
+    parser.add_argument(OPTION, action="store_true", help="start a training again after its death")
     parser.add_argument(
         "program", nargs="?", help="a program of verl's, or the module or script that it is"
     )
@@ -63,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
         return 2 if translation.refused else 0
     if problems := translation.refused + translation.machine:
         raise combined(problems)
+    is_training = translation.entry.run == "train" and translation.config is not None
+    if options.keep_alive and is_training and not is_kept_alive():
+        require_resumable(translation.config)
+        return keep_alive(own_command(["verl", *argv]))
     module, _, name = RUNS[translation.entry.run].partition(":")
     given = () if translation.config is None else (translation.config,)
     getattr(import_module(module), name)(*given, **translation.options)

@@ -307,6 +307,9 @@ def _processes(config: Config) -> Iterator[str]:
         yield "pools take turns, so a process has the threads that it would have if there were no other pool"
     if restarts := trainer.max_worker_restarts:
         yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"
+        if skipped := trainer.max_skipped_steps:
+            most = _count(skipped, "step")
+            yield f"a step that loses workers twice is skipped; up to {most} in the run"
     limit = (
         f"; one whose call takes over {trainer.phase_timeout_s} s too"
         if trainer.phase_timeout_s

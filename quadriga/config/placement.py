@@ -395,7 +395,8 @@ def check_placement(config: Config) -> Iterator[Finding]:
                 fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
                 yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
         plain = TrainerConfig()
-        on_ray = ("max_worker_restarts", "state_copies", "stall_timeout_s", "phase_timeout_s")
+        recovery = ("max_worker_restarts", "max_skipped_steps", "state_copies")
+        on_ray = (*recovery, "stall_timeout_s", "phase_timeout_s")
         changed = {
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,

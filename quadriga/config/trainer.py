@@ -129,9 +129,13 @@ class TrainerConfig(Section):
     stall_timeout_s: Annotated[int, Ge(10)] = 300
     """Seconds after which a worker process whose control thread does not answer is killed and counts as lost. One that
     answers may work for as long as it likes."""
-    phase_timeout_s: Count | None = None
-    """Seconds that one call of a worker may take (a batch's generation, an update, loading a model); beyond them the
-    stacks of all processes are printed, and it is killed and counts as lost. null: any time."""
+    phase_timeout_s: Count | None = 7200
+    """Seconds that one call of a worker may take in training (generation of a batch, a validation,
+    an update, loading a model). Beyond them the stacks of all processes are printed, and it is
+    killed and counts as lost. A call that has taken half of them is named. null: no limit."""
+    max_skipped_steps: NonNegativeInt = 1
+    """Steps that a run may skip because they have lost workers twice, never two in a row. Their rows
+    are written to `quarantine` in the run's directory. 0: such a step ends the run."""
     state_copies: bool = True
     """Whether the state after each step is copied into the nodes' memory, so that a lost process costs no more than a
     step (on Ray, where restarts are allowed); it takes twice the size of the trained weights and their optimizer."""

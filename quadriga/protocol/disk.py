@@ -105,6 +105,11 @@ def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
         raise
 
 
+def to_bytes(data: Any) -> bytearray:
+    """The content of the file that `save_to_disk` writes; it raises the same ProtocolError."""
+    return bytearray().join(_Writer("to_bytes").parts(data))
+
+
 def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     """Read a file that `save_to_disk` wrote.
 

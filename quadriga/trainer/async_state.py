@@ -12,8 +12,7 @@ rounds        complete groups of a batch that are not graded; filters: those tha
 """
 
 from dataclasses import astuple
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from quadriga.errors import CheckpointError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.disk import to_bytes
 
 STATE = (
     "schedule",
@@ -80,18 +80,17 @@ def as_tensor(rows: DataProto) -> torch.Tensor:
         name: list(map(astuple, [one] if isinstance(one, Metric) else one))
         for name, one in measured
     }
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}).save_to_disk(path)
-        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    content = to_bytes(DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}))
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def from_tensor(content: torch.Tensor) -> DataProto:
     """The rows that `as_tensor` was given."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        path.write_bytes(content.numpy().tobytes())
-        rows = DataProto.load_from_disk(path)
+    # A file without a name: a killed process leaves nothing.
+    with TemporaryFile() as file:
+        file.write(content.numpy().data)
+        file.flush()
+        rows = DataProto.load_from_disk(f"/dev/fd/{file.fileno()}")
     rows.meta_info["metrics"] = {
         name: [Metric(*one) for one in own] for name, own in rows.meta_info["metrics"].items()
     }

@@ -310,9 +310,9 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
     policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
     homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
     processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
-    config = config.model_copy(
-        update={"async_training": AsyncTrainingConfig()}
-    )  # there is no training
+    # There is no training: nothing is generated beside it, and one call may have all rows.
+    trainer = config.trainer.model_copy(update={"phase_timeout_s": None})
+    config = config.model_copy(update={"async_training": AsyncTrainingConfig(), "trainer": trainer})
     policies = ClassWithInitArgs(
         ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False
     )

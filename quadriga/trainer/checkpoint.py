@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
+_SKIPPED = re.compile(r"step_(\d+)\.jsonl")
 _SUPERSEDED = ".superseded"
 """In a checkpoint: a run has begun at an earlier step since, so that this one is no part of its past."""
 
@@ -255,21 +256,31 @@ class Checkpoints:
         if config.val_only:
             return
         later = [step for step in self.steps() if step > begun]
+        skipped = [path for step, path in quarantined_files(self.directory).items() if step > begun]
         if config.resume_mode == "auto":
             for step in later:
                 (self.path(step) / _SUPERSEDED).touch()
-        elif later:
-            aside = self._aside_folder()
-            for step in reversed(later):
-                self.path(step).rename(aside / self.path(step).name)
-            steps = ", ".join(map(str, later))
-            print(
-                f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}."
-            )
+        elif later or skipped:
+            self._move_aside(later, skipped)
         if not begun:
             (self.directory / LATEST).unlink(missing_ok=True)
         elif self._written() != str(begun):
             write_atomically(self.directory / LATEST, f"{begun}\n")
+
+    def _move_aside(self, later: list[int], skipped: list[Path]) -> None:
+        """Keep checkpoints and skipped rows of a run that stood here before."""
+        aside = self._aside_folder()
+        for step in reversed(later):
+            self.path(step).rename(aside / self.path(step).name)
+        for path in skipped:
+            path.rename(aside / path.name)
+        if later:
+            steps = ", ".join(map(str, later))
+            print(
+                f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}."
+            )
+        if skipped:
+            print(f"The rows of steps that another run has skipped were moved to {aside}.")
 
     def _aside_folder(self) -> Path:
         """A new folder for checkpoints of a run that stood here before, with what they were made with."""
@@ -296,6 +307,13 @@ class Checkpoints:
             "elsewhere with trainer.resume_mode=resume_path trainer.resume_from_path, or begin anew with "
             "trainer.resume_mode=disable."
         )
+
+
+def quarantined_files(directory: Path) -> dict[int, Path]:
+    """The rows of steps that a run has skipped (quarantine.py): files, by step."""
+    paths = (directory / "quarantine").glob("step_*.jsonl")
+    matches = [(_SKIPPED.fullmatch(path.name), path) for path in paths]
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def start_of(config: TrainerConfig) -> Path | None:

@@ -17,6 +17,7 @@ from quadriga.lazy import collector_paused
 from quadriga.observe.timing import Timeline
 from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.streams import log_to
+from quadriga.trainer.keep_alive import step_reporter
 
 # Import strings: Ray, and torch with it, are loaded only where they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
@@ -26,8 +27,9 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 
 def run_ppo(config: Config, begun_s: float | None = None) -> None:
     """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended; see `steps`."""
-    for _ in steps(config, begun_s=begun_s):
-        pass
+    report = step_reporter()
+    for step in steps(config, begun_s=begun_s):
+        report(step.number)
 
 
 def steps(

@@ -26,6 +26,7 @@ from quadriga.redact import redacted
 from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.profiler import Profiler
+from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
 
@@ -38,9 +39,9 @@ class Step(NamedTuple):
     """A step that was taken, measured and reported."""
 
     loop: "TrainingLoop"  # that has taken it; it may differ between steps, after the workers were started again
-    batch: (
-        DataProto | None
-    )  # all rows of the step with what was computed; None before the first step of a loop
+    # batch: all rows of the step with what was computed; None before the first step of a loop, and
+    # for a step that was skipped
+    batch: DataProto | None
 
     @property
     def number(self) -> int:
@@ -66,6 +67,8 @@ class TrainingLoop:
         total_training_steps: the last step, or with dynamic sampling the last that may be.
         metrics, timer: metrics and phases of that step.
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
+        num_rows: rows of data that the step has taken so far, where it may take several batches.
+        quarantine: the steps that are skipped.
         recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
             or it stands in the metrics already.
         copies: the backend's `StateCopies`; `newest_copy`: its newest state, to go on from. None: there is none.
@@ -94,6 +97,8 @@ class TrainingLoop:
         )
         self.resumable = resumable
         self.global_steps, self.is_stopping = 0, False
+        self.num_rows = 0
+        self.quarantine = Quarantine(self.settings)
         self.metrics: dict[str, float] = {}
         self.timer, self.profiler = PhaseTimer(), Profiler(config, {})
         self.recovery: tuple[int, float] | None = None
@@ -171,12 +176,32 @@ class TrainingLoop:
     def measured(self) -> Iterator[None]:
         """The next step: it is counted, and profiled where that is due. `timer` and `metrics` are its own from here."""
         self.global_steps += 1
+        self.num_rows = 0
         self.timer, self.metrics = PhaseTimer(), {}
         with (
             self.profiler.step(self.global_steps, is_last=self.is_last_step),
             self.timer.phase("step"),
         ):
             yield
+
+    @property
+    def skips_next_step(self) -> bool:
+        """Whether the step to come has lost workers too often, and is skipped."""
+        return self.global_steps + 1 in self.quarantine.num_rows
+
+    def skip_step(self, take: Callable[[int], list[dict[str, Any]]]) -> None:
+        """The next step, without an update: its rows are written to the quarantine.
+
+        Args:
+            take: takes the step's rows out of the data, at least the given number of them, and
+                returns them as they are written.
+        """
+        with self.measured():
+            rows = take(self.quarantine.num_rows[self.global_steps])
+            path = self.quarantine.write(self.global_steps, rows)
+        self.metrics["recovery/skipped_steps"] = float(len(self.quarantine.num_rows))
+        told = f"step {self.global_steps} is skipped, for it has lost workers twice"
+        self.progress.message(f"{told}. Its {len(rows)} rows: {path}")
 
     @property
     def is_last_step(self) -> bool:

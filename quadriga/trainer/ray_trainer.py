@@ -50,6 +50,7 @@ from quadriga.trainer.responses import (
     BatchRewards,
     generate_responses,
     grade,
+    prompt_rows,
     sample_rows,
     write_samples,
 )
@@ -157,7 +158,11 @@ class RayPPOTrainer(TrainingLoop):
                 return
             self.progress.begin()
             while not self.is_last_step:
-                batch = self.train_step()
+                batch = None
+                if self.skips_next_step:
+                    self.skip_step(self.rows_to_skip)
+                else:
+                    batch = self.train_step()
                 self.finish_step(batch)
                 yield Step(self, batch)
                 if self.is_stopping:
@@ -190,13 +195,30 @@ class RayPPOTrainer(TrainingLoop):
             parts.append(self.learn(batch))
             measured.append(self.batch_metrics)
         self.metrics |= reduce_metrics(*measured)
-        if self.global_steps > self.config.trainer.critic_warmup:
-            with self.timer.phase("publish_weights"):
-                self.weights.publish(self.global_steps)
+        self.publish_weights()
         self.metrics |= check_log_probs(
             self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps
         )
         return parts[0] if len(parts) == 1 else joined(parts)
+
+    def rows_to_skip(self, num_rows: int) -> list[dict[str, Any]]:
+        """The prompts of a step that is skipped, as they are written: at least `num_rows`.
+
+        Where generation is beside training, they have their responses already.
+        """
+        batches = [] if self.asynchronous is None else list(self.batches())
+        while self.asynchronous is None and (not batches or self.num_rows < num_rows):
+            batches.append(self.next_prompts(num_before=self.num_rows))
+        self.publish_weights()
+        # A prompt may have several responses.
+        prompts = [row for batch in batches for row in prompt_rows(batch, self.tokenizer)]
+        return list({row["uid"]: row for row in prompts}.values())
+
+    def publish_weights(self) -> None:
+        """Give the rollout the weights of this step, where the policy learns."""
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.timer.phase("publish_weights"):
+                self.weights.publish(self.global_steps)
 
     def learn(self, batch: DataProto) -> DataProto:
         """From responses to an update of the models. Returns the batch with all that was computed."""
@@ -230,11 +252,11 @@ class RayPPOTrainer(TrainingLoop):
                 self.record(self.actor.update_actor(self.inputs.select(learned, "actor")))
         return batch
 
-    def finish_step(self, batch: DataProto) -> None:
-        """Write samples, validate, report, and begin to save."""
+    def finish_step(self, batch: DataProto | None) -> None:
+        """Write samples, validate, report, and begin to save; a skipped step has no batch."""
         trainer = self.config.trainer
         self.saver.poll()
-        if trainer.rollout_data_dir:
+        if trainer.rollout_data_dir and batch is not None:
             rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
             before = batch.batch["row_index"].argsort().tolist()
             write_samples(
@@ -247,12 +269,17 @@ class RayPPOTrainer(TrainingLoop):
             "training/epoch": self.prompts.epoch,
         }
         self.log_step()
+        if batch is not None:
+            self.hand_back(batch)
+        self.save_where_due()
+
+    def hand_back(self, batch: DataProto) -> None:
+        """Show the batch to a sampler and a data set that learn from batches."""
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
             if hasattr(self.train_dataloader.sampler, "update"):
                 self.train_dataloader.sampler.update(batch=batch)
             if hasattr(self.train_dataloader.dataset, "on_batch_end"):
                 self.train_dataloader.dataset.on_batch_end(batch=batch)
-        self.save_where_due()
 
     def batches(self) -> Iterator[DataProto]:
         """Responses to learn from: generated here and now, or meanwhile, with `async_training`; with its
@@ -272,6 +299,7 @@ class RayPPOTrainer(TrainingLoop):
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
         with self.timer.phase("data"):
             taken = self.prompts.take()
+        self.num_rows += len(taken)
         prompts = assign_uids(taken, str(self.global_steps), first=num_before)
         prompts.meta_info |= {
             "global_steps": self.global_steps,

@@ -95,6 +95,19 @@ def without_passing(rows: DataProto) -> DataProto:
     return rows.select(tensors, [key for key in rows.non_tensor_batch if key not in PASSING])
 
 
+def prompt_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """One row per prompt, to be read: its place in the data, its text, and the user's columns."""
+    columns = batch.non_tensor_batch
+    names = [name for name in columns if name in ("uid", "source_row") or name not in RESERVED]
+    prompts = batch.batch["prompts" if "prompts" in batch.batch.keys() else "input_ids"]
+    masks = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
+    rows = []
+    for row in range(len(batch)):
+        text = tokenizer.decode(prompts[row][masks[row]], skip_special_tokens=False)
+        rows.append({"prompt": text, **{name: columns[name][row] for name in names}})
+    return rows
+
+
 def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_source_key: str
 ) -> list[dict[str, Any]]:
@@ -133,16 +146,20 @@ def sample_rows(
 def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write rows to `directory/STEP.jsonl`: whole or not at all. Raises DataError: they cannot be written."""
     path = Path(directory).expanduser() / f"{step}.jsonl"
-    lines = [
-        json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n"
-        for row in rows
-    ]
-    with written_aside(
-        path, where="trainer.rollout_data_dir or trainer.validation_data_dir"
-    ) as draft:
+    numbered_rows = ({**row, "step": step} for row in rows)
+    write_rows(path, numbered_rows, where="trainer.rollout_data_dir or trainer.validation_data_dir")
+    return path
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> None:
+    """Write rows as JSONL: whole or not at all.
+
+    Raises DataError: they cannot be written; it names `where`.
+    """
+    lines = [json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    with written_aside(path, where=where) as draft:
         # JSON can hold half of a character as its escape, UTF-8 cannot.
         draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    return path
 
 
 logger = logging.getLogger(__name__)

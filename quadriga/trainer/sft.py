@@ -79,9 +79,13 @@ class SupervisedTrainer(TrainingLoop, ABC):
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
                     rows = DataProto.from_single_dict(columns)
-                    self.train_step(rows)
+                    is_skipped = self.skips_next_step
+                    if is_skipped:
+                        self.skip_step(lambda _, rows=rows: self.rows_to_skip(rows))
+                    else:
+                        self.train_step(rows)
                     self.finish_step()
-                    yield Step(self, rows)
+                    yield Step(self, None if is_skipped else rows)
                     if self.is_stopping:
                         raise KeyboardInterrupt
                     if self.is_last_step:
@@ -104,6 +108,16 @@ class SupervisedTrainer(TrainingLoop, ABC):
             "training/global_step": self.global_steps,
             "training/epoch": (self.global_steps - 1) // max(1, len(self.train_dataloader)),
         }
+
+    def rows_to_skip(self, rows: DataProto) -> list[dict[str, Any]]:
+        """The sequences of rows that are skipped, as texts."""
+        decode, texts = self.train_dataloader.dataset.tokenizer.decode, []
+        masks = rows.batch["attention_mask"].bool()
+        for ids, mask in zip(rows.batch["input_ids"], masks, strict=True):
+            # One sequence, or two that are compared.
+            pairs = zip(ids.view(-1, ids.shape[-1]), mask.view(-1, ids.shape[-1]), strict=True)
+            texts.append({"texts": [decode(sequence[own]) for sequence, own in pairs]})
+        return texts
 
     def finish_step(self) -> None:
         """Validate, report, and begin to save."""

@@ -3,7 +3,8 @@
 
 a worker, a node, the run's own cluster is lost    the workers are started again on what is left, the newest state
                                                    is loaded, the step is taken again
-the same step loses a worker once more,            the run ends, and says how it can go on
+the same step loses a worker once more             it is skipped, its rows are kept (quarantine.py)
+as many steps as may be are skipped,               the run ends, and says how it can go on
 or the restarts of an hour are used up
 a worker raises an exception                       the run ends: the exception would come again
 """
@@ -33,6 +34,7 @@ from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import Run, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.loop import Step
+from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
@@ -73,8 +75,9 @@ class TaskRunner:
         self._is_stopping = False
         self._written: int | None = None
         self._restarts: list[float] = []
-        self._losses: dict[str, str] = {}
+        self._losses: list[tuple[str, str]] = []  # where in the run, and what was lost
         with run_lock(config.trainer.directory), ExitStack() as opened:
+            self._quarantine = Quarantine(config.trainer)
             if (copies := state_copies(config)) is not None:
                 opened.callback(copies.close)
             self._copies = copies
@@ -99,7 +102,7 @@ class TaskRunner:
             restore_random_states(at_first)
             timeline = Timeline("restart")
         if self._losses:
-            lines = [f"  in {place}: {told}" for place, told in self._losses.items()]
+            lines = [f"  in {place}: {told}" for place, told in self._losses]
             print(
                 "\n".join(
                     [f"The workers were started again {len(lines)} times, after losses", *lines]
@@ -118,11 +121,13 @@ class TaskRunner:
             self._written = run.trainer.checkpoints.last_written
             self._restarts.clear()
         self._restarts = [at for at in self._restarts if now - at < RESTART_WINDOW_S]
-        reason = ""
+        is_repeated = place in [lost_place for lost_place, _ in self._losses]
+        step = run.trainer.global_steps if run else 0
+        reason = skipped = ""
         if self._is_stopping:
             reason = "a stop was requested"
-        elif place in self._losses:
-            reason = f"{place} has lost a worker before, so the cause may be in it"
+        elif is_repeated and (refusal := self._quarantine.refusal(step)):
+            reason = f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
         elif (count := len(self._restarts)) >= limit:
             reason = f"{count} restarts within an hour and since the last checkpoint, {RESTARTS_KEY}={limit}"
         if reason:
@@ -131,7 +136,10 @@ class TaskRunner:
             raise error
         self._restarts.append(now)
         self._lost_at = now
-        self._losses[place] = error.where
+        self._losses.append((place, error.where))
+        if run and is_repeated:
+            self._quarantine.add(step, run.trainer.num_rows)
+            skipped = f" Step {step} has lost workers twice, and is skipped."
         state, resume = "where it began, for it has written no checkpoint yet", {}
         if self._written is not None:
             # The newest that this run has written; older ones stand behind it.
@@ -139,9 +147,8 @@ class TaskRunner:
         if self._copies is not None and self._copies.steps:
             state = f"the copy in memory of step {self._copies.steps}, the last that is whole, else {state}"
         left = f"{limit - len(self._restarts)} of {limit} restarts are left ({RESTARTS_KEY})"
-        print(
-            f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}."
-        )
+        resumed = f"the workers are started again, and the run goes on from {state}"
+        print(f"\n{error}\nRecovery: {resumed}; {left}.{skipped}")
         return self.config.model_copy(
             update={"trainer": self.config.trainer.model_copy(update=resume)}
         )
@@ -150,6 +157,7 @@ class TaskRunner:
         self._run, self._is_stopping = None, False
         run = self._run = self._build(config, timeline)
         trainer = run.trainer
+        trainer.quarantine = self._quarantine
         if self._losses:
             trainer.recovery = len(self._losses), self._lost_at
         is_cut_short = True

@@ -11,12 +11,12 @@ vLLM reads an adapter from a folder, and tells the KV cache of one from that of 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from quadriga.config.adapter import AdapterShape
+from quadriga.descendants import own_folder
 from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor, write_adapter_shape, write_factors
 from quadriga.rollout.manifest import Manifest
@@ -65,7 +65,7 @@ class AdapterSlot:
             self.request = None
             self._core.ask("remove_lora", self._number)
         self._number += 1
-        with TemporaryDirectory(prefix="quadriga-adapter-") as folder:
+        with own_folder() as folder:
             write_adapter_shape(Path(folder), self._adapter.shape, self._adapter.modules)
             write_factors(Path(folder), factors)
             marks = self._core.call("adapter_marks", folder)

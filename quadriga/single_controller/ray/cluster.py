@@ -37,10 +37,13 @@ ADDRESS_KEY = "ray_kwargs.ray_init.address"
 # What is let go is freed at once, not once a second: memory that the store uses again costs a tenth of fresh memory.
 # No process is started beforehand for each logical CPU: workers have an environment of their own, and take none.
 # Outputs up to this size come with the answer: through the store each costs three processes a millisecond.
+# A driver whose cluster has lost its head may need more than Ray's minute before it starts the
+# cluster again: a checkpoint that is being read back is completed first.
 OWN_CLUSTER = {
     "free_objects_period_milliseconds": 0,
     "prestart_worker_first_driver": False,
     "max_direct_call_object_size": 1 << 20,
+    "gcs_rpc_server_reconnect_timeout_s": 600,
 }
 # Variables that a process of the run reads, wherever it is: a cluster that is up was started with others.
 FORWARDED = (
@@ -165,10 +168,16 @@ def is_cluster_lost() -> bool:
 
 
 def renew_own_cluster() -> None:
-    """Start the cluster of this process again if a part of it has ended; one that was joined is another's to start."""
+    """Start the cluster of this process again if a part of it has ended.
+    Raises WorkerError: it is one that was joined, and its head does not respond."""
     for own in [own for own in _OWN if own.is_broken()]:
         own.end(is_failed=False)
         _OWN[:] = [_OwnCluster(own.arguments, own.where, own.sessions)]
+    if not _OWN and is_lost(*head_address()):
+        where = f"Ray cluster at {ray.get_runtime_context().gcs_address}"
+        fix = "Start it again (`ray start --head`), then the run: it resumes from its checkpoint."
+        expected = "a cluster that stays up"
+        raise WorkerError(where, got="no answer from its head", expected=expected, fix=fix)
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:

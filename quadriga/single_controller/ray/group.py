@@ -344,9 +344,12 @@ class RayWorkerGroups(WorkerGroups):
         runtime_env: Mapping[str, Any] | None = None,
         devices: Mapping[str, int] | None = None,
     ) -> None:
-        use_gpu = settings.device == "cuda" or (
-            settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-        )
+        # First of all: a cluster without its head answers no call, and Ray then ends this process.
+        renew_own_cluster()
+        # Ray would still place processes on a node that has just been lost.
+        await_lost_nodes()
+        has_gpus = settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        use_gpu = settings.device == "cuda" or has_gpus
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._of_pools: dict[str, RayWorkerGroup[Any]] = {}
         self._heartbeat: Heartbeat | None = None
@@ -355,9 +358,6 @@ class RayWorkerGroups(WorkerGroups):
             pools, roles, use_gpu, max_colocate_count=1, devices=devices
         )
         try:
-            renew_own_cluster()
-            # Ray would still place processes on a node that has just been lost.
-            await_lost_nodes()
             for name, pool in self._manager.create_resource_pool().items():
                 inside = {
                     role: RayClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs)

@@ -5,6 +5,7 @@
       status.remote  ---------------->  control thread: answers whatever the working thread does
       no answer for a while             it is named, with its state
       none for stall_timeout_s          SIGKILL
+      a call over half of it            it is named, with its limit
       a call over phase_timeout_s       stacks of all processes are printed, then SIGKILL
 
 A process that answers is never killed for working long unless there is a limit for a call. What is killed here is seen
@@ -45,6 +46,7 @@ class _Watched:
     question: Any
     silent_s: float = 0.0
     is_named: bool = False
+    long_call: str = ""  # the call that was named because it takes long
 
 
 class Heartbeat:
@@ -113,8 +115,8 @@ class Heartbeat:
             status: Status = ray.get(process.question)
             process.silent_s, process.is_named = 0.0, False
             process.question = process.actor.status.remote()
-            if self.phase_s is not None and status.running_s > self.phase_s:
-                self._end_call(process, status)
+            if self.phase_s is not None:
+                self._limit_call(process, status, self.phase_s)
             return
         process.silent_s += EVERY_S
         if process.silent_s >= self.stall_s:
@@ -126,6 +128,19 @@ class Heartbeat:
                 f"{process.worker}, process {process.worker.pid}, has not answered for {process.silent_s:.0f} s"
                 f"{self._state(process)}; after {self.stall_s} s (trainer.stall_timeout_s) it is killed, and so lost"
             )
+
+    def _limit_call(self, process: _Watched, status: Status, limit_s: float) -> None:
+        """Name a call that has taken half of its time; end one that is over its limit."""
+        call = f"{status.role}.{status.method}" if status.running_s > limit_s / 2 else ""
+        if status.running_s > limit_s:
+            self._end_call(process, status)
+        elif call and call != process.long_call:
+            self.emit(
+                f"{process.worker}: {call} has taken {status.running_s:.0f} s, at {status.phase}; "
+                f"after {limit_s:g} s the process is killed, and so lost. "
+                "Raise trainer.phase_timeout_s if the call may take longer."
+            )
+        process.long_call = call
 
     def _end_call(self, process: _Watched, status: Status) -> None:
         """Print where all processes stand, ranks alike together; then kill the one whose call is over its limit."""

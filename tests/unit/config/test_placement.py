@@ -200,6 +200,8 @@ def test_the_words() -> None:
         "pool scoring: 1 process on one machine, with reference (if one is used) and critic" in text
     )
     assert "after the loss of a process or a node: up to 1 restart an hour" in text
+    assert "a step that loses workers twice is skipped; up to 1 step in the run" in text
+    assert "one whose call takes over 7200 s too" in text
 
 
 @pytest.mark.parametrize(

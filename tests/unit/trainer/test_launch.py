@@ -51,7 +51,11 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
         yield
         events.append("left")
 
-    runner = SimpleNamespace(steps=lambda *arguments: [events.append(arguments)])
+    def steps(*arguments: Any) -> Iterator[SimpleNamespace]:
+        events.append(arguments)
+        yield SimpleNamespace(number=1)
+
+    runner = SimpleNamespace(steps=steps)
     known = {launch.CLUSTER: connected, "torch": None, launch.RUNNER: lambda: runner}
     policies: list[str | None] = []
     monkeypatch.delenv(launch.WAIT_POLICY, raising=False)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--keep-alive`: a process that starts the same command again when a signal has killed it.
+
+    this process                         the command, in a process group of its own
+      start  ------------------------->    trains; writes the number of each step into a shared file
+      SIGTERM, SIGINT: passed on  ---->    ends after its step
+      its end by another signal  <-----    (out of memory, a crash in a library, SIGKILL)
+      a pause, then start again  ----->    goes on from the newest checkpoint
+
+Waits for: the end of the command. This process imports neither torch nor Ray.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import FrameType
+
+from quadriga.config import Config
+from quadriga.errors import ConfigError
+
+OPTION = "--keep-alive"
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+MAX_FUTILE_DEATHS = 3  # deaths in a row without a new step
+_STEP_FILE = "QUADRIGA_STEP_FILE"  # descriptor of the file that takes the number of the step
+_NOTICED_S = 0.5  # time for a training to take note of a signal that was sent to it as well
+_WIDTH = 20
+
+
+def is_kept_alive() -> bool:
+    """Whether this process is one that `keep_alive` has started."""
+    return _STEP_FILE in os.environ
+
+
+def step_reporter() -> Callable[[int], None]:
+    """A function that passes the number of each step on to `keep_alive`, where there is one."""
+    # What this process starts is not the command.
+    descriptor = os.environ.pop(_STEP_FILE, None)
+    if descriptor is None:
+        return lambda step: None
+    return lambda step: _write_step(int(descriptor), step)
+
+
+def own_command(words: Sequence[str]) -> list[str]:
+    """The command line of this process, which ends with these words.
+    Raises ConfigError: it does not; the command was called by a Python program."""
+    line = [word for word in sys.orig_argv if word != "--traceback"]
+    if line[-len(words) :] != list(words):
+        raise ConfigError(OPTION, got="a call by a Python program", expected="a command line")
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def require_resumable(config: Config) -> None:
+    """Raises ConfigError: a run that is started again would not go on from where it was."""
+    trainer = config.trainer
+    if trainer.resume_mode != "auto":
+        got = f"trainer.resume_mode={trainer.resume_mode}"
+        fix = f"Set trainer.resume_mode=auto, or leave {OPTION} out."
+        raise ConfigError(OPTION, got=got, expected="a run that resumes by itself", fix=fix)
+    if trainer.save_freq == -1 or trainer.val_only:
+        fix = "Set trainer.save_freq=N to write one every N steps."
+        expected = "one to go on from"
+        raise ConfigError(OPTION, got="a run that writes no checkpoint", expected=expected, fix=fix)
+
+
+def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
+    """Run a command, again after each death by a signal. Returns the exit status of the last start.
+
+    It is not started again after SIGTERM, SIGINT or an exit of its own, whatever its status, nor
+    after `MAX_FUTILE_DEATHS` without a new step.
+
+    Args:
+        command: a command line whose training calls `step_reporter`.
+        pause_s: seconds before the second start; doubled each time, up to `LONGEST_PAUSE_S`.
+    """
+    newest_step = num_futile = 0
+    with TemporaryFile() as step_file, ExitStack() as stack:
+        steps = step_file.fileno()
+        child = _Child(steps)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, child.pass_on))
+        while True:
+            status = child.run(command)
+            if status >= 0:
+                return status
+            if -status in (signal.SIGTERM, signal.SIGINT):
+                return 128 - status
+            step = _read_step(steps)
+            num_futile = 0 if step > newest_step else num_futile + 1
+            newest_step = max(step, newest_step)
+            place = f"after step {step}" if step > 0 else "before the end of a step"
+            cause = f"signal {-status} ({signal.strsignal(-status)})"
+            print(f"{OPTION}: the run was ended by {cause} {place}; ", end="", flush=True)
+            if num_futile == MAX_FUTILE_DEATHS:
+                print(f"it is not started again after {num_futile} deaths without a new step.")
+                return 128 - status
+            print(f"the same command is started again in {pause_s:g} s.", flush=True)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class _Child:
+    """The command that runs, and the signals that are passed on to it."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_requests = 0
+
+    def run(self, command: Sequence[str]) -> int:
+        """Start the command and wait for its end. Returns its status, below 0 for a signal."""
+        _write_step(self._steps, -1)
+        variables = os.environ | {_STEP_FILE: str(self._steps)}
+        # In a group of its own, so that Ctrl-C in a terminal comes once, from here.
+        passed = [self._steps]
+        self._process = subprocess.Popen(command, env=variables, pass_fds=passed, process_group=0)
+        status = self._process.wait()
+        self._process = None
+        return status
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the command gets it, or in a pause this process ends."""
+        if self._process is None:
+            raise SystemExit(128 + number)
+        self._num_requests += 1
+        is_first_request = number == signal.SIGTERM and self._num_requests == 1
+        if not (is_first_request and self._has_request(self._process.pid)):
+            self._process.send_signal(number)
+
+    def _has_request(self, pid: int) -> bool:
+        """Whether a training has been asked to stop, as where a scheduler sends SIGTERM to all
+        processes; a second one would end it at once (`observe/stopping.py`)."""
+        time.sleep(_NOTICED_S)
+        status = Path(f"/proc/{pid}/status")
+        if _read_step(self._steps) < 0 or not status.is_file():
+            return False
+        caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(), re.MULTILINE)
+        return caught is not None and not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
+def _write_step(descriptor: int, step: int) -> None:
+    os.pwrite(descriptor, f"{step:{_WIDTH}}".encode(), 0)
+
+
+def _read_step(descriptor: int) -> int:
+    return int(os.pread(descriptor, _WIDTH, 0))

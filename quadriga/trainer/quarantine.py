@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that a run skips because they have lost workers twice.
+
+    DIRECTORY/quarantine/step_7.jsonl     the rows of step 7, a line each
+
+The file is also the record: a run that goes on from an earlier step skips the same step again.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quadriga.config.trainer import TrainerConfig
+from quadriga.trainer.checkpoint import quarantined_files
+from quadriga.trainer.responses import write_rows
+
+LIMIT_KEY = "trainer.max_skipped_steps"
+
+
+class Quarantine:
+    """The steps that a run skips.
+
+    Attributes:
+        num_rows: by step, the least number of rows of data that it takes, as far as that is known.
+    """
+
+    def __init__(self, settings: TrainerConfig) -> None:
+        self._directory = settings.directory
+        self._limit = settings.max_skipped_steps
+        self.num_rows: dict[int, int] = {}
+        # A run that begins anew, or from a given checkpoint, does not follow an earlier one.
+        if settings.resume_mode == "auto":
+            for step, path in quarantined_files(self._directory).items():
+                self.num_rows[step] = path.read_bytes().count(b"\n")
+
+    def refusal(self, step: int) -> str:
+        """Why a step cannot be skipped; "" where it can."""
+        if step < 1:
+            return "it is no training step"
+        if step in self.num_rows:
+            return "it has been skipped"
+        if neighbours := {step - 1, step + 1} & self.num_rows.keys():
+            return f"step {min(neighbours)} is skipped, and no two steps in succession are"
+        if len(self.num_rows) >= self._limit:
+            return f"{len(self.num_rows)} steps are skipped already, {LIMIT_KEY}={self._limit}"
+        return ""
+
+    def add(self, step: int, num_rows: int) -> None:
+        """Have a step skipped from here on."""
+        self.num_rows[step] = num_rows
+
+    def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the rows of a skipped step: whole or not at all.
+
+        Raises DataError: they cannot be written.
+        """
+        path = self._directory / "quarantine" / f"step_{step}.jsonl"
+        write_rows(path, ({"step": step, **row} for row in rows), where="trainer.default_local_dir")
+        return path
