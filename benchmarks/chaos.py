@@ -32,6 +32,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
+# Runs choose their device as they do by default; what they compute is the same on every machine.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from campaigns.campaign import Campaign, Outcome  # noqa: E402
 

@@ -81,12 +81,9 @@ def main() -> int:
         "data.max_prompt_length=32",
         "data.max_response_length=8",
     ]
-    words += [
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
-        "trainer.device=cpu",
-        "--output",
-    ]
-    options = {"env": os.environ | {"PYTHONPATH": str(REPOSITORY)}, "stdout": subprocess.DEVNULL}
+    words += ["actor_rollout_ref.actor.fsdp_config.model_dtype=float32", "--output"]
+    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    options = {"env": os.environ | own, "stdout": subprocess.DEVNULL}
     alone, killed = folder / "alone.parquet", folder / f"killed_{args.seed}.parquet"
     if not alone.exists():
         begun = time.monotonic()

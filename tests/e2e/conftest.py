@@ -41,6 +41,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_gpus() -> Iterator[None]:
+    """Runs choose their device as they do by default; the GPUs of a machine that has some are hidden."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # CUDA would keep what it finds for as long as this process lives, also for tests/gpu.
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 def build_word_tokenizer(words: list[str], pattern: str, template: str) -> PreTrainedTokenizerFast:
     """One token per word, as the pattern tells words apart; behind <pad>, <eos> and <unk>."""
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
@@ -182,7 +192,6 @@ def command_line(home: Path, folder: Path, *overrides: str, run: str = "run") ->
         "critic.optim.lr=1e-3",
         "reward_model.num_workers=1",
         f"custom_reward_function.path={home / 'reward.py'}",
-        "trainer.device=cpu",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=False",
         "trainer.logger=[jsonl]",

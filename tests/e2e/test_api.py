@@ -42,7 +42,6 @@ def settings(home: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "actor_rollout_ref.actor.optim.lr": 1e-3,
             "actor_rollout_ref.rollout.n": 2,
             "reward_model.num_workers": 1,
-            "trainer.device": "cpu",
             "trainer.val_before_train": False,
             "trainer.logger": ["jsonl"],
             "trainer.default_local_dir": tmp_path / run,
@@ -235,7 +234,7 @@ def test_sft(
     """Twice in one process, of a list and of a data frame: each run without a name has a directory of its own."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"say a {number}", "response": "aaa"} for number in range(8)]
-    options = {"trainer.device": "cpu", "data.max_length": 40, "data.train_batch_size": 4}
+    options = {"data.max_length": 40, "data.train_batch_size": 4}
     runs = [
         quadriga.sft(settings()["model"], one, steps=2, options=options)
         for one in (rows, pd.DataFrame(rows))

@@ -20,7 +20,6 @@ QUICK = (
     "reward_model.num_workers=1",
     "trainer.total_training_steps=2",
     "trainer.val_before_train=false",
-    "trainer.device=cpu",
 )
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run does after a loss: which it gets over, which end it, and what it says. Losses of real processes: ray/."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 from quadriga.cli.main import main
+from quadriga.errors import WorkerLostError
 from quadriga.models.weight_files import open_weights
+from quadriga.protocol import DataProto
 from quadriga.trainer import task_runner
+from quadriga.trainer.ray_trainer import RayPPOTrainer
 
 COMMON = (
     "trainer.total_training_steps=6",
@@ -135,17 +140,123 @@ def test_a_budget_that_is_spent(
     assert main(command) == 0
 
 
-def test_a_step_that_is_lost_twice_ends_the_run(
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`dying(*steps)`: from here on the update of these steps loses a worker, each time."""
+
+    def make(*steps: int) -> None:
+        learn = RayPPOTrainer.learn
+
+        def disturbed(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
+            if trainer.global_steps in steps:
+                raise WorkerLostError("actor[rank 1/2] died in update_actor", got="SIGSEGV")
+            return learn(trainer, batch)
+
+        monkeypatch.setattr(RayPPOTrainer, "learn", disturbed)
+
+    return make
+
+
+def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without those that tell how far generation beside training was ahead."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("async/")}
+        for line in lines
+    ]
+
+
+ASYNC = ("async_training.enable=True", "async_training.preset=one_step_off")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        pytest.param(
+            ("algorithm.filter_groups.enable=True", "data.gen_batch_size=3"), marks=pytest.mark.slow
+        ),
+        pytest.param((*ASYNC, "async_training.deterministic=True"), marks=pytest.mark.slow),
+    ],
+    ids=["one batch", "several batches", "beside training"],
+)
+def test_a_step_that_loses_workers_twice_is_skipped(
+    overrides: tuple[str, ...],
+    train: Callable[..., Path],
+    dying: Callable[..., None],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Its rows are kept, and the run goes on; so does one that resumes from an earlier step, without a loss."""
+    dying(3)
+    options = (*COMMON, *overrides, "trainer.save_freq=1", "trainer.logger=[console,jsonl]")
+    run = train(*options)
+    output = capsys.readouterr().out
+    assert output.count("Recovery: ") == 2
+    assert "(trainer.max_worker_restarts). Step 3 has lost workers twice, and is skipped." in output
+    file = run / "quarantine" / "step_3.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (
+        f"step 3 is skipped, for it has lost workers twice. Its {len(rows)} rows: {file}"
+        in " ".join(output.split())
+    )
+    assert len(rows) == 4 if not overrides else len(rows) >= 4
+    for row in rows:
+        assert "train.parquet row " in row["source_row"]
+        assert row["prompt"].startswith("<user>say a ") and row["data_source"] == "letters"
+    lines = untimed(metric_lines(run))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert "actor/grad_norm" in lines[1] and "actor/grad_norm" not in lines[2]
+    assert '"recovery/skipped_steps": 1' in (run / "metrics.jsonl").read_text().splitlines()[2]
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    for step in range(3, 7):
+        shutil.rmtree(again / f"global_step_{step}")
+    (again / "latest_checkpointed_iteration.txt").write_text("2\n")
+    assert untimed(metric_lines(train(*options, run="again"))) == lines
+    output = capsys.readouterr().out
+    assert "resumed from" in output and "Recovery: " not in output
+    left, right = (open_weights(one / "global_step_6" / "actor") for one in (run, again))
+    assert [
+        name for name in left.shapes if not torch.equal(left.read(name), right.read(name))
+    ] == []
+
+
+def test_no_two_steps_in_succession_are_skipped(
     arguments: Callable[..., list[str]],
-    losing: Callable[..., tuple[str, ...]],
+    dying: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["train", *arguments(*losing(LOST, 3, is_once=False), "trainer.save_freq=1")]) == 1
-    told = capsys.readouterr()
-    assert told.out.count("Recovery: ") == 1
-    assert "step 3 has lost a worker before, so the cause may be in it" in " ".join(
-        told.err.split()
+    dying(2, 3)
+    assert (
+        main(["train", *arguments(*COMMON, "trainer.save_freq=1", "trainer.max_skipped_steps=2")])
+        == 1
     )
+    error = " ".join(capsys.readouterr().err.split())
+    assert (
+        "step 3 has lost a worker before, so the cause may be in it, and step 2 is skipped, and no two"
+        in error
+    )
+    assert "The same command goes on from the checkpoint of step 2." in error
+
+
+def test_a_full_disk_skips_nothing(
+    arguments: Callable[..., list[str]],
+    dying: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Where the rows cannot be written the run ends, and says so; with room again it goes on."""
+    dying(2)
+    command = ["train", *arguments("trainer.total_training_steps=3", "trainer.save_freq=1")]
+    place = tmp_path / "run" / "quarantine"
+    place.parent.mkdir()
+    place.write_text("a file where a folder belongs")
+    assert main(command) == 1
+    assert "quarantine" in capsys.readouterr().err
+    place.unlink()
+    assert main(command) == 0
+    assert (place / "step_2.jsonl").is_file()
 
 
 @pytest.mark.parametrize(

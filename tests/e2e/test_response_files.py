@@ -256,12 +256,7 @@ def test_verls_programs_run_here(
         "data.train_batch_size=4",
         "trainer.total_training_steps=2",
     ]
-    words += [
-        "trainer.logger=console",
-        "trainer.test_freq=after_each_epoch",
-        "optim.lr=1e-3",
-        "trainer.device=cpu",
-    ]
+    words += ["trainer.logger=console", "trainer.test_freq=after_each_epoch", "optim.lr=1e-3"]
     words += [
         f"trainer.default_local_dir={tmp_path / 'sft'}",
         "model.enable_gradient_checkpointing=False",

@@ -64,7 +64,6 @@ def sft(start: Path, tmp_path: Path) -> Callable[..., Path]:
             f"model.path={start}",
             "optim.lr=3e-3",
             "engine.fsdp_config.model_dtype=float32",
-            "trainer.device=cpu",
             "trainer.total_training_steps=4",
             "trainer.logger=[jsonl]",
             f"trainer.default_local_dir={tmp_path / run}",

@@ -57,7 +57,8 @@ def ray_cluster(ray_folder: Path) -> Iterator[str]:
     """This process is the driver of a cluster of one node with 9 logical CPUs; gives its address."""
     # A job in the background ignores SIGINT, and so would whatever the workers start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with keeping_sigterm_handler():
+    with keeping_sigterm_handler(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         context = ray.init(
             address="local",
             num_cpus=9,

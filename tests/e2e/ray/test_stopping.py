@@ -45,7 +45,6 @@ def test_sigterm_in_a_program_saves_the_step_in_work(
         "actor_rollout_ref.actor.optim.lr": 1e-3,
         "actor_rollout_ref.rollout.n": 2,
         "reward_model.num_workers": 1,
-        "trainer.device": "cpu",
         "trainer.val_before_train": True,
         "trainer.logger": ["jsonl"],
         "trainer.save_freq": 90000,
