@@ -2,15 +2,19 @@
 """Campaigns of damage: kills, stops, full disks, flipped bytes, hostile programs; each case from its number alone.
 
     .venv/bin/python benchmarks/chaos.py list                        # campaigns, cases so far and wanted
-    .venv/bin/python benchmarks/chaos.py run kills --cases 100       # the next hundred, added to the record
+    .venv/bin/python benchmarks/chaos.py run kills                   # a full sitting, added to the record
+    .venv/bin/python benchmarks/chaos.py run kills --cases 100       # the next hundred cases
     .venv/bin/python benchmarks/chaos.py run kills --minutes 20      # as many as begin within that time
     .venv/bin/python benchmarks/chaos.py again kills 17 23           # those cases, nothing recorded, folders kept
     .venv/bin/python benchmarks/chaos.py table                       # writes docs/reliability.md
 
-Each campaign is a module of benchmarks/campaigns. The record, `docs/reliability.jsonl`, has one line a sitting: the
-commit, the machine, the numbers of its cases, events by group, figures and every failure. A sitting goes on after the
-last number of the one before, so that sittings add up; one that is interrupted records what it has done. The status is
-1 if a case failed.
+Each campaign is a module of benchmarks/campaigns: async_runs, damage, disk_full, engine_kills, hostile, kills,
+ray_kills, right, stops, stream_kills, user_code. Keys that a case is not about have their defaults, `trainer.device`
+too; GPUs are hidden by CUDA_VISIBLE_DEVICES. `scripts/test --all` runs a few cases (tests/e2e/test_campaigns.py).
+
+The record, `docs/reliability.jsonl`, has one line a sitting: the commit, the machine, the numbers of its cases, events
+by group, figures and every failure. A sitting goes on after the last number of the one before, so that sittings add up;
+one that is interrupted records what it has done. The status is 1 if a case failed.
 """
 
 import importlib
@@ -110,7 +114,8 @@ def sit(args: Namespace) -> int:
     first = 1 + max(
         (line["last"] for line in sittings() if line["campaign"] == args.campaign), default=0
     )
-    last_wanted = first + args.cases if args.cases else sys.maxsize
+    num_cases = args.cases or (sys.maxsize if args.minutes else campaign(args.campaign).cases)
+    last_wanted = first + num_cases
     until = time.monotonic() + (args.minutes * 60 if args.minutes else float("inf"))
     groups, done = Counter[str](), dict[int, Outcome]()
     start = time.monotonic()
@@ -273,15 +278,11 @@ def main() -> int:
             help="cases side by side, where the campaign allows it",
         )
         if name == "run":
-            command.add_argument(
-                "--cases", type=int, help="how many; without it, all that begin within --minutes"
-            )
-            command.add_argument("--minutes", type=float)
+            command.add_argument("--cases", type=int, help="how many; by default a full sitting")
+            command.add_argument("--minutes", type=float, help="as many as begin within that time")
         else:
             command.add_argument("numbers", nargs="+", type=int)
     args = parser.parse_args()
-    if args.function is sit and not (args.cases or args.minutes):
-        parser.error("run: got neither --cases nor --minutes, expected one of them")
     if hasattr(args, "output"):
         args.output = args.output.absolute()
     return args.function(args)

@@ -170,6 +170,8 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
         failure = difference(files / kind / "run", folder / "run")
     else:
         failure = "" if is_over else replayed(folder, files, keys, f"again {number}")
+    if not failure and (files_left := list((folder / "tmp").iterdir())):
+        failure = f"temporary files {files_left} are left"
     events = {kind: 1 if kind == "replay" else num_kills}
     after = 0 if status else newest_record(folder / "run")[1]
     return Outcome(
@@ -182,9 +184,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 CAMPAIGN = Campaign(
     what="asynchronous runs in random time: repeated from their record; SIGKILL at random moments (one process)",
     promise="the repeated run, or its part after a kill, has the same numbers bit for bit; with deterministic=True the "
-    "resumed run has those of the run left alone",
+    "resumed run has those of the run left alone; no temporary file is left",
     wanted={"replay": 20} | dict.fromkeys(SIDES, 30),
     run=run,
+    cases=110,
     processes=2,
     prepare=prepare,
 )

@@ -38,6 +38,7 @@ class Campaign:
         wanted: events in all, by group; "" stands for all groups together.
         run: the case of a number in an empty folder that is removed afterwards. It ends all that it starts, has time
             limits of its own, and raises only where the campaign itself is broken.
+        cases: how many a full sitting has.
         processes: cases that may run side by side; 1 where a case needs the whole machine.
         prepare: what is done once before a sitting, in a folder that stays (warm files, the run left alone).
     """
@@ -46,5 +47,6 @@ class Campaign:
     promise: str
     wanted: Mapping[str, int]
     run: Callable[[int, Path, Path], Outcome]
+    cases: int
     processes: int = 1
     prepare: Callable[[Path], None] | None = None

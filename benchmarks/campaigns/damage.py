@@ -43,19 +43,19 @@ def words(variant: str, files: Path) -> list[str]:
 
 
 def prepare(files: Path) -> None:
-    """The runs left alone; again where the package has changed."""
+    """Models and data; again where the package has changed."""
     kills.prepare(files)
-    for variant in kills.VARIANTS:
-        folder = files / "kept" / variant
-        if (folder / "done").is_file():
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        if status := forked(folder, words(variant, files)):
+
+
+def run_alone(files: Path, variant: str) -> Path:
+    """The directory of a variant's run that nothing happens to, with its last checkpoints."""
+    folder = files / "kept" / variant
+    with kills.made_once(folder) as is_missing:
+        if is_missing and (status := forked(folder, words(variant, files))):
             raise SystemExit(
                 f"the run of {variant} left alone ended with {status}: {folder / 'log'}"
             )
-        (folder / "done").touch()
+    return folder / "run"
 
 
 def forked(
@@ -180,7 +180,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     turn, variant = divmod(number, len(kills.VARIANTS))
     variant = list(kills.VARIANTS)[variant]
     turn, kind = turn // len(KINDS), KINDS[turn % len(KINDS)]
-    alone, top = files / "kept" / variant / "run", folder / "run"
+    alone, top = run_alone(files, variant), folder / "run"
     shutil.copytree(alone, top)
     *steps, last = sorted(int(path.name.rpartition("_")[2]) for path in top.glob("global_step_*"))
     # As if it had been killed before the last: a run that has ended reads no checkpoint.
@@ -251,6 +251,7 @@ CAMPAIGN = Campaign(
     promise="found before use, said and kept; an older state taken; the run ends with the files of the one left alone",
     wanted={"": 300} | dict.fromkeys(KINDS, 50),
     run=run,
+    cases=100,
     processes=2,
     prepare=prepare,
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from campaigns import kills
 from campaigns.campaign import Campaign, Outcome
-from campaigns.damage import contents, forked, prepare, words
+from campaigns.damage import contents, forked, prepare, run_alone, words
 from campaigns.kills import difference
 from quadriga.errors import CheckpointError
 from quadriga.trainer.checkpoint import Checkpoints, verify
@@ -90,7 +90,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
         list(kills.VARIANTS)[place],
         ("small", "filled", "small", "filled", "forbidden")[turn % 5],
     )
-    alone, top = files / "kept" / variant / "run", folder / "run"
+    alone, top = run_alone(files, variant), folder / "run"
     top.mkdir()
     own_namespace()
     needed = size_of(alone)
@@ -161,6 +161,7 @@ CAMPAIGN = Campaign(
     promise="one error that names it; nothing lost that was whole; with room again the run ends as the one left alone",
     wanted={"": 50},
     run=run,
+    cases=5,
     processes=2,
     prepare=prepare,
 )

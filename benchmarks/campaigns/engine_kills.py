@@ -243,6 +243,7 @@ CAMPAIGN = Campaign(
     promise="each prompt's samples exactly once, with the tokens and scores of the run left alone; no process stays",
     wanted={"": 50},
     run=case,
+    cases=1,
     prepare=prepare,
 )
 

@@ -468,5 +468,6 @@ CAMPAIGN = Campaign(
     promise="score 0, no other process reached, nothing left, no limit passed by more than a second",
     wanted={"": len(PROGRAMS) * len(_VARIANTS)},
     run=run,
+    cases=len(PROGRAMS) * len(_VARIANTS),
     processes=2,
 )

@@ -11,6 +11,7 @@ Equal is: the same files, and in each the same bytes, but for times and speeds i
 """
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import mmap
@@ -116,8 +117,33 @@ def words(variant: str, files: Path) -> list[str]:
 
 
 def prepare(files: Path) -> None:
-    """Models, data, and each variant's run left alone; again where the package has changed."""
-    prepare_once(files, __file__, _run_alone)
+    """Models and data; again where the package has changed. Runs left alone are made when they are needed."""
+    prepare_once(files, __file__, lambda files: None)
+
+
+@contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Whether a folder is still to be filled, in the block; other processes wait meanwhile."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_missing = not (folder / "done").is_file()
+        if is_missing:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        yield is_missing
+        (folder / "done").touch()
+
+
+def run_alone(files: Path, variant: str) -> Path:
+    """The directory of a variant's run that nothing happens to."""
+    folder = files / variant
+    with made_once(folder) as is_missing:
+        if is_missing and (status := Attempt(words(variant, files), folder).wait()):
+            raise SystemExit(
+                f"the run of {variant} left alone ended with {status}: {folder / 'log'}"
+            )
+    return folder / "run"
 
 
 def prepare_once(files: Path, campaign: str, run_alone: Callable[[Path], None]) -> None:
@@ -141,16 +167,6 @@ def prepare_once(files: Path, campaign: str, run_alone: Callable[[Path], None]) 
     write_studio(studio)
     run_alone(files)
     done.write_text(state)
-
-
-def _run_alone(files: Path) -> None:
-    for variant in VARIANTS:
-        (files / variant).mkdir()
-        attempt = Attempt(words(variant, files), files / variant, is_real_start=True)
-        if status := attempt.wait():
-            raise SystemExit(
-                f"the run of {variant} left alone ended with {status}: {files / variant / 'log'}"
-            )
 
 
 # ---- in the process that is killed --------------------------------------------------------------
@@ -322,7 +338,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     status = attempt.wait()
     told = f"{variant}, {sum(events.values())} kills {dict(events)}"
     failure = f"{told}: status {status} at the end, see {folder / 'log'}" if status else ""
-    if not failure and (different := difference(files / variant / "run", folder / "run")):
+    if not failure and (different := difference(run_alone(files, variant), folder / "run")):
         failure = f"{told}: {different}, in {folder}"
     deadline = time.monotonic() + END_LIMIT_S
     while not failure and (
@@ -370,6 +386,7 @@ CAMPAIGN = Campaign(
     promise="the resumed run equals the one left alone in every file and row, times aside; nothing is left",
     wanted={"": 1000} | dict.fromkeys(PHASES[1:], 100),
     run=run,
+    cases=180,
     processes=2,
     prepare=prepare,
 )

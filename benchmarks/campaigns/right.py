@@ -410,5 +410,6 @@ CAMPAIGN = Campaign(
     promise="score 1",
     wanted={"": 200},
     run=run,
+    cases=20,
     processes=2,
 )

@@ -74,5 +74,6 @@ CAMPAIGN = Campaign(
     promise="named within 30 s, killed at its limit, recovered by itself with the numbers of the run left alone",
     wanted={"": 30},
     run=run,
+    cases=1,
     prepare=prepare,
 )

@@ -142,6 +142,7 @@ CAMPAIGN = Campaign(
     promise="each prompt's samples exactly once; deterministic: with the tokens and scores of the run left alone",
     wanted={"": 20},
     run=case,
+    cases=1,
     prepare=prepare,
 )
 

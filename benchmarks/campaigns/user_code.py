@@ -321,6 +321,7 @@ CAMPAIGN = Campaign(
     promise="each failure is counted, stored and said, the run goes on to its end, and nothing of it is left",
     wanted={"": 300, "reward": 100, "tool": 50, "interaction": 50, "loop": 50},
     run=run,
+    cases=30,
     processes=2,
     prepare=prepare,
 )
