@@ -70,7 +70,7 @@ def _start(config: Config, kept_alive: Sequence[str]) -> int:
     """Trains; what goes wrong is said with the spellings of the task.
 
     Args:
-        config: of the run.
+        config: what to train.
         kept_alive: the words of the command, if it is to be started again after a death; else none.
     """
     try:

@@ -11,12 +11,12 @@ import json
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Optional
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from quadriga.descendants import own_folder
 from quadriga.errors import ConfigError
 from quadriga.observe.timing import PhaseTimer
 
@@ -69,7 +69,7 @@ class Recording:
         if self.tool == "nsys":
             torch.cuda.profiler.stop()
             return b""
-        with own_folder() as folder:
+        with TemporaryDirectory() as folder:
             path = Path(folder) / "part.json"
             if self.tool == "torch_memory":
                 torch.cuda.memory._dump_snapshot(str(path))
