@@ -20,7 +20,10 @@ from transformers import (
 
 from quadriga.cli.main import main
 from quadriga.data.vision import load_processor
+from quadriga.errors import WorkerLostError
 from quadriga.models.weight_files import open_weights
+from quadriga.protocol import DataProto
+from quadriga.trainer.sft import SupervisedTrainer
 from quadriga_recipes.playground import build_tokenizer as playground_tokenizer
 from quadriga_recipes.playground import write_model
 from tests.vision_folder import COLORS, picture, tiny_tokenizer, write_vision_folder
@@ -166,6 +169,32 @@ def test_megatron_learns_the_same(sft, objective: str, processes: int) -> None:
     assert left.shapes == right.shapes
     for name in right.shapes:
         torch.testing.assert_close(left.read(name), right.read(name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("objective", "rows"), [("sft", CHATS), ("reward_model", PAIRS)])
+def test_a_step_that_loses_workers_twice_is_skipped(
+    sft, objective: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequences are written, and the model is that of the other steps."""
+    update = SupervisedTrainer.update
+
+    def disturbed(trainer: SupervisedTrainer, batch: DataProto) -> None:
+        if trainer.global_steps == 2:
+            raise WorkerLostError("actor[rank 1/2] died in update", got="SIGSEGV")
+        update(trainer, batch)
+
+    monkeypatch.setattr(SupervisedTrainer, "update", disturbed)
+    run = sft(
+        rows, f"objective={objective}", "trainer.save_freq=1", "trainer.total_training_steps=3"
+    )
+    lines = (run / "quarantine" / "step_2.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["texts"] for line in lines]
+    assert len(texts) == 5
+    assert {len(each) for each in texts} == {1 if objective == "sft" else 2}
+    assert all("<user>say " in text and "<assistant>" in text for each in texts for text in each)
+    steps = metrics(run)
+    assert steps[2]["recovery/skipped_steps"] == 1.0 and "train/loss" not in steps[2]
+    assert "train/loss" in steps[3] and (run / "model").is_dir()
 
 
 def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sft) -> None:
