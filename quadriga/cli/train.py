@@ -9,13 +9,7 @@ from quadriga.config import Config, keys_text, show
 from quadriga.config.root import respell
 from quadriga.descendants import begin_of_process
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.trainer.keep_alive import (
-    OPTION,
-    is_kept_alive,
-    keep_alive,
-    own_command,
-    require_resumable,
-)
+from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga.trainer.launch import run_ppo
 
 _KEEP_ALIVE = "start the command again when a signal such as SIGKILL has ended it"
@@ -75,8 +69,7 @@ def _start(config: Config, kept_alive: Sequence[str]) -> int:
     """
     try:
         if kept_alive and not is_kept_alive():
-            require_resumable(config)
-            return keep_alive(own_command(kept_alive))
+            return keep_run_alive(config, kept_alive)
         run_ppo(config, begin_of_process())
     except QuadrigaError as error:
         respell(error, config.task)

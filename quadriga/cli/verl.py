@@ -12,13 +12,7 @@ from pathlib import Path
 
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
-from quadriga.trainer.keep_alive import (
-    OPTION,
-    is_kept_alive,
-    keep_alive,
-    own_command,
-    require_resumable,
-)
+from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga.verl.hydra import VERSIONS, Tree
 from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.shell import LAUNCHERS, launched
@@ -71,10 +65,10 @@ def main(argv: Sequence[str]) -> int:
         return 2 if translation.refused else 0
     if problems := translation.refused + translation.machine:
         raise combined(problems)
-    is_training = translation.entry.run == "train" and translation.config is not None
-    if options.keep_alive and is_training and not is_kept_alive():
-        require_resumable(translation.config)
-        return keep_alive(own_command(["verl", *argv]))
+    if options.keep_alive and not is_kept_alive():
+        if translation.entry.run != "train" or translation.config is None:
+            raise ConfigError(OPTION, got=translation.entry.name, expected="a program that trains")
+        return keep_run_alive(translation.config, ["verl", *argv])
     module, _, name = RUNS[translation.entry.run].partition(":")
     given = () if translation.config is None else (translation.config,)
     getattr(import_module(module), name)(*given, **translation.options)

@@ -24,6 +24,7 @@ from types import FrameType
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
+from quadriga.streams import log_to
 
 OPTION = "--keep-alive"
 FIRST_PAUSE_S = 5.0
@@ -68,6 +69,16 @@ def require_resumable(config: Config) -> None:
         fix = "Set trainer.save_freq=N to write one every N steps."
         expected = "one to go on from"
         raise ConfigError(OPTION, got="a run that writes no checkpoint", expected=expected, fix=fix)
+
+
+def keep_run_alive(config: Config, words: Sequence[str]) -> int:
+    """Start the command of this process, which ends with these words, again and again.
+
+    Returns the exit status, as `keep_alive`. Raises ConfigError: the run would not go on.
+    """
+    require_resumable(config)
+    log_to(config.trainer.directory)
+    return keep_alive(own_command(words))
 
 
 def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
