@@ -152,7 +152,7 @@ class _Child:
         status = Path(f"/proc/{pid}/status")
         if _read_step(self._steps) < 0 or not status.is_file():
             return False
-        caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(), re.MULTILINE)
+        caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
         return caught is not None and not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
