@@ -16,22 +16,22 @@ MAX_SHORT_LINES = 3
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
     "algorithms": 13200,
-    "cli": 9260,
+    "cli": 9450,
     "compat": 19150,
-    "config": 27070,
+    "config": 27110,
     "data": 35120,
     "engines": 34600,
     "models": 31920,
     "observe": 12210,
-    "protocol": 13100,
+    "protocol": 13130,
     "rewards": 28610,
     "rollout": 76670,
-    "single_controller": 24430,
-    "trainer": 50650,
+    "single_controller": 24550,
+    "trainer": 52820,
     "verl": 15850,
     "weight_sync": 7180,
     "workers": 19540,
-    "": 15040,
+    "": 15090,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
