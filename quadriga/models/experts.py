@@ -87,7 +87,8 @@ class Routing:
     """Path of a packed batch's tokens through the routers.
 
     Attributes:
-        told: experts [N, L, k] to go through. -1, or None for all, leaves the choice to the router.
+        replayed: experts [N, L, k] to go through. -1, or None for all, leaves the choice to the
+            router.
         loss_weight: weight in the loss of a predicted token's load-balancing loss.
         z_weight: weight in the loss of a predicted token's z-loss in one layer.
         keeps: whether to record `chosen`.
@@ -97,7 +98,7 @@ class Routing:
             experts, and those of them for which the router would have chosen others.
     """
 
-    told: Tensor | None = None
+    replayed: Tensor | None = None
     loss_weight: float = 0.0
     z_weight: float = 0.0
     keeps: bool = False
@@ -117,7 +118,7 @@ class RoutedTokens:
         lengths: [b] number of predicted tokens of each row, over all ranks.
         add_up: sums a tensor in place over the ranks with other tokens of the same rows.
         chosen: experts [n, k] by index of the mixture.
-        is_told: [n] which tokens replay their experts in the current mixture.
+        is_replayed: [n] which tokens replay their experts in the current mixture.
     """
 
     routing: Routing
@@ -127,7 +128,7 @@ class RoutedTokens:
     lengths: Tensor
     add_up: Callable[[Tensor], Any]
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    is_told: Tensor | None = None
+    is_replayed: Tensor | None = None
 
     def told(self, mixture: int, num_tokens: int) -> Tensor | None:
         """Experts to replay in a mixture.
@@ -139,17 +140,22 @@ class RoutedTokens:
         Returns:
             [n, k] with -1 for the router's own choice, or None if nothing is replayed.
         """
-        if self.routing.told is None:
+        if self.routing.replayed is None:
             return None
-        routes = self.routing.told[self.start : self.start + num_tokens, mixture].long()
+        routes = self.routing.replayed[self.start : self.start + num_tokens, mixture].long()
         num_padded = num_tokens - len(routes)
         # A batch may be padded to a number of tokens that all ranks can divide.
         routes = nn.functional.pad(routes, (0, 0, 0, num_padded), value=-1)
-        self.is_told = routes[:, 0] >= 0
+        self.is_replayed = routes[:, 0] >= 0
         return routes
 
     def see(
-        self, mixture: int, logits: Tensor, scores: Tensor, chosen: Tensor, own: Tensor | None
+        self,
+        mixture: int,
+        logits: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        own_choice: Tensor | None,
     ) -> Tensor:
         """Record a router's choice and attach its losses.
 
@@ -158,7 +164,7 @@ class RoutedTokens:
             logits: [n, E] logits of the router.
             scores: [n, k] weights of the chosen experts.
             chosen: [n, k] experts that the tokens go through.
-            own: [n, k] experts that the router would have chosen, if some were replayed.
+            own_choice: [n, k] experts that the router would have chosen, if some were replayed.
 
         Returns:
             The scores, which carry the gradients of the load-balancing loss and the z-loss.
@@ -183,7 +189,9 @@ class RoutedTokens:
             scores = _WithLoss.apply(scores, z_loss * routing.z_weight)
         if is_first:
             with torch.no_grad():
-                self._count(routing.sums[mixture], log_probs, picked, own, [balance_loss, z_loss])
+                self._count(
+                    routing.sums[mixture], log_probs, picked, own_choice, [balance_loss, z_loss]
+                )
         return scores
 
     def _count(
@@ -197,19 +205,19 @@ class RoutedTokens:
         """Add the predicted tokens [m, E] and [m, k] to the sums [E + 6] of a mixture."""
         num_experts = log_probs.shape[1]
         zero = sums.new_zeros(())
-        num_told = zero
+        num_replayed = zero
         num_differing = zero
         if own_choice is not None:
             # As sets: the order of a token's experts does not matter.
             own_sorted = own_choice[self.places].sort(-1).values
             differs = (own_sorted != picked.sort(-1).values).any(-1)
-            is_told = self.is_told[self.places]
-            num_told = is_told.sum()
-            num_differing = (differs & is_told).sum()
+            is_replayed = self.is_replayed[self.places]
+            num_replayed = is_replayed.sum()
+            num_differing = (differs & is_replayed).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
         # In the order of `Routing.sums`.
         sums[:num_experts].index_add_(0, picked.flatten(), sums.new_ones(picked.numel()))
-        totals = (zero + len(picked), entropy, *losses, num_told, num_differing)
+        totals = (zero + len(picked), entropy, *losses, num_replayed, num_differing)
         sums[num_experts:] += torch.stack([total.double() for total in totals])
 
     def _balance_loss(self, probs: Tensor, picked: Tensor) -> Tensor:

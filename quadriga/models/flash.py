@@ -310,24 +310,24 @@ class Sums(dict[Rows, Sequence[Tensor]]):
         sums.memory = query.new_empty(num_tokens, num_heads + 2 * num_keys, size)
         return sums, list(sums.memory.split([num_heads, num_keys, num_keys], 1))
 
-    def add(self, keys: Rows, found: Sequence[Tensor]) -> None:
+    def add(self, keys: Rows, gradients: Sequence[Tensor]) -> None:
         """Add a block's gradients.
 
         Args:
             keys: rows of the keys.
-            found: gradients of key and value, [1, S, K, D] each.
+            gradients: gradients of key and value, [1, S, K, D] each.
         """
         if keys in self:
-            for total, gradient in zip(self[keys], found, strict=True):
+            for total, gradient in zip(self[keys], gradients, strict=True):
                 total.add_(gradient)
             return
         if self.memory is None or keys.start is None:
-            self[keys] = [gradient.float() for gradient in found]
+            self[keys] = [gradient.float() for gradient in gradients]
             return
         # Float32 views of the memory of these tokens, whose own gradients are written later.
         memory = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
         totals = []
-        for gradient, room in zip(found, memory.split(found[0].numel()), strict=False):
+        for gradient, room in zip(gradients, memory.split(gradients[0].numel()), strict=False):
             totals.append(room.view(gradient.shape).copy_(gradient))
         self[keys] = totals
 
