@@ -360,5 +360,5 @@ def _packed(
                     ]
                     told[torch.from_numpy(places)] = own[: len(places)]
                 told = told.to(engine.device)
-            packed = replace(packed, routing=replace(routing, told=told))
+            packed = replace(packed, routing=replace(routing, replayed=told))
         yield indices, packed

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as names and tensors: in a stream of weights, in PEFT's files, and merged into the weights of a folder.
+"""LoRA adapters as named tensors: in a model, in PEFT's files, and merged into the base weights.
 
-    in the model                                   in PEFT's file                                   merged
-    L.q_proj.base_layer.weight   W                                                                  L.q_proj.weight
-    L.q_proj.lora_A.default.weight   A [r, in]     base_model.model.L.q_proj.lora_A.weight            W + scale B A
-    L.q_proj.lora_B.default.weight   B [out, r]    base_model.model.L.q_proj.lora_B.weight
+    in a model                              in PEFT's file
+    L.q_proj.base_layer.weight       W
+    L.q_proj.lora_A.default.weight   A      base_model.model.L.q_proj.lora_A.weight
+    L.q_proj.lora_B.default.weight   B      base_model.model.L.q_proj.lora_B.weight
 
-Legend: r rank of the adapter, in and out the sizes of a linear module.
+    merged: L.q_proj.weight = W + scale B A
 
-Nothing here needs PEFT: what has an adapter is read and merged without it.
+This module does not need PEFT: adapters are read and merged without it.
+
+Legend: r rank of the adapter; in, out sizes of a linear module; W [out, in], A [r, in], B [out, r].
 """
 
 import json
@@ -17,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from quadriga.config.adapter import (
     ADAPTER_CONFIG,
@@ -37,54 +39,75 @@ from quadriga.models.weight_files import (
 )
 
 ADAPTER_NAME = "default"
+# PEFT leaves the adapter's name out of its files.
 _IN_PEFT = re.compile(r"^(?:base_model\.model\.)?(.+)\.weight$")
 _FACTOR = re.compile(rf"(?P<module>.+)\.lora_(?P<factor>[AB])\.{ADAPTER_NAME}\.weight")
 _BASE = ".base_layer."
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of a model is an adapter's: A [r, in] or B [out, r]."""
+    """Whether a model's parameter is a factor of an adapter: A [r, in] or B [out, r]."""
     return _FACTOR.fullmatch(name) is not None
 
 
 def base_name(name: str) -> str:
-    """The name of a parameter in the model without an adapter."""
+    """Name of a parameter in the model without an adapter."""
     return name.replace(_BASE, ".")
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """The names of A [r, in] and B [out, r] for a weight [out, in] without an adapter."""
+    """Names of the factors A [r, in] and B [out, r] of a weight [out, in], given its base name."""
     module = weight.removesuffix(".weight")
     return f"{module}.lora_A.{ADAPTER_NAME}.weight", f"{module}.lora_B.{ADAPTER_NAME}.weight"
 
 
-def merge(
-    weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """W + scale B A of a weight [out, in], A [r, in] and B [out, r], computed in float32; in the weight's dtype."""
-    return weight.float().add(factor_b.float() @ factor_a.float(), alpha=scale).to(weight.dtype)
+def merge(weight: Tensor, factor_a: Tensor, factor_b: Tensor, scale: float) -> Tensor:
+    """Merge one adapted weight: W + scale B A, computed in float32.
+
+    Args:
+        weight: W [out, in].
+        factor_a: A [r, in].
+        factor_b: B [out, r].
+        scale: factor of B A.
+
+    Returns:
+        The sum [out, in] in the dtype of `weight`.
+    """
+    product = factor_b.float() @ factor_a.float()
+    return weight.float().add(product, alpha=scale).to(weight.dtype)
 
 
-def merged(
-    weights: Iterable[tuple[str, torch.Tensor]], scale: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's parameters, with the adapter merged: one weight [out, in] of W [out, in], A [r, in] and B [out, r]. One
-    weight and its adapter are held at a time: a model has them side by side."""
-    held: dict[str, torch.Tensor] = {}
+def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Stream the parameters of a model, with its adapter merged into them.
+
+    A model has a weight and its factors side by side, so one weight and its factors are in memory
+    at a time.
+
+    Args:
+        weights: parameters of a model with an adapter, by name, in the model's order.
+        scale: factor of B A.
+
+    Returns:
+        Iterator over the base model's names and tensors.
+    """
+    pending = {}
     for name, tensor in weights:
         factor = _FACTOR.fullmatch(name)
-        if name.endswith(f"{_BASE}weight") or (factor and factor["factor"] == "A"):
-            held[base_name(name)] = tensor
-        elif factor is None:
+        if factor is None and not name.endswith(f"{_BASE}weight"):
             yield base_name(name), tensor
+        elif factor is None or factor["factor"] == "A":
+            pending[base_name(name)] = tensor
         else:
-            weight = f"{factor['module']}.weight"
-            yield weight, merge(held.pop(weight), held.pop(factor_names(weight)[0]), tensor, scale)
-    assert not held, f"{next(iter(held))} came without the rest of its adapter"
+            # B comes last and completes the weight.
+            weight_name = f"{factor['module']}.weight"
+            weight = pending.pop(weight_name)
+            factor_a = pending.pop(factor_names(weight_name)[0])
+            yield weight_name, merge(weight, factor_a, tensor, scale)
+    assert not pending, f"{next(iter(pending))} came without the rest of its adapter"
 
 
 class AdapterFiles(RenamedFiles):
-    """PEFT's `adapter_model.safetensors` of a folder, under the names that its tensors have in a model."""
+    """PEFT's `adapter_model.safetensors` in a folder, under the names that a model uses."""
 
     def __init__(self, folder: Path) -> None:
         rename = partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
@@ -92,58 +115,97 @@ class AdapterFiles(RenamedFiles):
 
 
 class MergedFiles:
-    """The weights of a model with an adapter merged into them, the merged ones in float32.
-    Raises CheckpointError: the adapter is that of another model; names the folder `where`."""
+    """Weights of a model with an adapter merged into them; merged weights are float32.
+
+    Args:
+        base: weights of the base model.
+        adapter: factors of the adapter, under the names that a model uses.
+        scale: factor of B A.
+        where: folder of the adapter, for error messages.
+
+    Raises:
+        CheckpointError: the adapter has factors for modules that the base model lacks.
+    """
 
     def __init__(self, base: WeightFiles, adapter: WeightFiles, scale: float, where: Path) -> None:
-        self.base, self.adapter, self.scale = base, adapter, scale
-        self.shapes, factors = base.shapes, set(adapter.shapes)
-        self._merged = {name for name in self.shapes if set(factor_names(name)) <= factors}
-        known = {factor for name in self._merged for factor in factor_names(name)}
-        if unknown := sorted(factors - known):
-            got = f"{len(unknown)} tensors for modules that the base model has not, first {unknown[0]}"
-            fix = f"Name its own model as base_model_name_or_path in {ADAPTER_CONFIG}."
+        self.base = base
+        self.adapter = adapter
+        self.scale = scale
+        self.shapes = base.shapes
+        self._adapted: set[str] = set()
+        # An adapter of another model would otherwise be ignored in part.
+        unused_factors = set(adapter.shapes)
+        for name in base.shapes:
+            factors = set(factor_names(name))
+            if factors <= adapter.shapes.keys():
+                self._adapted.add(name)
+                unused_factors -= factors
+        if unused_factors:
+            got = (
+                f"{len(unused_factors)} tensors for modules that the base model does not have, "
+                f"first {min(unused_factors)}"
+            )
+            fix = f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}."
             raise CheckpointError(str(where), got=got, expected="an adapter of this model", fix=fix)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
+        """Read one weight [out, in], with its adapter merged if it has one."""
         weight = self.base.read(name)
-        if name not in self._merged:
+        if name not in self._adapted:
             return weight
-        factor_a, factor_b = (self.adapter.read(factor) for factor in factor_names(name))
+        name_a, name_b = factor_names(name)
+        factor_a = self.adapter.read(name_a)
+        factor_b = self.adapter.read(name_b)
         return merge(weight.float(), factor_a, factor_b, self.scale)
 
 
 def open_model(folder: str | Path) -> WeightFiles:
-    """The weights of a folder as `open_weights` finds them; of one with an adapter, those of its base model, merged.
-    CheckpointError: there are none, or the base model is not where the adapter says. ConfigError: an adapter of another
-    kind."""
+    """Open the weights of a folder. An adapter is merged into the weights of its base model.
+
+    Raises:
+        CheckpointError: the folder has no weights, or the adapter's base model is missing.
+        ConfigError: the adapter is of another kind than LoRA.
+    """
     if not is_adapter(folder):
         return open_weights(folder)
     folder = Path(folder)
     shape = read_adapter(folder)
     if not Path(shape.base).is_dir():
-        got = f"the base model {shape.base!r}, which is no folder here"
-        fix = "Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model."
         raise CheckpointError(
-            str(folder / ADAPTER_CONFIG), got, "the folder of the model it was trained on", fix
+            str(folder / ADAPTER_CONFIG),
+            got=f"the base model {shape.base!r}, which is not a folder on this machine",
+            expected="the folder of the model that the adapter was trained on",
+            fix="Set base_model_name_or_path in this file; "
+            "`quadriga prepare model NAME --output DIR` fetches a model.",
         )
+    # The base model may be an adapter's folder, too.
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 
-def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
-    """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
-    own = f".{ADAPTER_NAME}.weight"
-    tensors = {
-        f"base_model.model.{name.replace(own, '.weight')}": one.contiguous()
-        for name, one in factors.items()
-    }
+def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
+    """Write PEFT's `adapter_model.safetensors`.
+
+    Args:
+        folder: an existing folder.
+        factors: A [r, in] and B [out, r] by their names in a model.
+    """
+    tensors = {}
+    for name, factor in factors.items():
+        peft_name = name.replace(f".{ADAPTER_NAME}.weight", ".weight")
+        tensors[f"base_model.model.{peft_name}"] = factor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     share_with_readers(folder)
 
 
 def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:
-    """Write `adapter_config.json` of an adapter in these modules, given by names or ends of names."""
-    facts = {
+    """Write PEFT's `adapter_config.json`.
+
+    Args:
+        folder: an existing folder.
+        shape: rank, scale and base model of the adapter.
+        modules: names of the adapted modules, or suffixes of their names.
+    """
+    entries = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": shape.rank,
@@ -153,6 +215,5 @@ def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str
         "bias": "none",
         "base_model_name_or_path": shape.base,
     }
-    (folder / ADAPTER_CONFIG).write_text(
-        json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(entries, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")

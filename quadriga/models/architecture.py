@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model's architecture is computed: found by trial, before weights are read.
+"""Choice of how to compute a model's architecture, by trial and before weights are read.
 
-    packed           all that mixes tokens is attention that an `AttentionPlan` knows: many rows in one call
-    one at a time    by transformers' own attention, where layers keep a state (convolution, Mamba, linear attention),
-                     or compute attention in their own way (ALiBi, chunks)
-    refused          transformers itself cannot compute it here, or its logits are not those of its head
+    packed           All mixing of tokens is attention that an `AttentionPlan` can compute: many
+                     rows in one call.
+    one at a time    Layers keep a state (convolution, Mamba, linear attention), or compute
+                     attention in their own way (ALiBi, chunks): one row per call, by transformers'
+                     own attention.
+    refused          Transformers itself cannot compute the model here, or its logits are not those
+                     of its head.
 
-The trial is a small float32 model of the same configuration with each kind of layer and random weights, beside the same
-rows alone by transformers' own forward (eager). Windows and caps are narrowed, so that they act on its short rows.
+The trial runs a small float32 model with random weights and each kind of layer of the
+configuration. Its log-probs are compared with those of the same rows, one at a time, by
+transformers' own forward (eager). Windows and caps are narrowed so that they affect short rows.
 
-Legend: B rows, N tokens of each, D hidden size, V vocabulary.
+Legend: B rows, N tokens of each, M response tokens, D hidden size, V vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from quadriga.errors import EngineError, first_line
@@ -28,29 +34,40 @@ from quadriga.models.fused import fuse
 from quadriga.models.heads import LogitRule
 from quadriga.models.vision import is_vision
 
-BOUND = (
-    1e-4  # nats by which log-probs in float32 may differ from those of transformers' own forward
-)
+# Nats by which log-probs in float32 may differ from those of transformers' own forward.
+BOUND = 1e-4
 _NARROWED: dict[str, Any] = {
-    "sliding_window": 5, "attention_chunk_size": 6, "attention_window_size": 5, "window_size": 5,
-    "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "logits_soft_cap": 2.0,
-}  # fmt: skip
+    "sliding_window": 5,
+    "attention_chunk_size": 6,
+    "attention_window_size": 5,
+    "window_size": 5,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "logits_soft_cap": 2.0,
+}
 _SHRUNK = {
-    "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 64,
-    "n_inner": 64, "vocab_size": 96, "vocab_size_per_layer_input": 96, "max_position_embeddings": 256,
-}  # fmt: skip
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "ffn_dim": 64,
+    "n_inner": 64,
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "max_position_embeddings": 256,
+}
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts of a layer."""
+"""Names that configurations use for the number of experts of a layer."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-# Of configurations that say with one number how their kinds of layers alternate.
+# Entries that give, in one number, how the kinds of layers alternate.
 _PERIODS = (
     "first_k_dense_replace",
     "full_attention_interval",
     "attn_layer_period",
     "expert_layer_period",
 )
-_LAYERS, _WIDTH = 2, 128
-# What a loaded model's configuration may have otherwise than the one in its folder.
+_LAYERS = 2
+_WIDTH = 128
+# Entries by which the configuration of a loaded model may differ from the one in its folder.
 _UNIMPORTANT = (
     "dtype",
     "architectures",
@@ -60,19 +77,8 @@ _UNIMPORTANT = (
     "id2label",
     "label2id",
 )
-
-
-@dataclass(frozen=True)
-class Way:
-    """How an architecture is computed."""
-
-    attention: str  # `ATTENTION_NAME` where rows are packed, else that of transformers which computes one at a time
-    generating: str  # the implementation of transformers that `generate` may use
-    reason: str = ""  # why rows are not packed; empty if they are
-
-
-# What models raise that do not know this attention, or an argument of it: they are computed in another way.
-_NOT_TAKEN = (
+# Errors of models that do not support an attention implementation, or one of its arguments.
+_UNSUPPORTED = (
     EngineError,
     ArithmeticError,
     AttributeError,
@@ -81,96 +87,151 @@ _NOT_TAKEN = (
     TypeError,
     ValueError,
 )
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way of computing an architecture.
+
+    Attributes:
+        attention: `ATTENTION_NAME` if rows are packed, otherwise transformers' implementation that
+            computes them one at a time.
+        generating: transformers' implementation for `generate`.
+        reason: why rows are not packed; empty if they are.
+    """
+
+    attention: str
+    generating: str
+    reason: str = ""
+
+
 PACKED = Way(ATTENTION_NAME, "sdpa")
-_found: dict[str, Way] = {}
+_ways: dict[str, Way] = {}  # results of the trials of this process
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that turns tokens [B, N] into hidden states [B, N, D], without a vision encoder."""
-    # Llama 4 has its decoder under another name than it says.
-    body = model.base_model if model.base_model is not model else getattr(model, "model", model)
+    """The decoder, which turns tokens [B, N] into hidden states [B, N, D]."""
+    body = model.base_model
+    if body is model:
+        # Llama 4 does not have its decoder under the name that it declares.
+        body = getattr(model, "model", model)
     return getattr(body, "language_model", body)
 
 
 def tensor_plan(text: PreTrainedConfig) -> dict[str, str] | None:
-    """How tensor parallelism shares a decoder's projections, as transformers declares it: style by name; None: it
-    declares nothing. The layers of Qwen3-VL, which declares nothing, are those of Qwen3."""
-    kind = Qwen3Config if text.model_type == "qwen3_vl_text" else text
-    return getattr(kind, "base_model_tp_plan", None)
+    """Tensor-parallel plan of a decoder's projections, as transformers declares it.
+
+    Returns:
+        Style of each projection by name, or None if nothing is declared.
+    """
+    # Qwen3-VL declares nothing, but has the layers of Qwen3.
+    source = Qwen3Config if text.model_type == "qwen3_vl_text" else text
+    return getattr(source, "base_model_tp_plan", None)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
-    if (head := model.get_output_embeddings()) is None:
+    """The vocabulary projection: a module with `weight` [V, D] and perhaps `bias` [V].
+
+    Raises:
+        EngineError: the model has none.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
         raise EngineError(
             f"model {type(model).__name__}",
-            "no projection to the vocabulary",
-            "a causal language model",
+            got="no projection to the vocabulary",
+            expected="a causal language model",
         )
     return head
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether it takes packed rows, and an attention plan with them; else one row [1, N] at a time."""
+    """Whether a model takes packed rows with an attention plan, or one row [1, N] at a time."""
     return model.config._attn_implementation == ATTENTION_NAME
 
 
 def length_limit(config: PreTrainedConfig) -> int | None:
-    """Tokens of a row from which on its rotary positions depend on its length, so that it is computed alone."""
+    """Number of tokens from which a row's rotary positions depend on its length.
+
+    Longer rows are computed alone. None: positions never depend on the length.
+    """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]
-    limits = [
-        one.get("original_max_position_embeddings")
-        for one in kinds
-        if one.get("rope_type") == "longrope"
-    ]
-    return min((limit for limit in limits if limit), default=None)
+    sections = [rope]
+    if all(isinstance(section, dict) for section in rope.values()):
+        # One section per kind of layer.
+        sections = list(rope.values())
+    limits = []
+    for section in sections:
+        limit = section.get("original_max_position_embeddings")
+        if section.get("rope_type") == "longrope" and limit:
+            limits.append(limit)
+    return min(limits, default=None)
 
 
 def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
-    """How a model of this configuration is computed; tried once for each in a process, in some tenths of a second.
+    """Choose how to compute a model, by a trial of some tenths of a second.
 
-    Vision-language models, whose architectures are listed, are packed.
-    Raises EngineError: it cannot be computed; says why."""
+    A process tries each configuration once. Vision-language models are not tried: they are listed,
+    and packed.
+
+    Args:
+        config: configuration of the model.
+        trust_remote_code: whether code that ships with the model may run.
+
+    Raises:
+        EngineError: it cannot be computed; the message says why.
+    """
     if is_vision(config):
         return PACKED
-    described = {name: one for name, one in config.to_dict().items() if name not in _UNIMPORTANT}
-    key = f"{described} {trust_remote_code}"
-    if key not in _found:
+    items = config.to_dict().items()
+    entries = {name: value for name, value in items if name not in _UNIMPORTANT}
+    key = f"{entries} {trust_remote_code}"
+    if key not in _ways:
+        # A trial draws random weights, which must not change what the run draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
-                _found[key] = _Trial(small_config(config, width=_WIDTH), trust_remote_code).way()
+                trial = _Trial(small_config(config, width=_WIDTH), trust_remote_code)
+                _ways[key] = trial.choose_way()
             except EngineError:
-                # Perhaps its sizes do not fit each other any more.
-                _found[key] = _Trial(small_config(config), trust_remote_code).way()
-    return _found[key]
+                # Its sizes may not fit together with another width.
+                _ways[key] = _Trial(small_config(config), trust_remote_code).choose_way()
+    return _ways[key]
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Let a model that was made for packed rows [1, N] be computed in the way that its architecture can."""
-    if (way := way_of(model.config)).attention != ATTENTION_NAME:
+    """Give a model that was loaded for packed rows the attention that its architecture allows."""
+    way = way_of(model.config)
+    if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)
 
 
 def small_config(config: PreTrainedConfig, *, width: int | None = None) -> PreTrainedConfig:
-    """The configuration of a small model with each kind of layer of this one, and as many heads of the same size.
-    `width` is that of its hidden states, where its heads have a size of their own; None: as it is."""
+    """Configuration of a small model with each kind of layer, and as many heads of the same size.
+
+    Args:
+        config: configuration of the full model.
+        width: upper limit of the hidden size D, for models whose heads have a size of their own.
+            None: D stays as it is.
+    """
     small = copy.deepcopy(config.get_text_config())
     _keep_kinds_of_layers(small)
     if width is not None and getattr(small, "head_dim", None):
         small.hidden_size = min(width, small.hidden_size)
-    for name, most in _SHRUNK.items():
-        if isinstance(own := getattr(small, name, None), int):
-            setattr(small, name, min(own, most))
-    for name in _NARROWED.keys() & vars(small).keys():
-        if getattr(small, name):
-            setattr(small, name, _NARROWED[name])
+    for name, limit in _SHRUNK.items():
+        size = getattr(small, name, None)
+        if isinstance(size, int):
+            setattr(small, name, min(size, limit))
+    for name, value in _NARROWED.items():
+        if name in vars(small) and getattr(small, name):
+            setattr(small, name, value)
     for name in EXPERT_COUNTS:
-        if isinstance(own := getattr(small, name, None), int):
-            groups, chosen = (
-                getattr(small, one, None) or 1 for one in ("n_group", "num_experts_per_tok")
-            )
-            setattr(small, name, min(own, groups * max(4, chosen)))
+        num_experts = getattr(small, name, None)
+        if isinstance(num_experts, int):
+            # Routers choose within groups of experts, and need some to choose from.
+            num_groups = getattr(small, "n_group", None) or 1
+            num_chosen = getattr(small, "num_experts_per_tok", None) or 1
+            setattr(small, name, min(num_experts, num_groups * max(4, num_chosen)))
+    # Special tokens must be in the small vocabulary.
     for name in _TOKENS:
         if getattr(small, name, None) is not None:
             setattr(small, name, 0)
@@ -178,122 +239,138 @@ def small_config(config: PreTrainedConfig, *, width: int | None = None) -> PreTr
 
 
 def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
-    """Leave the first layers of a configuration, up to one of each kind."""
-    number = int(small.num_hidden_layers)
-    if number < 2:
+    """Drop the last layers of a configuration, but keep one of each kind."""
+    num_layers = int(small.num_hidden_layers)
+    if num_layers < 2:
         return
-    lists = {
-        name: one
-        for name, one in vars(small).items()
-        if isinstance(one, list) and len(one) == number
-    }
+    # Lists with an entry per layer. Layers are of one kind if their entries are equal.
+    lists = {}
+    for name, value in vars(small).items():
+        if isinstance(value, list) and len(value) == num_layers:
+            lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
-    needed = [1 + (getattr(small, name, None) or 0) for name in _PERIODS]
-    kept = min(number, max(_LAYERS, 1 + max(map(kinds.index, kinds), default=0), *needed))
-    for name, one in lists.items():
-        setattr(small, name, one[:kept])
-    small.num_hidden_layers = kept
+    # Index of the last layer that is the first of its kind.
+    last_new_kind = max((kinds.index(kind) for kind in kinds), default=0)
+    num_needed = max(_LAYERS, 1 + last_new_kind)
+    for name in _PERIODS:
+        num_needed = max(num_needed, 1 + (getattr(small, name, None) or 0))
+    num_needed = min(num_needed, num_layers)
+    for name, value in lists.items():
+        setattr(small, name, value[:num_needed])
+    small.num_hidden_layers = num_needed
 
 
 def sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts, two of which are alike, with a response each: ragged, of 8 to 16 tokens."""
+    """Three pairs of prompt and response, of 8 to 16 tokens. The first two share a prompt."""
     generator = torch.Generator().manual_seed(0)
-    first, second, *responses = (
-        torch.randint(1, vocabulary, (size,), generator=generator).tolist()
-        for size in (9, 4, 3, 7, 5)
-    )
+    sizes = (9, 4, 3, 7, 5)  # of two prompts and three responses
+    tokens = [torch.randint(1, vocabulary, (size,), generator=generator) for size in sizes]
+    first, second, *responses = (part.tolist() for part in tokens)
     return [(first, responses[0]), (first, responses[1]), (second, responses[2])]
 
 
 def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedBatch:
-    """Rows as one packed run of tokens, neighbours with the same prompt sharing it; all response tokens predicted."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    segments: list[Segment] = []
-    predictors: list[int] = []
-    shared = Segment(0, 0)
-    for number, (prompt, response) in enumerate(rows):
-        if number == 0 or rows[number - 1][0] != prompt:
-            shared = Segment(len(tokens), len(prompt))
-            segments.append(shared)
+    """Pack rows into one run of tokens, which predicts all response tokens.
+
+    Args:
+        rows: prompt and response of each row. Neighbours with the same prompt share it.
+        device: device of the batch.
+    """
+    tokens = []
+    positions = []
+    segments = []
+    predictors = []
+    targets = []
+    target_rows = []
+    target_columns = []
+    prompt_segment = Segment(0, 0)
+    for row, (prompt, response) in enumerate(rows):
+        if row == 0 or rows[row - 1][0] != prompt:
+            prompt_segment = Segment(len(tokens), len(prompt))
+            segments.append(prompt_segment)
             tokens += prompt
             positions += range(len(prompt))
+        # The last response token predicts nothing, so it is left out.
         start = len(tokens)
-        segments.append(Segment(start, len(response) - 1, shared))
+        segments.append(Segment(start, len(response) - 1, prompt_segment))
         tokens += response[:-1]
         positions += range(len(prompt), len(prompt) + len(response) - 1)
-        predictors += [shared.start + shared.length - 1, *range(start, len(tokens))]
-    targets = [token for _, response in rows for token in response]
-    places = [
-        (number, column) for number, (_, one) in enumerate(rows) for column in range(len(one))
-    ]
-    tensors = (torch.tensor(one, device=device) for one in (tokens, positions, predictors, targets))
-    ids, at, sources, wanted = tensors
-    numbers, columns = torch.tensor(places, device=device).unbind(1)
-    shape = len(rows), max(len(one) for _, one in rows)
-    what = (
-        ids[None],
-        at[None],
-        tuple(segments),
-        sources,
-        np.array(predictors),
-        wanted,
-        numbers,
-        columns,
+        predictors.append(prompt_segment.start + prompt_segment.length - 1)
+        predictors += range(start, len(tokens))
+        targets += response
+        target_rows += [row] * len(response)
+        target_columns += range(len(response))
+    to_tensor = partial(torch.tensor, device=device)
+    return PackedBatch(
+        input_ids=to_tensor([tokens]),
+        position_ids=to_tensor([positions]),
+        segments=tuple(segments),
+        predictors=to_tensor(predictors),
+        host_predictors=np.array(predictors),
+        targets=to_tensor(targets),
+        rows=to_tensor(target_rows),
+        columns=to_tensor(target_columns),
+        shape=(len(rows), max(len(response) for _, response in rows)),
+        sum_of_squared_lengths=len(tokens) ** 2,
     )
-    return PackedBatch(*what, shape, len(tokens) ** 2)
 
 
 class _Trial:
     """A small model of a configuration, computed in several ways."""
 
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-        self.config, self.trust_remote_code = config, trust_remote_code
+        self.config = config
+        self.trust_remote_code = trust_remote_code
         self.name = (config.architectures or [config.model_type])[0]
         self.rows = sample_rows(config.vocab_size)
 
-    def way(self) -> Way:
-        """The first way that gives what transformers' own forward gives."""
+    def choose_way(self) -> Way:
+        """The first way whose log-probs are those of transformers' own forward."""
         try:
-            model = self.model("eager")
-            exact, products = own_log_probs(model, self.rows), self.alone(model)
+            model = self.build_model("eager")
+            expected = own_log_probs(model, self.rows)
+            by_head = self.log_probs_of_rows(model)
         except Exception as error:
-            wanted = "an architecture that this version of transformers computes here"
-            fix = "Install what it names, or take another actor_rollout_ref.model.path; docs/models.md lists them."
-            raise EngineError(
-                f"model {self.name}", got=first_line(error), expected=wanted, fix=fix
-            ) from error
-        if (off := _difference(products, exact)) > BOUND:
-            got = f"logits that are not the products of its head with its states: log-probs differ by {off:.2g} nats"
-            expected = "products with one matrix, which may be scaled and capped"
             raise EngineError(
                 f"model {self.name}",
-                got,
-                expected,
-                "Take a model of an architecture in docs/models.md.",
+                got=first_line(error),
+                expected="an architecture that this version of transformers computes here",
+                fix="Install what it names, or take another actor_rollout_ref.model.path; "
+                "docs/models.md lists them.",
+            ) from error
+        difference = _difference(by_head, expected)
+        if difference > BOUND:
+            raise EngineError(
+                f"model {self.name}",
+                got="logits that are not the products of its head with its states: "
+                f"log-probs differ by {difference:.2g} nats",
+                expected="products with one matrix, which may be scaled and capped",
+                fix="Take a model of an architecture in docs/models.md.",
             )
-        found = {name: self.off(name, exact) for name in (ATTENTION_NAME, "sdpa")}
-        generating = "eager" if found["sdpa"] else "sdpa"
-        if not (reason := found[ATTENTION_NAME]):
+        reason = self.objection(ATTENTION_NAME, expected)
+        generating = "eager" if self.objection("sdpa", expected) else "sdpa"
+        if not reason:
             return Way(ATTENTION_NAME, generating)
         return Way(generating, generating, reason)
 
-    def off(self, attention: str, expected: torch.Tensor) -> str:
+    def objection(self, attention: str, expected: Tensor) -> str:
         """Why an implementation of attention cannot compute the model; empty if it can."""
         try:
-            model = self.model(attention)
+            model = self.build_model(attention)
             if attention == ATTENTION_NAME:
                 fuse(model)
-                found = _log_probs(model, packed_rows(self.rows, torch.device("cpu")))
+                log_probs = _log_probs(model, packed_rows(self.rows, torch.device("cpu")))
             else:
-                found = self.alone(model)
-        except _NOT_TAKEN as error:
+                log_probs = self.log_probs_of_rows(model)
+        except _UNSUPPORTED as error:
             return f"its layers do not take packed rows: {first_line(error)}"
-        off = _difference(found, expected)
-        return "" if off <= BOUND else f"packed, its log-probs would be off by {off:.2g} nats"
+        difference = _difference(log_probs, expected)
+        if difference > BOUND:
+            return f"packed, its log-probs would be off by {difference:.2g} nats"
+        return ""
 
-    def model(self, attention: str) -> PreTrainedModel:
-        """The same random model at each call."""
+    def build_model(self, attention: str) -> PreTrainedModel:
+        """Build the model with random weights, the same in each call."""
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             self.config,
@@ -302,47 +379,60 @@ class _Trial:
             trust_remote_code=self.trust_remote_code,
         )
         generator = torch.Generator().manual_seed(0)
-        for one in model.parameters():
-            noise = torch.randn(one.shape, generator=generator)
-            one.data = noise * one.shape[-1] ** -0.5 if one.dim() > 1 else one + 0.2 * noise
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.data = noise * parameter.shape[-1] ** -0.5
+            else:
+                # Norms and biases stay near their initial values.
+                parameter.data = parameter + 0.2 * noise
         return model.eval()
 
-    def alone(self, model: PreTrainedModel) -> torch.Tensor:
-        """Log-probs [M] of the response tokens, each row computed alone, by the head's own weight."""
-        return torch.cat(
-            [_log_probs(model, packed_rows([row], torch.device("cpu"))) for row in self.rows]
-        )
+    def log_probs_of_rows(self, model: PreTrainedModel) -> Tensor:
+        """Log-probs [M] of the response tokens, row by row, from the head's own weight."""
+        cpu = torch.device("cpu")
+        return torch.cat([_log_probs(model, packed_rows([row], cpu)) for row in self.rows])
 
 
-def own_log_probs(
-    model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]
-) -> torch.Tensor:
-    """Log-probs [M] of the response tokens of rows that transformers' own forward computes one at a time."""
-    found = []
+def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+    """Log-probs of response tokens by transformers' own forward, row by row.
+
+    Args:
+        model: model with transformers' own attention.
+        rows: prompt and response of each row.
+
+    Returns:
+        [M] float32.
+    """
+    log_probs = []
     for prompt, response in rows:
         tokens = torch.tensor([prompt + response], device=model.device)
-        log_probs = model(input_ids=tokens, use_cache=False).logits[0].float().log_softmax(-1)
-        found.append(
-            log_probs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-        )
-    return torch.cat(found)
+        logits = model(input_ids=tokens, use_cache=False).logits[0]  # [N, V]
+        # The logits at a token predict the next one.
+        predictions = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
+        targets = tokens[0, len(prompt) :, None]
+        log_probs.append(predictions.gather(-1, targets)[:, 0])
+    return torch.cat(log_probs)
 
 
-def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """[M] of the targets."""
+def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """Log-probs [M] of a batch's targets, from states and the head's own weight."""
     options = {"attention_plan": batch.plan} if is_packed(model) else {}
-    body, head = backbone(model), head_of(model)
-    states = body(
+    head = head_of(model)
+    output = backbone(model)(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         attention_mask=None,
         use_cache=False,
         **options,
-    ).last_hidden_state[0]
-    logits = LogitRule.of(model.config).apply(head(states[batch.predictors]).float())
-    return logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+    )
+    states = output.last_hidden_state[0, batch.predictors]  # [M, D]
+    logits = LogitRule.of(model.config).apply(head(states).float())
+    log_probs = logits.log_softmax(-1)  # [M, V]
+    return log_probs.gather(-1, batch.targets[:, None])[:, 0]
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    off = float((one - other).abs().max())
-    return off if off == off else float("inf")
+def _difference(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference; infinite if any is NaN."""
+    difference = float((left - right).abs().max())
+    return math.inf if math.isnan(difference) else difference

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention of queries to a run of keys, forward and backward, and the rows of packed tokens that it takes. What
-is returned beside the results, their log-sum-exps, merges those of several runs; grouped heads need no copies of keys.
+"""Flash attention of queries to one run of keys, and the rows of packed tokens that it takes.
 
-On a CPU, and on CUDA in half precision (compute capability 8 and more), by torch's kernels; elsewhere in operators.
-Scores that are capped are computed in operators everywhere, a bias on all devices but a CPU.
+The log-sum-exps beside each result merge the results of several runs. Grouped heads need no copies
+of keys.
+
+torch's kernels compute it on a CPU, and on CUDA in half precision (compute capability 8 or higher);
+elsewhere it is computed in plain operators. Capped scores are computed in plain operators on all
+devices, scores with a bias on all devices but a CPU.
 
 Legend: N packed tokens, b rows, L queries, S keys, H query heads, K key-value heads, D head size.
 """
@@ -17,19 +20,27 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-# cuDNN's attention builds a plan for each new shape, tens of milliseconds; here nearly every call has its own.
+# cuDNN's attention builds a plan for each new shape, which takes tens of milliseconds. Here nearly
+# every call has a shape of its own.
 torch.backends.cuda.enable_cudnn_sdp(False)
 _capability = cache(torch.cuda.get_device_capability)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How a score is made of the product of query i and key j: times `scale`, capped, plus a bias."""
+    """Scores of attention: the products of query and key times `scale`, capped, plus a bias.
+
+    Attributes:
+        scale: factor of the products.
+        is_causal: whether query i sees the keys up to i, and not all keys. Excludes a bias.
+        softcap: c of c * tanh(score / c). None: scores are not capped.
+        bias: [L, S] float32, very negative where a query does not see a key.
+    """
 
     scale: float
-    is_causal: bool = False  # whether query i sees the keys up to i, else all; not with a bias
-    softcap: float | None = None  # c of c * tanh(score / c); None: it is not capped
-    bias: Tensor | None = None  # [L, S] float32, very negative where a query does not see a key
+    is_causal: bool = False
+    softcap: float | None = None
+    bias: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -38,97 +49,156 @@ class Scores:
 
 
 def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
-    """Query [b, L, H, D], key and value [b, S, K, D] -> [b, L, H, D] and log-sum-exps [b, L, H]."""
+    """Attention of queries to one run of keys.
+
+    Args:
+        inputs: query [b, L, H, D], key and value [b, S, K, D].
+        how: how scores are computed.
+
+    Returns:
+        The result [b, L, H, D] and log-sum-exps [b, L, H].
+    """
     query, key, _ = inputs
     if has_cuda_kernel(query) and how.is_plain:
-        call = (*inputs, None, None, query.shape[1], key.shape[1], 0.0, how.is_causal, False)
-        out, log_sums, *_ = _aten._flash_attention_forward(*call, scale=how.scale)
+        out, log_sums, *_ = _aten._flash_attention_forward(
+            *inputs,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            how.is_causal,
+            False,
+            scale=how.scale,
+        )
         return out, log_sums.transpose(1, 2)
-    turned = [one.transpose(1, 2) for one in inputs]
+    by_head = [tensor.transpose(1, 2) for tensor in inputs]  # [b, heads, tokens, D]
     if query.device.type == "cpu" and how.softcap is None:
-        call, more = (*turned, 0.0, how.is_causal), {"attn_mask": how.bias, "scale": how.scale}
-        found = _aten._scaled_dot_product_flash_attention_for_cpu(*call, **more)
+        out, log_sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *by_head, 0.0, how.is_causal, attn_mask=how.bias, scale=how.scale
+        )
     else:
-        found = plain_forward(turned, how)
-    return found[0].transpose(1, 2), found[1].transpose(1, 2)
+        out, log_sums = plain_forward(by_head, how)
+    return out.transpose(1, 2), log_sums.transpose(1, 2)
 
 
 def flash_backward(
     results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
 ) -> Sequence[Tensor]:
-    """Gradients of the inputs of `flash_forward`: the share of these keys in those of all that the queries see.
-    `results`: gradient and value of the merged result [b, L, H, D], and its log-sum-exps [b, L, H]; inf where a query
-    has none."""
-    (grad, out, log_sums), (query, key, _) = results, inputs
+    """Gradients of `flash_forward`, for one run of the keys that the queries see.
+
+    Args:
+        results: gradient and value [b, L, H, D] of the result merged over all runs, and its
+            log-sum-exps [b, L, H], which are inf for a query without any.
+        inputs: query [b, L, H, D], key and value [b, S, K, D] of this run.
+        how: how scores are computed.
+
+    Returns:
+        This run's gradients of the inputs, in their shapes.
+    """
+    grad, out, log_sums = results
+    query, key, _ = inputs
     if has_cuda_kernel(query) and how.is_plain:
-        rng = (
-            query.new_empty(2, dtype=torch.uint64),
-            query.new_empty((), dtype=torch.uint64),
-        )  # without dropout unread
-        sums, sizes = log_sums.transpose(1, 2).contiguous(), (query.shape[1], key.shape[1])
-        call = (grad, *inputs, out, sums, None, None, *sizes, 0.0, how.is_causal, *rng)
-        return _aten._flash_attention_backward(*call, scale=how.scale)
-    grad, *turned, out, log_sums = (one.transpose(1, 2) for one in (grad, *inputs, out, log_sums))
+        # State of the random generator, which is not read without dropout.
+        seed = query.new_empty(2, dtype=torch.uint64)
+        offset = query.new_empty((), dtype=torch.uint64)
+        return _aten._flash_attention_backward(
+            grad,
+            *inputs,
+            out,
+            log_sums.transpose(1, 2).contiguous(),
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            how.is_causal,
+            seed,
+            offset,
+            scale=how.scale,
+        )
+    grad, out, log_sums = (tensor.transpose(1, 2) for tensor in results)
+    by_head = [tensor.transpose(1, 2) for tensor in inputs]
     if query.device.type == "cpu" and how.softcap is None:
-        call = (grad, *turned, out, log_sums, 0.0, how.is_causal)
-        more = {"attn_mask": how.bias, "scale": how.scale}
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*call, **more)
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *by_head, out, log_sums, 0.0, how.is_causal, attn_mask=how.bias, scale=how.scale
+        )
     else:
-        grads = plain_backward((grad, out, log_sums), turned, how)
-    return [one.transpose(1, 2) for one in grads]
+        grads = plain_backward((grad, out, log_sums), by_head, how)
+    return [tensor.transpose(1, 2) for tensor in grads]
 
 
 def plain_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
-    """In operators: query [b, H, L, D], key and value [b, K, S, D] -> [b, H, L, D] and log-sum-exps [b, H, L]."""
-    scores, values = _scores(inputs, how)
+    """Attention to one run of keys in plain operators.
+
+    Args:
+        inputs: query [b, H, L, D], key and value [b, K, S, D].
+        how: how scores are computed.
+
+    Returns:
+        The result [b, H, L, D] and log-sum-exps [b, H, L].
+    """
+    scores, value = _scores(inputs, how)
     log_sums = scores.logsumexp(-1)
-    return ((scores - log_sums[..., None]).exp() @ values).to(inputs[0].dtype), log_sums
+    weights = (scores - log_sums[..., None]).exp()
+    return (weights @ value).to(inputs[0].dtype), log_sums
 
 
 def plain_backward(
     results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
 ) -> Sequence[Tensor]:
-    """Gradients of the inputs of `plain_forward`, given the merged results."""
-    grad, out, log_sums = (one.float() for one in results)
-    rest = (grad * out).sum(-1, keepdim=True)
+    """Gradients of `plain_forward`, for one run of the keys that the queries see.
+
+    Args:
+        results: gradient and value [b, H, L, D] of the result merged over all runs, and its
+            log-sum-exps [b, H, L].
+        inputs: query [b, H, L, D], key and value [b, K, S, D] of this run.
+        how: how scores are computed.
+
+    Returns:
+        This run's gradients of the inputs, in their shapes.
+    """
+    grad, out, log_sums = (tensor.float() for tensor in results)
+    projection = (grad * out).sum(-1, keepdim=True)  # [b, H, L, 1]
     with torch.enable_grad():
-        leaves = [one.detach().requires_grad_() for one in inputs]
-        scores, values = _scores(leaves, how)
-        # With p = exp(z - log-sum-exp) of all keys, dz = p (grad v - rest): what this sum gives, the log-sum-exp fixed.
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        scores, value = _scores(leaves, how)
+        # With p = exp(z - log-sum-exp over all runs), dz = p (grad v - projection). That is the
+        # gradient of this sum if the log-sum-exp is constant.
         weights = (scores - log_sums[..., None]).exp()
-        return torch.autograd.grad((weights * (grad @ values.transpose(2, 3) - rest)).sum(), leaves)
+        total = (weights * (grad @ value.transpose(2, 3) - projection)).sum()
+        return torch.autograd.grad(total, leaves)
 
 
 def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
     """Scores [b, H, L, S] and values [b, H, S, D] in float32."""
-    query, *others = (one.float() for one in inputs)
-    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in others)
-    scores = query @ key.transpose(2, 3) * how.scale
+    query, key, value = (tensor.float() for tensor in inputs)
+    # Each key-value head serves a group of query heads.
+    group_size = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group_size, 1)
+    value = value.repeat_interleave(group_size, 1)
+    scores = query @ key.transpose(2, 3) * how.scale  # [b, H, L, S]
     if how.softcap is not None:
         scores = (scores / how.softcap).tanh() * how.softcap
     if how.bias is not None:
         scores = scores + how.bias
     if how.is_causal:
-        scores = scores.masked_fill(
-            scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf
-        )
+        is_later = scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(is_later, -torch.inf)
     return scores, value
 
 
 def has_cuda_kernel(query: Tensor) -> bool:
-    """Whether CUDA's flash kernels take these queries."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return (
-        query.is_cuda
-        and is_half
-        and query.shape[-1] in range(8, 257, 8)
-        and _capability(query.device) >= (8, 0)
-    )
+    """Whether CUDA's flash kernels support these queries."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # The kernels need head sizes that are multiples of 8, up to 256.
+    return query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of packed tokens: [start, start + length), seeing itself causally and all of `prefix`."""
+    """Packed tokens [start, start + length), which see themselves causally and all of `prefix`."""
 
     start: int
     length: int
@@ -136,80 +206,138 @@ class Segment:
 
 
 class Rows:
-    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L]. The padding repeats a
-    row's first token: no real query sees it, and its gradient is dropped."""
+    """Runs of packed tokens as rows [b, L], padded on the right.
+
+    Padding repeats the first token of a row. No real query sees it, and its gradient is dropped.
+
+    Args:
+        runs: start and length of each run.
+        device: device of the tokens.
+
+    Attributes:
+        shape: (b, L).
+        start: index of the first token if the rows are a view of the packed tokens, else None.
+        padding: [b, L] where a row has padding; None if the rows are a view.
+        indices: [b * L] packed indices of the tokens of all rows, if they are no view.
+        tokens: packed indices of the tokens without padding, if they are no view.
+        slots: indices into [b * L] of the tokens without padding, if they are no view.
+    """
 
     def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        num_rows = len(runs)
         width = max(length for _, length in runs)
-        self.shape = len(runs), width
+        self.shape = (num_rows, width)
+        self.start: int | None = None
         self.padding: Tensor | None = None
-        # Rows that stand one after the other without padding are a view.
-        is_view = all(run == (runs[0][0] + row * width, width) for row, run in enumerate(runs))
-        self.start = runs[0][0] if is_view else None
-        if not is_view:
-            starts, lengths = np.array(runs).T[:, :, None]
-            real = np.arange(width) < lengths
-            indices = starts + np.where(real, np.arange(width), 0)
-            # [b, L]; places in the packed tokens; those of all rows, one after the other; their places in padded rows
-            host = (~real, indices.ravel(), indices[real], np.flatnonzero(real))
-            self.padding, self.indices, self.tokens, self.slots = (
-                torch.from_numpy(one).to(device) for one in host
-            )
+        # Consecutive rows without padding are a view.
+        first = runs[0][0]
+        if all(run == (first + row * width, width) for row, run in enumerate(runs)):
+            self.start = first
+            return
+        starts, lengths = np.array(runs).T[:, :, None]  # [b, 1] each
+        columns = np.arange(width)
+        is_real = columns < lengths  # [b, L]
+        indices = starts + np.where(is_real, columns, 0)
+        self.padding = torch.from_numpy(~is_real).to(device)
+        self.indices = torch.from_numpy(indices.ravel()).to(device)
+        self.tokens = torch.from_numpy(indices[is_real]).to(device)
+        self.slots = torch.from_numpy(np.flatnonzero(is_real)).to(device)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
+        """Read the rows [b, L, ...] from packed tokens [N, ...]; on a CPU, in float32."""
         if self.start is None:
             rows = tokens.index_select(0, self.indices)
         else:
-            rows = tokens.narrow(0, self.start, self.shape[0] * self.shape[1])
+            num_rows, width = self.shape
+            rows = tokens.narrow(0, self.start, num_rows * width)
         rows = rows.unflatten(0, self.shape)
+        # Attention's backward pass on a CPU is twice as fast in float32 as in bfloat16.
         return rows.float() if rows.device.type == "cpu" else rows
 
     def put(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
-        """Writes [b, L, ...] to its places in [N, ...], or if they are a view, adds it to what is there."""
+        """Write rows to packed tokens.
+
+        Args:
+            rows: [b, L, ...].
+            tokens: [N, ...], changed in place.
+            add: whether to add to the tokens. Only rows that are a view can be added.
+        """
         rows = rows.flatten(0, 1)
         if self.start is None:
             assert not add
             tokens.index_copy_(0, self.tokens, rows.index_select(0, self.slots).to(tokens.dtype))
+            return
+        places = tokens.narrow(0, self.start, len(rows))
+        if add:
+            places.add_(rows)
         else:
-            places = tokens.narrow(0, self.start, len(rows))
-            places.add_(rows) if add else places.copy_(rows)
+            places.copy_(rows)
 
 
 class Sums(dict[Rows, Sequence[Tensor]]):
-    """Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower."""
+    """Float32 sums over blocks of the gradients of key and value [1, S, K, D].
 
-    # That of all gradients [N, H + 2K, D], in which the sums of some tokens lie where their gradients will.
+    Attributes:
+        memory: [N, H + 2K, D] memory of all gradients. The sums of some tokens use it until the
+            gradients of these tokens are written. None: sums have memory of their own.
+    """
+
     memory: Tensor | None = None
 
     @classmethod
     def with_gradients(
         cls, inputs: Sequence[Tensor], *, shares_memory: bool
     ) -> tuple["Sums", list[Tensor]]:
-        """No sums yet, and room for the gradients of query [N, H, D], key and value [N, K, D].
-        `shares_memory`: the sums lie in it, if it is enough for them."""
-        (num_tokens, num_heads, size), num_keys, sums = inputs[0].shape, inputs[1].shape[1], cls()
-        # Four bytes for each number of key and value, in the room of two for these and for those of the query.
-        is_enough = inputs[0].dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
+        """Allocate the gradients of packed inputs.
+
+        Args:
+            inputs: query [N, H, D], key and value [N, K, D].
+            shares_memory: whether the sums may use the memory of the gradients.
+
+        Returns:
+            Empty sums, and uninitialized gradients in the shapes of the inputs.
+        """
+        query, key, _ = inputs
+        num_tokens, num_heads, size = query.shape
+        num_keys = key.shape[1]
+        sums = cls()
+        # Float32 sums of key and value fit into the half-precision gradients of query, key and
+        # value: 4 * 2K <= 2 * (H + 2K).
+        is_enough = query.dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
         if not (shares_memory and is_enough):
-            return sums, [one.new_empty(one.shape) for one in inputs]
-        sums.memory = inputs[0].new_empty(num_tokens, num_heads + 2 * num_keys, size)
+            return sums, [tensor.new_empty(tensor.shape) for tensor in inputs]
+        # One allocation; the gradients are its parts.
+        sums.memory = query.new_empty(num_tokens, num_heads + 2 * num_keys, size)
         return sums, list(sums.memory.split([num_heads, num_keys, num_keys], 1))
 
-    def add(self, keys: Rows, found: Sequence[Tensor]) -> None:
-        """Adds what a block has found of the gradients of key and value [1, S, K, D]."""
+    def add(self, keys: Rows, gradients: Sequence[Tensor]) -> None:
+        """Add a block's gradients.
+
+        Args:
+            keys: rows of the keys.
+            gradients: gradients of key and value, [1, S, K, D] each.
+        """
         if keys in self:
-            for one, whole in zip(found, self[keys], strict=True):
-                whole.add_(one)
-        elif self.memory is None or keys.start is None:
-            self[keys] = [one.float() for one in found]
-        else:
-            room = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
-            parts = room.split(found[0].numel())
-            self[keys] = [
-                part.view(one.shape).copy_(one) for part, one in zip(parts, found, strict=False)
-            ]
+            for total, gradient in zip(self[keys], gradients, strict=True):
+                total.add_(gradient)
+            return
+        if self.memory is None or keys.start is None:
+            self[keys] = [gradient.float() for gradient in gradients]
+            return
+        # Float32 views of the memory of these tokens, whose own gradients are written later.
+        memory = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
+        totals = []
+        for gradient, room in zip(gradients, memory.split(gradients[0].numel()), strict=False):
+            totals.append(room.view(gradient.shape).copy_(gradient))
+        self[keys] = totals
 
     def taken(self, runs: Iterable[Rows]) -> list[tuple[Rows, list[Tensor]]]:
-        """Those of these runs, which end here: what is written next may lie in their memory."""
-        return [(keys, [one.clone() for one in self.pop(keys)]) for keys in runs if keys in self]
+        """Remove and return the sums of some rows, as copies.
+
+        What is written next may overwrite their memory.
+        """
+        removed = []
+        for keys in runs:
+            if keys in self:
+                removed.append((keys, [total.clone() for total in self.pop(keys)]))
+        return removed

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step should cost: floating-point operations of a decoder, and of a vision encoder before it.
+"""Expected cost of a step: floating-point operations of a decoder and its vision encoder.
 
-Legend: N packed tokens, D hidden size, V vocabulary, [out, in] a projection. A multiplication and an addition are two
-operations.
+A multiplication and an addition count as two operations.
+
+Legend: N packed tokens, I images, D hidden size, V vocabulary, [out, in] a projection.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.models.architecture import backbone, head_of
@@ -22,38 +23,54 @@ from quadriga.models.vision import VisionEncoderCost
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a decoder computes for a token."""
+    """Size of a decoder, and the operations that it needs for tokens.
 
-    # That multiply a token, in the layers and in the vocabulary head.
+    Attributes:
+        num_block_parameters: number of parameters in the layers that multiply a token.
+        num_head_parameters: number of parameters in the vocabulary head.
+        attention_width: size of all heads of all layers together.
+        num_frozen_block_parameters: those of the layers' parameters without gradient.
+        num_frozen_head_parameters: those of the head's parameters without gradient.
+        vision_encoder: cost of a vision encoder, which the other numbers do not include.
+    """
+
     num_block_parameters: int
     num_head_parameters: int
-    attention_width: int  # of all layers and heads together
-    # Those of them that have no gradient.
+    attention_width: int
     num_frozen_block_parameters: int = 0
     num_frozen_head_parameters: int = 0
-    vision_encoder: VisionEncoderCost | None = None  # not part of the other numbers
+    vision_encoder: VisionEncoderCost | None = None
 
     @cached_property
     def attention_tokens(self) -> float:
-        """The tokens of a sequence at which attention costs as much as the layers."""
-        return (
-            self.num_block_parameters / self.attention_width if self.attention_width else math.inf
-        )
+        """Length of a sequence, in tokens, at which attention costs as much as the layers."""
+        if not self.attention_width:
+            return math.inf
+        return self.num_block_parameters / self.attention_width
 
     @property
     def head(self) -> float:
-        """What the vocabulary head [V, D] costs for a token, in units of the layers."""
+        """Cost of the vocabulary head [V, D] for a token, in units of the layers' cost."""
         return self.num_head_parameters / self.num_block_parameters
 
-    def images(self, grids: torch.Tensor) -> float:
-        """What the vision encoder costs for images [I, 3] in units of the layers."""
-        flops = 0.0 if self.vision_encoder is None else self.vision_encoder.update_flops(grids)
-        return flops / (6 * self.num_block_parameters)
+    def images(self, grids: Tensor) -> float:
+        """Cost of the vision encoder for images [I, 3], in units of the layers' cost per token."""
+        if self.vision_encoder is None:
+            return 0.0
+        return self.vision_encoder.update_flops(grids) / (6 * self.num_block_parameters)
 
     def forward_flops(
         self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
     ) -> float:
-        """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""
+        """Operations of one forward pass. A backward pass costs twice as much.
+
+        Args:
+            num_tokens: N.
+            num_predicted: number of tokens that the head is applied to.
+            sum_of_squared_lengths: over the sequences. Causal attention counts half of each square.
+        """
+        # Two operations per parameter and token. Attention: two products of width numbers for each
+        # pair of tokens, of which causal attention computes half.
         blocks = 2 * self.num_block_parameters * num_tokens
         head = 2 * self.num_head_parameters * num_predicted
         attention = 2 * self.attention_width * sum_of_squared_lengths
@@ -62,77 +79,120 @@ class ModelCost:
     def update_flops(
         self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
     ) -> float:
-        """Operations of a forward and a backward pass; a frozen matrix takes part in only half of the latter."""
-        spared = (
-            self.num_frozen_block_parameters * num_tokens
-            + self.num_frozen_head_parameters * num_predicted
-        )
-        return (
-            3 * self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths) - 2.0 * spared
-        )
+        """Operations of a forward and a backward pass.
+
+        A frozen matrix takes part in only half of the backward pass.
+
+        Args:
+            num_tokens: N.
+            num_predicted: number of tokens that the head is applied to.
+            sum_of_squared_lengths: over the sequences.
+        """
+        # The backward pass computes a gradient of the input, and one of a matrix that is trained.
+        frozen_blocks = self.num_frozen_block_parameters * num_tokens
+        frozen_head = self.num_frozen_head_parameters * num_predicted
+        forward = self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths)
+        return 3 * forward - 2.0 * (frozen_blocks + frozen_head)
 
     def update_flops_of(self, packed: PackedBatch) -> float:
-        """Operations of an update on a packed micro-batch of tokens [1, N], its images included."""
+        """Operations of an update on a packed micro-batch of tokens [1, N] and its images."""
         flops = self.update_flops(
             packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths
         )
-        if packed.images is None or self.vision_encoder is None:
-            return flops
-        return flops + self.vision_encoder.update_flops(packed.images.grids)
+        if packed.images is not None and self.vision_encoder is not None:
+            flops += self.vision_encoder.update_flops(packed.images.grids)
+        return flops
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Count a model's matrix parameters [out, in]; embeddings are looked up, not multiplied. Of a layer's experts those
-    count that a token goes through."""
-    config, head = model.config.get_text_config(), head_of(model)
-    # A matrix multiplies a token once, whatever module it is in; convolutions and states are next to nothing.
-    others = {id(one.weight) for one in backbone(model).modules() if isinstance(one, nn.Embedding)}
-    others |= {id(one) for mixture in mixtures(model) for one in mixture.experts.parameters()}
-    matrices = [
-        one for one in backbone(model).parameters() if one.dim() == 2 and id(one) not in others
-    ]
-    multiplied = [(one.numel(), one.requires_grad) for one in matrices]
+    """Count a model's matrix parameters [out, in].
+
+    Embeddings do not count: they are looked up. Of a mixture's experts, those count that a token
+    goes through. Convolutions and recurrent states are negligible.
+    """
+    config = model.config.get_text_config()
+    body = backbone(model)
+    num_parameters = 0
+    num_frozen = 0
+
+    # Embeddings, by identity: a table that is tied to the head does not count among the layers.
+    excluded = set()
+    for module in body.modules():
+        if isinstance(module, nn.Embedding):
+            excluded.add(id(module.weight))
+
     for mixture in mixtures(model):
-        chosen = getattr(router_of(mixture), "top_k", None) or config.num_experts_per_tok
-        share = chosen / mixture.experts.num_experts
-        for weight in (weight for weight in mixture.experts.parameters() if weight.dim() == 3):
-            multiplied.append((int(weight.numel() * share), weight.requires_grad))
+        num_chosen = getattr(router_of(mixture), "top_k", None) or config.num_experts_per_tok
+        # A token goes through this share of the experts.
+        share = num_chosen / mixture.experts.num_experts
+        for weight in mixture.experts.parameters():
+            excluded.add(id(weight))
+            if weight.dim() == 3:
+                size = int(weight.numel() * share)
+                num_parameters += size
+                num_frozen += 0 if weight.requires_grad else size
+
+    # A matrix multiplies each token once, whatever module it is in.
+    for weight in body.parameters():
+        if weight.dim() == 2 and id(weight) not in excluded:
+            num_parameters += weight.numel()
+            num_frozen += 0 if weight.requires_grad else weight.numel()
+
+    num_head_parameters = 0
+    num_frozen_head = 0
+    for weight in head_of(model).parameters():
+        num_head_parameters += weight.numel()
+        num_frozen_head += 0 if weight.requires_grad else weight.numel()
+
     num_heads = getattr(config, "num_attention_heads", 0)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     return ModelCost(
-        num_block_parameters=sum(size for size, _ in multiplied),
-        num_head_parameters=sum(one.numel() for one in head.parameters()),
+        num_block_parameters=num_parameters,
+        num_head_parameters=num_head_parameters,
         attention_width=config.num_hidden_layers * num_heads * head_size,
-        num_frozen_block_parameters=sum(size for size, is_trained in multiplied if not is_trained),
-        num_frozen_head_parameters=sum(
-            one.numel() for one in head.parameters() if not one.requires_grad
-        ),
+        num_frozen_block_parameters=num_frozen,
+        num_frozen_head_parameters=num_frozen_head,
         vision_encoder=VisionEncoderCost.of(model),
     )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that this device reaches on a product of square matrices, measured in a tenth of a second.
+    """Measure the operations per second of a product of square matrices, in a tenth of a second.
 
-    They are [4096, 4096] on CUDA and [1024, 1024] elsewhere; on a CPU [256, 256] of float16, which most are slow at. A
-    data sheet's peak is that of another machine.
+    A data sheet's peak would be that of another machine.
+
+    Args:
+        device: device to measure.
+        dtype: dtype of the matrices.
+
+    Returns:
+        Operations per second of the fastest of four products.
     """
-    is_slow = device.type == "cpu" and dtype == torch.float16
-    size = 4096 if device.type == "cuda" else 256 if is_slow else 1024
-    # Not random ones: a resumed run would draw from torch's generator once more than the run left alone.
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    size = 1024
+    if device.type == "cuda":
+        size = 4096
+    elif device.type == "cpu" and dtype == torch.float16:
+        # Most CPUs are slow in float16.
+        size = 256
+    # Not random: drawing from torch's generator would make a resumed run differ from one that was
+    # never interrupted.
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    right = torch.ones(size, size, device=device, dtype=dtype)
     best = 0.0
     for _ in range(4):
-        if left.is_cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            torch.mm(left, right)
-            end.record()
-            torch.cuda.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
-        else:
-            begun = time.perf_counter()
-            torch.mm(left, right)
-            seconds = time.perf_counter() - begun
-        best = max(best, 2 * size**3 / seconds)
+        best = max(best, 2 * size**3 / _seconds_of_product(left, right))
     return best
+
+
+def _seconds_of_product(left: Tensor, right: Tensor) -> float:
+    if not left.is_cuda:
+        begun = time.perf_counter()
+        torch.mm(left, right)
+        return time.perf_counter() - begun
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.mm(left, right)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms and gated MLPs on CUDA, each pass one kernel: Triton's behind `quadriga.models.fused`, rounding as its
-functions do.
+"""RMS norms and gated MLPs on CUDA: Triton kernels behind `quadriga.models.fused`, one per pass.
 
-Legend: R rows, D columns of a norm, N numbers.
+They round as the functions of that module do.
+
+Legend: R rows, D columns of a norm, F width of an MLP.
 """
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
 
-_NUMBERS = 2048  # of a program
-_PARTS = 512  # most programs of a norm's backward pass, each with a sum for the weight's gradient: not by the device
+_NUMBERS = 2048  # that one program computes
+# Upper limit of the programs of a norm's backward pass, each of which sums the weight's gradient
+# over its rows. It does not depend on the device, so neither does the order of the sum.
+_PARTS = 512
 
 
 @triton.jit
@@ -25,15 +29,19 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    exists = (rows < num_rows)[:, None] & (columns < size)[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    is_row = rows < num_rows
+    is_column = columns < size
+    exists = is_row[:, None] & is_column[None, :]
     places = rows[:, None].to(tl.int64) * size + columns[None, :]
+    # Rounded as in eager mode: once after the norm, and once after the weight.
     wide = tl.load(hidden + places, mask=exists, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + epsilon)
     normed = (wide * scale[:, None]).to(result.dtype.element_ty).to(tl.float32)
-    factors = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
+    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(result + places, normed * factors[None, :], mask=exists)
-    tl.store(scales + rows, scale, mask=rows < num_rows)
+    tl.store(scales + rows, scale, mask=is_row)
 
 
 @triton.jit
@@ -50,23 +58,27 @@ def _norm_gradients_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    part, columns = tl.program_id(0), tl.arange(0, COLUMNS)
-    factors = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
+    part = tl.program_id(0)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < size
+    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
         rows = start + tl.arange(0, ROWS)
         is_row = rows < num_rows
-        exists = is_row[:, None] & (columns < size)[None, :]
+        exists = is_row[:, None] & is_column[None, :]
         places = rows[:, None].to(tl.int64) * size + columns[None, :]
         scale = tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
         normed = tl.load(hidden + places, mask=exists, other=0.0).to(tl.float32) * scale
         outer = tl.load(grad + places, mask=exists, other=0.0).to(tl.float32)
         total += tl.sum(outer * normed, 0)
         inner = outer * factors[None, :]
+        # d hidden = scale * (g w - n * mean(g w n)), with n the normed row.
         projection = tl.sum(inner * normed, 1) / size
-        tl.store(result + places, (inner - normed * projection[:, None]) * scale, mask=exists)
-    tl.store(sums + part * size + columns, total, mask=columns < size)
+        gradient = (inner - normed * projection[:, None]) * scale
+        tl.store(result + places, gradient, mask=exists)
+    tl.store(sums + part * size + columns, total, mask=is_column)
 
 
 @triton.jit
@@ -74,12 +86,10 @@ def _gate_kernel(gate, up, result, num_numbers, NUMBERS: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     exists = places < num_numbers
     wide = tl.load(gate + places, mask=exists, other=0.0).to(tl.float32)
-    bent = (wide * tl.sigmoid(wide)).to(result.dtype.element_ty).to(tl.float32)
-    tl.store(
-        result + places,
-        bent * tl.load(up + places, mask=exists, other=0.0).to(tl.float32),
-        mask=exists,
-    )
+    factor = tl.load(up + places, mask=exists, other=0.0).to(tl.float32)
+    # silu is rounded to half precision before the product, as in eager mode.
+    activated = (wide * tl.sigmoid(wide)).to(result.dtype.element_ty).to(tl.float32)
+    tl.store(result + places, activated * factor, mask=exists)
 
 
 @triton.jit
@@ -90,61 +100,109 @@ def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMB
     outer = tl.load(grad + places, mask=exists, other=0.0).to(tl.float32)
     factor = tl.load(up + places, mask=exists, other=0.0).to(tl.float32)
     share = tl.sigmoid(wide)
+    # d silu(x) / dx = sigmoid(x) * (1 + x * (1 - sigmoid(x)))
     inner = (outer * factor).to(grad_gate.dtype.element_ty).to(tl.float32)
-    tl.store(grad_gate + places, inner * share * (1 + wide * (1 - share)), mask=exists)
-    bent = (wide * share).to(grad_up.dtype.element_ty).to(tl.float32)
-    tl.store(grad_up + places, bent * outer, mask=exists)
+    gate_gradient = inner * share * (1 + wide * (1 - share))
+    tl.store(grad_gate + places, gate_gradient, mask=exists)
+    activated = (wide * share).to(grad_up.dtype.element_ty).to(tl.float32)
+    tl.store(grad_up + places, activated * outer, mask=exists)
 
 
-def norm(
-    hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D], [D] -> [..., D], and what each row was multiplied with, [R] float32."""
+def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of each row.
+
+    Args:
+        hidden: [..., D] in half precision, R rows.
+        weight: [D].
+        epsilon: added to the mean of squares.
+
+    Returns:
+        The result [..., D], and the factor [R] float32 by which each row was multiplied.
+    """
     hidden = hidden.contiguous()
-    size, result = hidden.shape[-1], torch.empty_like(hidden)
-    num_rows, tile = hidden.numel() // size, _tile(size)
+    size = hidden.shape[-1]
+    num_rows = hidden.numel() // size
+    result = torch.empty_like(hidden)
     scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    tile = _tile(size)
     grid = (triton.cdiv(num_rows, tile["ROWS"]),)
     _norm_kernel[grid](hidden, weight, result, scales, num_rows, size, epsilon, **tile)
     return result, scales
 
 
 def norm_gradients(
-    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the hidden states [..., D], and of the weight [D] in float32."""
-    grad, hidden = grad.contiguous(), hidden.contiguous()
-    size, result, num_rows = hidden.shape[-1], torch.empty_like(hidden), len(scales)
+    grad: Tensor, hidden: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm`.
+
+    Args:
+        grad: gradient [..., D] of the result.
+        hidden: [..., D] as in the forward pass.
+        weight: [D] as in the forward pass.
+        scales: [R] float32 from the forward pass.
+
+    Returns:
+        Gradients of `hidden` [..., D], and of `weight` [D] in float32.
+    """
+    grad = grad.contiguous()
+    hidden = hidden.contiguous()
+    result = torch.empty_like(hidden)
+    size = hidden.shape[-1]
+    num_rows = len(scales)
     tile = _tile(size)
-    rows_of_part = tile["ROWS"] * triton.cdiv(triton.cdiv(num_rows, tile["ROWS"]), _PARTS)
+    num_tiles = triton.cdiv(num_rows, tile["ROWS"])
+    rows_of_part = tile["ROWS"] * triton.cdiv(num_tiles, _PARTS)
     num_parts = triton.cdiv(num_rows, rows_of_part)
+    # Each program sums over its rows, torch over the programs: the order is always the same.
     sums = torch.empty(num_parts, size, dtype=torch.float32, device=hidden.device)
-    call = (grad, hidden, weight, scales, result, sums, num_rows, size, rows_of_part)
-    _norm_gradients_kernel[(num_parts,)](*call, **tile)
+    _norm_gradients_kernel[(num_parts,)](
+        grad, hidden, weight, scales, result, sums, num_rows, size, rows_of_part, **tile
+    )
     return result, sums.sum(0)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up."""
-    gate, up = gate.contiguous(), up.contiguous()
-    result, size = torch.empty_like(gate), gate.numel()
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate: [..., F] in half precision.
+        up: [..., F] in the same dtype.
+
+    Returns:
+        [..., F] in the same dtype.
+    """
+    gate = gate.contiguous()
+    up = up.contiguous()
+    result = torch.empty_like(gate)
+    size = gate.numel()
     _gate_kernel[(triton.cdiv(size, _NUMBERS),)](gate, up, result, size, NUMBERS=_NUMBERS)
     return result
 
 
-def gated_gradients(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of gate and up."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    found, size = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
-    _gate_gradients_kernel[(triton.cdiv(size, _NUMBERS),)](
-        grad, gate, up, *found, size, NUMBERS=_NUMBERS
-    )
-    return found
+def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gated`.
+
+    Args:
+        grad: gradient [..., F] of the result.
+        gate: [..., F] as in the forward pass.
+        up: [..., F] as in the forward pass.
+
+    Returns:
+        Gradients of `gate` and `up`, [..., F] each.
+    """
+    grad = grad.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    grad_gate = torch.empty_like(gate)
+    grad_up = torch.empty_like(up)
+    size = gate.numel()
+    grid = (triton.cdiv(size, _NUMBERS),)
+    _gate_gradients_kernel[grid](grad, gate, up, grad_gate, grad_up, size, NUMBERS=_NUMBERS)
+    return grad_gate, grad_up
 
 
 def _tile(size: int) -> dict[str, int]:
+    """Options of a norm's kernel for rows of `size` numbers."""
     columns = triton.next_power_of_2(size)
     return {
         "ROWS": max(1, _NUMBERS // columns),

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states to log-probabilities, entropies and values, without the [tokens, vocabulary] logits.
+"""Log-probabilities and entropies from hidden states, without the [tokens, vocabulary] logits.
 
-Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off by up to 0.06, which is more than
-the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward, into one
-workspace; the last chunk's logits are in it when the backward pass begins, which therefore starts with that chunk.
+Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off by up to 0.06,
+which is more than the difference between two policies. The vocabulary is projected in chunks of
+tokens, forward and backward, into one workspace. The workspace has the last chunk's logits when the
+backward pass begins, which therefore starts with that chunk.
 
-A part of the vocabulary (a block of a GPU kernel, heads_triton.py, or the rows that another rank holds,
-`VocabularyShard`) has four numbers for a token: the logarithm of its sum of exponentials, the entropy within the part,
-the target's logit, and the sum of squared probabilities within the part; then the logits of further targets. Parts are
-put together by the chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels.
+A part of the vocabulary (a block of a GPU kernel in heads_triton.py, or the rows on another rank,
+`VocabularyShard`) has four statistics per token: the logarithm of its sum of exponentials, the
+entropy within the part, the target's logit and the sum of squared probabilities within the part;
+then the logits of further targets. Parts are combined by the chain rule of the entropy and by
+squared shares. All terms are positive, so nothing cancels.
 
-Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this rank, C tokens in a chunk,
-P parts, k likeliest tokens, K targets of a token.
+Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it on this rank, C tokens in a
+chunk, P parts, k likeliest tokens, K targets of a token.
 """
 
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,23 +34,28 @@ HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     from quadriga.models import heads_triton
 
-# Versions of torch before 2.13 have it under a name that later ones warn of.
+# Its name in torch before 2.13, about which later versions warn, is all_gather_into_tensor.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # on a CPU
-_CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the gradient of the weight for each chunk
-_TOKEN_BLOCK = {
-    "cpu": 16
-}  # tokens whose logits are handled while they are in the cache, by the device
+_CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the weight's gradient for each chunk
+# Tokens whose logits are handled while they are in the cache, by device type.
+_TOKEN_BLOCK = {"cpu": 16}
 _TOKEN_BLOCK_ELSEWHERE = 128
-_VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
+_VOCABULARY_BLOCK = 4096  # rows of the weight that are converted to float32 at a time
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank holds the rows [start, start + V') of the weight, the others of `group`, who call with the same tokens,
-    hold the rest. V' may differ between ranks, and be 0."""
+    """This rank's rows [start, start + V') of the head's weight.
+
+    V' may differ between ranks, and may be 0.
+
+    Attributes:
+        group: ranks with the other rows, which must call with the same tokens.
+        start: index of the first row.
+    """
 
     group: dist.ProcessGroup
     start: int
@@ -57,53 +63,62 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of its head's products: times `scale`, then c * tanh(logit / c), where c is `softcap`."""
+    """Scale and cap by which a model turns its head's products into logits.
+
+    Attributes:
+        scale: factor of the products.
+        softcap: c of c * tanh(logit / c), which is applied to the scaled products. None: no cap.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> "LogitRule":
-        """The rule of a configuration. Which models it holds for is tried, not known: see `models/probe.py`."""
+        """Rule of a configuration. A trial shows for which models it holds: `models/probe.py`."""
         text = config.get_text_config()
-        scales = [
-            getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")
-        ]
+        scale = 1.0
+        if text.model_type not in _UNUSED_SCALE:
+            for name in ("logit_scale", "lm_head_multiplier"):
+                scale *= getattr(text, name, None) or 1.0
         divisor = getattr(text, "logits_scaling", None) or 1.0
         if text.model_type in _MULTIPLIED:
             divisor = 1.0 / divisor
-        if text.model_type in _UNUSED_SCALE:
-            scales = []
-        caps = [
-            getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")
-        ]
-        return cls(math.prod(scales) / divisor, next((cap for cap in caps if cap), None))
+        softcap = getattr(text, "final_logit_softcapping", None)
+        softcap = softcap or getattr(text, "logits_soft_cap", None) or None
+        return cls(scale / divisor, softcap)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """[..., V] float32, changed in place."""
+        """Scale and cap float32 logits [..., V] in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
-        return (
-            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        )
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
 
 
 PLAIN_LOGITS = LogitRule()
-_MULTIPLIED = ("hyperclovax",)  # by what others divide by
+_MULTIPLIED = ("hyperclovax",)  # models that multiply by what others divide by
 _UNUSED_SCALE = ("mpt",)
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of given tokens under the policy; None for what was not wanted, gradients for the first two."""
+    """Scores of tokens under the policy; None if not requested. The first two have gradients.
 
-    log_probs: Tensor  # [M] float32, or [M, K]
-    entropy: Tensor | None  # [M] float32 in nats
-    top_log_probs: Tensor | None = None  # [M, k] float32, the largest ones in descending order
-    top_ids: Tensor | None = None  # [M, k] int64, their tokens
-    sum_pi_squared: Tensor | None = (
-        None  # [M] float32, the probability of drawing the same token twice
-    )
+    Attributes:
+        log_probs: [M] float32, or [M, K].
+        entropy: [M] float32, in nats.
+        top_log_probs: [M, k] float32, the largest ones in descending order.
+        top_ids: [M, k] int64, their tokens.
+        sum_pi_squared: [M] float32, the probability of drawing the same token twice.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    top_log_probs: Tensor | None = None
+    top_ids: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
 
 def token_scores(
@@ -120,41 +135,61 @@ def token_scores(
     shard: VocabularyShard | None = None,
     rule: LogitRule = PLAIN_LOGITS,
 ) -> TokenScores:
-    """Log-probabilities of `targets` and entropies of the distributions that they were drawn from.
+    """Log-probabilities of `targets` and entropies of the distributions they were drawn from.
 
-    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton and a C compiler
-    are installed: they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which
-    tensor cores would round; and `top_k`, several targets and soft-capping, which need the logits.
+    On CUDA, half-precision states and weights go through the kernels of heads_triton.py if Triton
+    and a C compiler are installed. These never write the logits. Everything else goes through
+    chunks in plain torch: CPUs; float32, which tensor cores would round; and `top_k`, several
+    targets and soft-capping, which need the logits.
 
-    With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
-    caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
-    `top_k`), of a few numbers for each token. The backward pass has none.
+    With a shard, all outputs are the same on all ranks. The gradient of `hidden` is this rank's
+    part, which the caller sums over the group; those of `weight` and `bias` are complete. A call
+    needs one collective (three with `top_k`) of a few numbers per token, its backward pass none.
 
     Args:
-        hidden: [M, D], the states that predict the targets.
+        hidden: [M, D] states that predict the targets.
         weight: [V, D], or with a shard [V', D].
         bias: [V] or [V'], or None.
-        targets: [M] token ids, or [M, K]. With a shard, one that no rank holds has log-probability -inf.
+        targets: [M] token ids, or [M, K]. With a shard, a token on no rank has log-prob -inf.
         temperature: divides the logits.
-        top_k: how many of the likeliest tokens to return. Where the vocabulary has fewer, the rest is -inf with id -1.
-        chunk_tokens: C; None: what fits the device.
-        shard: the rows of the vocabulary on this rank; None: all.
-        rule: what the model makes of the products of states and weight before they are logits.
+        with_entropy: whether to return entropies.
+        with_sum_pi_squared: whether to return sums of squared probabilities.
+        top_k: how many of the likeliest tokens to return. If the vocabulary has fewer, the rest is
+            -inf with id -1.
+        chunk_tokens: C. None: chosen by the device.
+        shard: the rows of the vocabulary on this rank. None: all.
+        rule: scale and cap of the logits.
+
+    Returns:
+        The requested scores.
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
-    use_triton = is_half and not needs_logits and launches_triton(hidden.device)
-    chunk_tokens = chunk_tokens or (
-        CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE
-    )
+    default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE
     if rule.softcap is None:
-        temperature, rule = temperature / rule.scale, PLAIN_LOGITS
-    call = _Call(
-        temperature, rule, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton
+        # A scale alone acts like a temperature, which the kernels know.
+        temperature = temperature / rule.scale
+        rule = PLAIN_LOGITS
+    options = _ScoreOptions(
+        temperature=temperature,
+        rule=rule,
+        with_entropy=with_entropy,
+        with_sum_pi_squared=with_sum_pi_squared,
+        top_k=top_k,
+        chunk_tokens=chunk_tokens or default_chunk,
+        shard=shard,
+        use_triton=is_half and not needs_logits and launches_triton(hidden.device),
     )
-    log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
-    entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
-    return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
+    log_probs, entropy, squares, top_log_probs, top_ids = _TokenScores.apply(
+        hidden, weight, bias, targets, options
+    )
+    return TokenScores(
+        log_probs=log_probs,
+        entropy=entropy if with_entropy else None,
+        top_log_probs=top_log_probs,
+        top_ids=top_ids,
+        sum_pi_squared=squares if with_sum_pi_squared else None,
+    )
 
 
 def launches_triton(device: torch.device) -> bool:
@@ -164,20 +199,22 @@ def launches_triton(device: torch.device) -> bool:
 
 @cache
 def has_compiler() -> bool:
-    """Whether there is the C compiler that Triton builds its launchers with, as it looks for one; told once if not."""
-    if found := bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return found
+    """Whether the C compiler that Triton needs is installed. Warns once if not."""
+    # Triton looks for a compiler in the same way.
+    if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return True
     logger.warning(
-        "CUDA: got no C compiler for Triton's kernels, so plain torch computes log-probs, with the logits of %s tokens "
-        "in memory, and decode steps in many small kernels. Install gcc or clang, or set CC.",
+        "CUDA: got no C compiler for Triton's kernels, so plain torch computes log-probs, with the "
+        "logits of %s tokens in memory, and decode steps in many small kernels. "
+        "Install gcc or clang, or set CC.",
         _CHUNK_TOKENS_ELSEWHERE,
     )
-    return found
+    return False
 
 
 @dataclass(frozen=True)
-class _Call:
-    """How `token_scores` was called, and whether by Triton; a scale without a cap is in the temperature."""
+class _ScoreOptions:
+    """Options of `token_scores`. A scale without a cap is part of the temperature."""
 
     temperature: float
     rule: LogitRule
@@ -192,29 +229,41 @@ class _Call:
 def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None
 ) -> Tensor:
-    """Float32 logits [C, V] of hidden [C, D], weight [V, D], in the dtype of `hidden` or widened to float32, and bias
-    [V]. They may be written to the workspace [C, V]: a CPU would map memory of this size anew each time."""
+    """Float32 logits of hidden states.
+
+    Args:
+        hidden: [C, D].
+        weight: [V, D] in the dtype of `hidden`, or in float32.
+        bias: [V] or None.
+        workspace: [C, V] float32 memory for the logits. A CPU would otherwise map memory of this
+            size anew in each call.
+
+    Returns:
+        [C, V] float32.
+    """
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=workspace)
     elif weight.dtype == torch.float32:
         logits = torch.mm(hidden.float(), weight.t(), out=workspace)
     else:
         wide = hidden.float()
-        logits = (
-            wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
-        )
-        with (
-            exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext()
-        ):
-            for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
-                block = slice(start, start + _VOCABULARY_BLOCK)
-                torch.mm(wide, weight[block].float().t(), out=logits[:, block])
+        logits = workspace
+        if logits is None:
+            logits = wide.new_empty(hidden.shape[0], weight.shape[0])
+        # A float32 copy of the weight would be twice as large as the weight itself.
+        is_bfloat16 = weight.dtype == torch.bfloat16 == hidden.dtype
+        with exact_in_bfloat16() if is_bfloat16 else nullcontext():
+            for rows in _slices(weight.shape[0], _VOCABULARY_BLOCK):
+                torch.mm(wide, weight[rows].float().t(), out=logits[:, rows])
     return logits if bias is None else logits.add_(bias)
 
 
 @contextmanager
 def exact_in_bfloat16() -> Iterator[None]:
-    """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32."""
+    """Context manager: multiply bfloat16 values that are stored in float32 faster, without loss.
+
+    oneDNN rounds the factors to bfloat16, which does not change them; sums stay float32.
+    """
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
@@ -224,173 +273,236 @@ def exact_in_bfloat16() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# Gradients of log-probs ([M] or [M, K]) and of entropies (or None), normalisers, entropies: [M] each.
-_Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
-# The likeliest tokens' numbers and their ids: [M, k] each, or None twice.
+# The likeliest tokens' logits or log-probs, and their ids: [M, k] each, or None twice.
 _Top = tuple[Tensor, Tensor] | tuple[None, None]
 
 
+class _TokenInputs(NamedTuple):
+    """Inputs of the logits' gradient: gradients of the outputs, and statistics of the vocabulary.
+
+    Attributes:
+        grad_log_probs: [M] or [M, K].
+        grad_entropy: [M], or None if the entropy has no gradient.
+        normalizer: [M] logarithm of the sum of exponentials.
+        entropy: [M].
+    """
+
+    grad_log_probs: Tensor
+    grad_entropy: Tensor | None
+    normalizer: Tensor
+    entropy: Tensor
+
+    def of_tokens(self, tokens: slice) -> "_TokenInputs":
+        """The inputs of some of the tokens."""
+        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[tokens]
+        return _TokenInputs(
+            grad_log_probs=self.grad_log_probs[tokens],
+            grad_entropy=grad_entropy,
+            normalizer=self.normalizer[tokens],
+            entropy=self.entropy[tokens],
+        )
+
+
 class _TokenScores(torch.autograd.Function):
-    """With z the logits over the temperature, p their softmax and H its entropy: d log p_t / dz = onehot_t - p, and
-    dH / dz = -p (log p + H)."""
+    """Scores of tokens from hidden states.
+
+    With z the logits over the temperature, p their softmax and H its entropy:
+    d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H).
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, call):
-        places = targets.contiguous()  # rows of this rank's weight; -1: another rank's
-        if call.shard is not None:
-            places = targets - call.shard.start
-            places = torch.where((places >= 0) & (places < weight.shape[0]), places, -1)
-        ctx.kept, top = None, (None, None)
-        if call.use_triton:
-            wanted = (call.with_entropy, call.with_sum_pi_squared)
-            parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, *wanted)
-        else:
-            parts, ctx.kept, top = _statistics(
-                hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3])
+    def forward(ctx, hidden, weight, bias, targets, options):
+        places = targets.contiguous()  # rows of this rank's weight; -1 for those of other ranks
+        if options.shard is not None:
+            places = targets - options.shard.start
+            is_local = (places >= 0) & (places < weight.shape[0])
+            places = torch.where(is_local, places, -1)
+        ctx.workspace = None
+        top: _Top = (None, None)
+        if options.use_triton:
+            parts = heads_triton.statistics(
+                hidden,
+                weight,
+                bias,
+                places,
+                options.temperature,
+                options.with_entropy,
+                options.with_sum_pi_squared,
             )
-        whole = parts[0] if len(parts) == 1 else _combine(parts)
-        if call.shard is not None and len(targets):
-            whole = _combine(_gather(whole, call.shard.group))
+        else:
+            needs_gradients = any(ctx.needs_input_grad[:3])
+            parts, workspace, top = _statistics(hidden, weight, bias, places, options)
+            ctx.workspace = workspace if needs_gradients else None
+        statistics = parts[0] if len(parts) == 1 else _combine(parts)  # [3 + K, M]
+        if options.shard is not None and len(targets):
+            group = options.shard.group
+            statistics = _combine(_gather(statistics, group))
             if top[0] is not None:
-                # The likeliest tokens over all ranks: [M, k] each, out of every rank's.
-                values, ids = (
-                    _gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in top
-                )
-                values, order = values.topk(call.top_k, dim=-1)
-                top = values, ids.gather(-1, order)
-        normalizer, entropy, chosen, squares, *others = whole
+                top = _largest_of_ranks(top, options.top_k, group)
+
+        normalizer, entropy, chosen, squares, *other_chosen = statistics
         log_probs = chosen - normalizer
         if targets.dim() > 1:
-            log_probs = torch.stack([log_probs, *(one - normalizer for one in others)], 1)
-        without_gradient = [squares.clone()]
+            # Column 0 is the row's own target.
+            columns = [log_probs, *(logits - normalizer for logits in other_chosen)]
+            log_probs = torch.stack(columns, 1)
+        squares = squares.clone()
+        without_gradient = [squares]
         if top[0] is not None:
             top[0].sub_(normalizer[:, None])
             without_gradient += top
         ctx.mark_non_differentiable(*without_gradient)
         ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
-        ctx.call = call
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        # What is saved for the backward pass must not be changed by the caller.
-        return log_probs, entropy.clone(), without_gradient[0], *top
+        # The caller must not be able to change what is saved for the backward pass.
+        return log_probs, entropy.clone(), squares, *top
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
-        grad_log_probs = (
-            normalizer.new_zeros(places.shape) if grad_log_probs is None else grad_log_probs
-        )
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Only the entropy may have a gradient.
+        if grad_log_probs is None:
+            grad_log_probs = normalizer.new_zeros(places.shape)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(
-                weight, dtype=torch.float32 if weight.is_cuda else weight.dtype
-            )
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        outer = (grad_log_probs, grad_entropy, normalizer, entropy)
-        chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
-        ctx.kept = None
-        for rows, grad in chunks:
+        if needs_weight:
+            # A GPU adds up the chunks in float32.
+            dtype = torch.float32 if weight.is_cuda else weight.dtype
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
+        grad_bias = None
+        if bias is not None and needs_bias:
+            grad_bias = torch.zeros_like(bias)
+        inputs = _TokenInputs(grad_log_probs, grad_entropy, normalizer, entropy)
+        chunks = _gradients(hidden, weight, bias, places, inputs, ctx.options, ctx.workspace)
+        ctx.workspace = None
+        for tokens, grad in chunks:
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
+                grad_hidden[tokens] = grad @ weight
             if grad_weight is not None:
-                factors = grad.t(), hidden[rows].to(weight.dtype)
+                states = hidden[tokens].to(weight.dtype)
                 if grad_weight.dtype == weight.dtype:
-                    grad_weight.addmm_(*factors)
+                    grad_weight.addmm_(grad.t(), states)
                 else:
-                    torch.addmm(grad_weight, *factors, out_dtype=torch.float32, out=grad_weight)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+                    torch.addmm(
+                        grad_weight, grad.t(), states, out_dtype=torch.float32, out=grad_weight
+                    )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _combine(parts: Tensor) -> Tensor:
-    """Normaliser, entropy, target's logit and sum of squared probabilities, and logits of other targets: parts
-    [P, 3 + K, M] -> the whole [3 + K, M]. With w the share of a part: H = sum of w H_part - w log w, and the squares
-    are the sum of w^2 squares_part. An empty part's normaliser, and the logit of a target not in it, are -inf."""
-    normalizers, entropies, chosen, squares, *others = parts.unbind(1)
-    normalizer = normalizers.logsumexp(0)
-    shares = (normalizers - normalizer).exp()
+    """Statistics of the whole vocabulary [3 + K, M] from those of its parts [P, 3 + K, M].
+
+    With w the share of a part, H = sum of w H_part - w log w, and the squares are the sum of
+    w^2 squares_part. The normaliser of an empty part is -inf, and so is the logit of a target that
+    is not in a part.
+    """
+    normalizers, entropies, chosen, squares, *other_chosen = parts.unbind(1)
+    normalizer = normalizers.logsumexp(0)  # [M]
+    shares = (normalizers - normalizer).exp()  # [P, M]
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
     squares = (shares.square() * squares).sum(0)
-    return torch.stack(
-        [normalizer, entropy, chosen.amax(0), squares, *(one.amax(0) for one in others)]
-    )
+    # A target's logit is that of the part which has it; all other parts have -inf.
+    other_chosen = [logits.amax(0) for logits in other_chosen]
+    return torch.stack([normalizer, entropy, chosen.amax(0), squares, *other_chosen])
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[...] of every rank -> [ranks, ...]: everyone then does the same arithmetic, so results are equal."""
+    """Tensors [...] of all ranks as [ranks, ...]. All ranks then compute the same results."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _cut(size: int, first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Tensors cut into so many tokens each; None stays None."""
-    for start in range(0, len(first), size):
-        yield tuple(None if one is None else one[start : start + size] for one in (first, *others))
+def _largest_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
+    """The likeliest tokens [M, k] of the vocabulary from the likeliest of each rank."""
+    # [ranks, M, k] -> [M, ranks * k]
+    values, ids = (_gather(tensor, group).transpose(0, 1).flatten(1) for tensor in top)
+    values, order = values.topk(top_k, dim=-1)
+    return values, ids.gather(-1, order)
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    """Slices of at most `size` elements that cover `length` elements."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, call: _Call, keep: bool
-) -> tuple[Tensor, Tensor | None, _Top]:
-    """The numbers of this rank's vocabulary [1, 3 + K, M]; the workspace with the last chunk's logits where it is to
-    be kept; and the top tokens with their logits, [M, k] each, or None twice."""
-    num_tokens, num_rows = hidden.shape[0], weight.shape[0]
-    step = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
-    places = places if places.dim() > 1 else places[:, None]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, options: _ScoreOptions
+) -> tuple[Tensor, Tensor, _Top]:
+    """Statistics of this rank's vocabulary, in plain torch.
+
+    Returns:
+        Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and the likeliest
+        tokens with their logits.
+    """
+    num_tokens = len(hidden)
+    num_rows = len(weight)
+    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    if places.dim() == 1:
+        places = places[:, None]
     result = hidden.new_zeros(3 + places.shape[1], num_tokens, dtype=torch.float32)
-    workspace = hidden.new_empty(min(call.chunk_tokens, num_tokens), num_rows, dtype=torch.float32)
+    workspace_size = min(options.chunk_tokens, num_tokens)
+    workspace = hidden.new_empty(workspace_size, num_rows, dtype=torch.float32)
     top: _Top = (None, None)
-    if call.top_k is not None:
-        shape = (num_tokens, call.top_k)
-        top = result.new_full(shape, -torch.inf), places.new_full(shape, -1)
-    for start in range(0, num_tokens, call.chunk_tokens):
-        rows = slice(start, min(start + call.chunk_tokens, num_tokens))
-        logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - start])
-        for block, normalizer, entropy, chosen, squares, *others, place in _cut(
-            step, logits, *result[:, rows], places[rows]
-        ):
-            if call.rule.softcap is not None:
-                call.rule.apply(block)
-            if call.temperature != 1.0:
-                block.div_(call.temperature)
-            wanted = (
-                entropy if call.with_entropy else None,
-                squares if call.with_sum_pi_squared else None,
-            )
-            _block_statistics(block, normalizer, *wanted)
-            found = block.new_full(place.shape, -torch.inf)
-            if num_rows:
-                found = block.gather(-1, place.clamp(min=0)).masked_fill_(place < 0, -torch.inf)
-            for logit, column in zip((chosen, *others), found.unbind(1), strict=True):
-                logit.copy_(column)
+    if options.top_k is not None:
+        shape = (num_tokens, options.top_k)
+        top = (result.new_full(shape, -torch.inf), places.new_full(shape, -1))
+    for tokens in _slices(num_tokens, options.chunk_tokens):
+        length = tokens.stop - tokens.start
+        logits = head_logits(hidden[tokens], weight, bias, workspace[:length])
+        chunk_places = places[tokens]
+        chunk_result = result[:, tokens]
+        for block in _slices(length, block_size):
+            _block_statistics(logits[block], chunk_places[block], chunk_result[:, block], options)
         if top[0] is not None:
             best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
-            top[0][rows, : best.values.shape[1]] = best.values
-            top[1][rows, : best.values.shape[1]] = best.indices + (
-                call.shard.start if call.shard else 0
-            )
-    return result[None], workspace if keep else None, top
+            first_row = 0 if options.shard is None else options.shard.start
+            # A shard may have fewer than k rows.
+            num_best = best.values.shape[1]
+            top[0][tokens, :num_best] = best.values
+            top[1][tokens, :num_best] = best.indices + first_row
+    return result[None], workspace, top
 
 
 def _block_statistics(
-    logits: Tensor, normalizer: Tensor, entropy: Tensor | None, squares: Tensor | None
+    logits: Tensor, places: Tensor, result: Tensor, options: _ScoreOptions
 ) -> None:
-    """Write normalisers [C], entropies [C] and sums of squared probabilities [C] of logits [C, V']."""
+    """Turn products [C, V'] into logits over the temperature, and write their statistics.
+
+    `places` are [C, K], the result is [3 + K, C].
+    """
+    if options.rule.softcap is not None:
+        options.rule.apply(logits)
+    if options.temperature != 1.0:
+        logits.div_(options.temperature)
+    normalizer, entropy, chosen, squares, *other_chosen = result
+    target_logits = logits.new_full(places.shape, -torch.inf)
     if not logits.shape[1]:
         normalizer.fill_(-torch.inf)
-        return
-    peak = logits.amax(-1)
-    shifted = logits - peak[:, None]
-    weights = shifted.exp_() if entropy is None else shifted.exp()
-    total = weights.sum(-1)
-    log_total = total.log()
-    torch.add(peak, log_total, out=normalizer)
-    if entropy is not None:
-        torch.sub(log_total, torch.linalg.vecdot(weights, shifted) / total, out=entropy)
-    if squares is not None:
-        torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
+    else:
+        target_logits = logits.gather(-1, places.clamp(min=0))
+        target_logits.masked_fill_(places < 0, -torch.inf)
+        # Relative to the largest logit, so that exponentials do not overflow.
+        peak = logits.amax(-1)  # [C]
+        shifted = logits - peak[:, None]
+        # The entropy needs the shifted logits again, otherwise their memory is reused.
+        weights = shifted.exp() if options.with_entropy else shifted.exp_()
+        total = weights.sum(-1)
+        log_total = total.log()
+        torch.add(peak, log_total, out=normalizer)
+        if options.with_entropy:
+            mean = torch.linalg.vecdot(weights, shifted) / total
+            torch.sub(log_total, mean, out=entropy)
+        if options.with_sum_pi_squared:
+            torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
+    for logit, column in zip((chosen, *other_chosen), target_logits.unbind(1), strict=True):
+        logit.copy_(column)
 
 
 def _gradients(
@@ -398,74 +510,93 @@ def _gradients(
     weight: Tensor,
     bias: Tensor | None,
     places: Tensor,
-    outer: _Outer,
-    call: _Call,
-    kept: Tensor | None,
+    inputs: _TokenInputs,
+    options: _ScoreOptions,
+    workspace: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first:
-    `kept`, if not None, is the workspace with its logits over the temperature."""
-    size, step = call.chunk_tokens, _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
-    cuts = enumerate(_cut(size, hidden, places, *outer))
-    chunks = [
-        (slice(number * size, number * size + len(parts[0])), parts) for number, parts in cuts
-    ]
-    if call.use_triton:
-        for rows, (states, place, *numbers) in chunks:
-            yield (
-                rows,
-                heads_triton.logit_gradients(
-                    call.temperature, states, weight, bias, place, tuple(numbers)
-                ),
+    """Yield the tokens of each chunk, and the gradient [C, V'] of its products.
+
+    Without Triton the last chunk comes first: `workspace`, if not None, has its logits over the
+    temperature. Gradients are in the dtype of the weight.
+    """
+    chunks = _slices(len(hidden), options.chunk_tokens)
+    if options.use_triton:
+        for tokens in chunks:
+            grad = heads_triton.logit_gradients(
+                options.temperature,
+                hidden[tokens],
+                weight,
+                bias,
+                places[tokens],
+                inputs.of_tokens(tokens),
             )
+            yield tokens, grad
         return
-    shape = min(size, len(hidden)), weight.shape[0]
-    workspace = hidden.new_empty(shape, dtype=torch.float32) if kept is None else kept
-    is_narrow = weight.dtype != torch.float32
-    narrow = torch.empty_like(workspace, dtype=weight.dtype) if is_narrow else workspace
-    for rows, (states, *parts) in reversed(chunks):
-        logits, results = workspace[: len(states)], narrow[: len(states)]
-        if kept is None:
-            logits = head_logits(states, weight, bias, logits)
-        for block, result, *numbers in _cut(step, logits, results, *parts):
-            if kept is None and call.rule.softcap is not None:
-                call.rule.apply(block)
-            if kept is None and call.temperature != 1.0:
-                block.div_(call.temperature)
-            slope = None
-            if call.rule.softcap is not None:
-                # Of c * tanh(s * x / c): s * (1 - tanh^2).
-                tanh = block * (call.temperature / call.rule.softcap)
-                slope = tanh.square_().neg_().add_(1.0).mul_(call.rule.scale)
-            _block_gradients(call.temperature, block, *numbers)
-            if slope is not None:
-                block.mul_(slope)
-            if is_narrow:
-                result.copy_(block)
-        kept = None
-        yield rows, results
+    # The last chunk's logits are there from the forward pass, except in a second backward pass.
+    has_logits = workspace is not None
+    if workspace is None:
+        shape = (min(options.chunk_tokens, len(hidden)), len(weight))
+        workspace = hidden.new_empty(shape, dtype=torch.float32)
+    # The products with the gradient are in the dtype of the weight.
+    is_half = weight.dtype != torch.float32
+    results = torch.empty_like(workspace, dtype=weight.dtype) if is_half else workspace
+    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    for tokens in reversed(chunks):
+        length = tokens.stop - tokens.start
+        logits = workspace[:length]
+        if not has_logits:
+            logits = head_logits(hidden[tokens], weight, bias, logits)
+        chunk_places = places[tokens]
+        chunk_inputs = inputs.of_tokens(tokens)
+        for block in _slices(length, block_size):
+            block_logits = logits[block]
+            if not has_logits:
+                if options.rule.softcap is not None:
+                    options.rule.apply(block_logits)
+                if options.temperature != 1.0:
+                    block_logits.div_(options.temperature)
+            _block_gradients(
+                block_logits, chunk_places[block], chunk_inputs.of_tokens(block), options
+            )
+            if is_half:
+                results[block].copy_(block_logits)
+        has_logits = False
+        yield tokens, results[:length]
 
 
 def _block_gradients(
-    temperature: float,
-    logits: Tensor,
-    places: Tensor,
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-    normalizer: Tensor,
-    entropy: Tensor,
+    logits: Tensor, places: Tensor, inputs: _TokenInputs, options: _ScoreOptions
 ) -> None:
-    """Replace logits z [C, V'] by (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the gradients of
-    log-prob and entropy; of several targets the first g stands for each in its place, the second for their sum."""
-    log_p = logits.sub_(normalizer[:, None])
-    places, of_targets = (
-        one if one.dim() > 1 else one[:, None] for one in (places, grad_log_probs / temperature)
-    )
-    outer = of_targets.sum(1)
-    if grad_entropy is None:
+    """Replace logits z [C, V'] over the temperature by the gradient of the products.
+
+    Without a cap it is (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the
+    gradients of log-prob and entropy. Of several targets, the first g stands for each in its place,
+    the second for their sum.
+    """
+    temperature = options.temperature
+    softcap = options.rule.softcap
+    cap_slope = None
+    if softcap is not None:
+        # The derivative of c * tanh(s * x / c) is s * (1 - tanh^2).
+        tanh = logits * (temperature / softcap)
+        cap_slope = tanh.square_().neg_().add_(1.0).mul_(options.rule.scale)
+    of_targets = inputs.grad_log_probs / temperature
+    if places.dim() == 1:
+        places = places[:, None]
+        of_targets = of_targets[:, None]
+    outer = of_targets.sum(1)  # [C]
+    # In place from here on: the workspace becomes the gradient.
+    log_p = logits.sub_(inputs.normalizer[:, None])
+    if inputs.grad_entropy is None:
         log_p.exp_().mul_(-outer[:, None])
     else:
-        slope = grad_entropy / temperature
+        slope = inputs.grad_entropy / temperature
         p = log_p.exp()
-        log_p.mul_(-slope[:, None]).sub_((outer + slope * entropy)[:, None]).mul_(p)
+        offset = outer + slope * inputs.entropy
+        log_p.mul_(-slope[:, None]).sub_(offset[:, None]).mul_(p)
     if logits.shape[1]:
-        logits.scatter_add_(1, places.clamp(min=0), torch.where(places >= 0, of_targets, 0.0))
+        # Targets on other ranks have place -1, and add nothing here.
+        added = torch.where(places >= 0, of_targets, 0.0)
+        logits.scatter_add_(1, places.clamp(min=0), added)
+    if cap_slope is not None:
+        logits.mul_(cap_slope)

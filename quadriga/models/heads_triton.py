@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropies on CUDA without logits in memory: Triton kernels behind `quadriga.models.heads`.
+"""Log-probs and entropies on CUDA without logits in memory: Triton kernels of `models.heads`.
 
-Forward, a program takes a block of tokens and a part of the vocabulary, multiplies tile by tile and keeps a few numbers
-for each token, rescaled as its maximum grows (online softmax, arXiv:1805.02867). Parts have a fixed number of rows,
-so a token's numbers do not depend on the tokens beside it. Backward, a kernel multiplies again and writes the
-gradient of the logits of one chunk, in half precision; the two products with it are cuBLAS's. A kernel that added up
-the gradient of the weight itself would need atomic sums, whose order, and so whose rounding, changes from run to run.
+Forward, a program takes a block of tokens and a part of the vocabulary. It multiplies tile by tile
+and keeps a few numbers per token, rescaled as their maximum grows (online softmax,
+arXiv:1805.02867). Parts have a fixed number of rows, so a token's numbers do not depend on the
+tokens beside it.
+
+Backward, a kernel multiplies again and writes the gradient of the logits of one chunk in half
+precision; cuBLAS computes the two products with it. A kernel that summed the gradient of the weight
+itself would need atomic additions, whose order, and so whose rounding, changes from run to run.
 
 Legend: M tokens, D hidden size, V' rows of the vocabulary, P parts, C tokens in a chunk.
 """
@@ -13,184 +16,318 @@ Legend: M tokens, D hidden size, V' rows of the vocabulary, P parts, C tokens in
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
 
 _ROWS_OF_PART = 8192
-_TOKENS, _ROWS = 128, 128  # of a tile
+# Sizes of a tile.
+_TOKENS = 128
+_ROWS = 128
 _NUM_WARPS = 8
 _NUM_STAGES = 3
-_NOTHING = tl.constexpr(-1e30)  # a maximum before the first number: finite, so that differences are
+_NOTHING = tl.constexpr(-1e30)  # maximum of no numbers: finite, so that differences are not NaN
 
 
 @triton.jit
 def _logits(
-    hidden, weight, bias, tokens, rows, num_tokens, num_rows, hidden_size, hidden_stride, weight_stride, scale,
-    HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of logits [TOKENS, ROWS] over the temperature, in float32; rows that do not exist are -inf."""
+    hidden,
+    weight,
+    bias,
+    tokens,
+    rows,
+    num_tokens,
+    num_rows,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A float32 tile [TOKENS, ROWS] of logits over the temperature; -inf for rows past the end."""
     columns = tl.arange(0, COLUMNS)
+    is_token = tokens[:, None] < num_tokens
+    is_row = rows[None, :] < num_rows
+    # Offsets in 64 bits: a matrix may have more than 2^31 numbers.
     left = hidden + tokens[:, None].to(tl.int64) * hidden_stride + columns[None, :]
     right = weight + rows[None, :].to(tl.int64) * weight_stride + columns[:, None]
     total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    # The sum over the hidden size, COLUMNS at a time.
     for start in range(0, hidden_size, COLUMNS):
-        exists = columns < hidden_size - start
-        states = tl.load(left, mask=(tokens[:, None] < num_tokens) & exists[None, :], other=0.0)
-        factors = tl.load(right, mask=(rows[None, :] < num_rows) & exists[:, None], other=0.0)
+        is_column = columns < hidden_size - start
+        states = tl.load(left, mask=is_token & is_column[None, :], other=0.0)
+        factors = tl.load(right, mask=is_row & is_column[:, None], other=0.0)
         total = tl.dot(states, factors, total, input_precision="ieee")
         left += COLUMNS
         right += COLUMNS
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
-    return tl.where(rows[None, :] < num_rows, total * scale, -float("inf"))
+    return tl.where(is_row, total * scale, -float("inf"))
 
 
 @triton.jit
 def _statistics_kernel(
-    hidden, weight, bias, places, result, num_tokens, num_rows, hidden_size, hidden_stride, weight_stride, scale,
-    rows_of_part, HAS_BIAS: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SQUARES: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    places,
+    result,
+    num_tokens,
+    num_rows,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    scale,
+    rows_of_part,
+    HAS_BIAS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The numbers of `statistics` for TOKENS tokens and one part of the vocabulary."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
-    place = tl.load(places + tokens, mask=tokens < num_tokens, other=-1)
+    is_token = tokens < num_tokens
+    place = tl.load(places + tokens, mask=is_token, other=-1)  # row of the target
+    # Sums over the rows so far, with e = exp(z - peak), z the logits:
     peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)
-    total = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak)
-    mean = tl.zeros(
-        (TOKENS,), dtype=tl.float32
-    )  # of exp(z - peak) (z - peak), not yet divided by the total
-    squares = tl.zeros(
-        (TOKENS,), dtype=tl.float32
-    )  # of exp(z - peak)^2, not yet divided by the total's square
+    total = tl.zeros((TOKENS,), dtype=tl.float32)  # of e
+    mean = tl.zeros((TOKENS,), dtype=tl.float32)  # of e (z - peak), to be divided by the total
+    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # of e^2, to be divided by the total's square
     chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
         rows = start + tl.arange(0, ROWS)
+        is_row = rows[None, :] < num_rows
         z = _logits(
-            hidden, weight, bias, tokens, rows, num_tokens, num_rows, hidden_size, hidden_stride, weight_stride, scale,
-            HAS_BIAS, TOKENS, ROWS, COLUMNS,
-        )  # fmt: skip
+            hidden,
+            weight,
+            bias,
+            tokens,
+            rows,
+            num_tokens,
+            num_rows,
+            hidden_size,
+            hidden_stride,
+            weight_stride,
+            scale,
+            HAS_BIAS,
+            TOKENS,
+            ROWS,
+            COLUMNS,
+        )
+        # A higher peak shrinks what was summed below the old one.
         higher = tl.maximum(peak, tl.max(z, 1))
         sunk = peak - higher
         shrink = tl.exp(sunk)
         shifted = z - higher[:, None]
         exponentials = tl.exp(shifted)
         if WITH_ENTROPY:
-            weighted = tl.where(rows[None, :] < num_rows, exponentials * shifted, 0.0)
+            # Rows past the end have z = -inf, and 0 * -inf would be NaN.
+            weighted = tl.where(is_row, exponentials * shifted, 0.0)
             mean = shrink * (mean + sunk * total) + tl.sum(weighted, 1)
         if WITH_SQUARES:
             squares = shrink * shrink * squares + tl.sum(exponentials * exponentials, 1)
         total = shrink * total + tl.sum(exponentials, 1)
         peak = higher
-        is_chosen = (rows[None, :] == place[:, None]) & (rows[None, :] < num_rows)
-        chosen = tl.maximum(chosen, tl.max(tl.where(is_chosen, z, -float("inf")), 1))
+        is_chosen = (rows[None, :] == place[:, None]) & is_row
+        target_logits = tl.where(is_chosen, z, -float("inf"))
+        chosen = tl.maximum(chosen, tl.max(target_logits, 1))
+    # H = log(total) - mean; with p = e / total, sum of p^2 = squares / total^2.
     log_total = tl.log(total)
+    if WITH_ENTROPY:
+        mean = log_total - mean / total
+    if WITH_SQUARES:
+        squares = squares / (total * total)
+    # Row i of this part's [4, M].
     to = result + part * 4 * num_tokens + tokens
-    tl.store(to, peak + log_total, mask=tokens < num_tokens)
-    tl.store(
-        to + num_tokens,
-        log_total - mean / total if WITH_ENTROPY else mean,
-        mask=tokens < num_tokens,
-    )
-    tl.store(to + 2 * num_tokens, chosen, mask=tokens < num_tokens)
-    tl.store(
-        to + 3 * num_tokens,
-        squares / (total * total) if WITH_SQUARES else squares,
-        mask=tokens < num_tokens,
-    )
+    tl.store(to, peak + log_total, mask=is_token)
+    tl.store(to + num_tokens, mean, mask=is_token)
+    tl.store(to + 2 * num_tokens, chosen, mask=is_token)
+    tl.store(to + 3 * num_tokens, squares, mask=is_token)
 
 
 @triton.jit
 def _gradients_kernel(
-    hidden, weight, bias, places, grad_log_probs, grad_entropy, normalizer, entropy, result, num_tokens, num_rows,
-    hidden_size, hidden_stride, weight_stride, scale, HAS_BIAS: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    places,
+    grad_log_probs,
+    grad_entropy,
+    normalizer,
+    entropy,
+    result,
+    num_tokens,
+    num_rows,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile [TOKENS, ROWS] of `logit_gradients`."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    exists = tokens < num_tokens
-    place = tl.load(places + tokens, mask=exists, other=-1)
-    outer = tl.load(grad_log_probs + tokens, mask=exists, other=0.0)
+    is_token = tokens < num_tokens
+    place = tl.load(places + tokens, mask=is_token, other=-1)
+    outer = tl.load(grad_log_probs + tokens, mask=is_token, other=0.0)
     z = _logits(
-        hidden, weight, bias, tokens, rows, num_tokens, num_rows, hidden_size, hidden_stride, weight_stride, scale,
-        HAS_BIAS, TOKENS, ROWS, COLUMNS,
-    )  # fmt: skip
-    log_p = z - tl.load(normalizer + tokens, mask=exists, other=0.0)[:, None]
+        hidden,
+        weight,
+        bias,
+        tokens,
+        rows,
+        num_tokens,
+        num_rows,
+        hidden_size,
+        hidden_stride,
+        weight_stride,
+        scale,
+        HAS_BIAS,
+        TOKENS,
+        ROWS,
+        COLUMNS,
+    )
+    log_p = z - tl.load(normalizer + tokens, mask=is_token, other=0.0)[:, None]
+    # g onehot_t - p (g + h (log p + H)), with g and h the gradients of log-prob and entropy.
     slope = tl.zeros((TOKENS, ROWS), dtype=tl.float32) + outer[:, None]
     if WITH_ENTROPY:
-        height = tl.load(grad_entropy + tokens, mask=exists, other=0.0)
-        slope += height[:, None] * (
-            log_p + tl.load(entropy + tokens, mask=exists, other=0.0)[:, None]
-        )
-    grad = tl.where(rows[None, :] == place[:, None], outer[:, None], 0.0) - tl.exp(log_p) * slope
+        height = tl.load(grad_entropy + tokens, mask=is_token, other=0.0)
+        entropies = tl.load(entropy + tokens, mask=is_token, other=0.0)
+        slope += height[:, None] * (log_p + entropies[:, None])
+    is_target = rows[None, :] == place[:, None]
+    grad = tl.where(is_target, outer[:, None], 0.0) - tl.exp(log_p) * slope
     to = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
-    tl.store(
-        to,
-        (grad * scale).to(result.dtype.element_ty),
-        mask=exists[:, None] & (rows[None, :] < num_rows),
-    )
+    mask = is_token[:, None] & (rows[None, :] < num_rows)
+    tl.store(to, (grad * scale).to(result.dtype.element_ty), mask=mask)
 
 
 def statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    places: Tensor,
     temperature: float,
     with_entropy: bool,
     with_squares: bool,
-) -> torch.Tensor:
-    """Four numbers of each token in each part of the vocabulary, [P, 4, M] float32: normaliser, entropy within the
-    part, the target's logit (-inf where the part lacks it), and the sum of squared probabilities within the part; zero
-    where they are not wanted. `hidden` is [M, D], weight [V', D] of the same dtype, bias [V'] or None, `places` [M] are
-    the rows of the targets (-1: not here); the temperature divides the logits."""
-    num_tokens, num_rows = len(hidden), len(weight)
-    hidden, weight = _dense(hidden), _dense(weight)
-    parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
+) -> Tensor:
+    """Four numbers per token and part of the vocabulary, from which `heads` makes its scores.
+
+    Args:
+        hidden: states [M, D] in half precision.
+        weight: [V', D] in the dtype of `hidden`.
+        bias: [V'] or None.
+        places: [M] rows of the targets in `weight`; -1 if it does not have the target.
+        temperature: divides the logits.
+        with_entropy: whether to compute the entropies, which are otherwise zero.
+        with_squares: whether to compute the squares, which are otherwise zero.
+
+    Returns:
+        [P, 4, M] float32: normaliser, entropy within the part, the target's logit (-inf if the part
+        does not have the target) and the sum of squared probabilities within the part.
+    """
+    num_tokens = len(hidden)
+    num_rows = len(weight)
+    hidden = _dense(hidden)
+    weight = _dense(weight)
+    num_parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
+    result = hidden.new_empty(num_parts, 4, num_tokens, dtype=torch.float32)
     if not num_tokens or not num_rows:
-        empty = hidden.new_full((parts, 4, num_tokens), -torch.inf, dtype=torch.float32)
-        empty[:, 1] = empty[:, 3] = 0
-        return empty
-    result = hidden.new_empty(parts, 4, num_tokens, dtype=torch.float32)
-    _statistics_kernel[(triton.cdiv(num_tokens, _TOKENS), parts)](
-        hidden, weight, bias, places, result, num_tokens, num_rows, hidden.shape[1], hidden.stride(0), weight.stride(0),
-        1 / temperature, _ROWS_OF_PART, WITH_ENTROPY=with_entropy, WITH_SQUARES=with_squares, **_shape(hidden, bias),
-    )  # fmt: skip
+        # Without rows, the normaliser and the target's logit are -inf, the other two zero.
+        result[:, 0::2] = -torch.inf
+        result[:, 1::2] = 0
+        return result
+    grid = (triton.cdiv(num_tokens, _TOKENS), num_parts)
+    _statistics_kernel[grid](
+        hidden,
+        weight,
+        bias,
+        places,
+        result,
+        num_tokens,
+        num_rows,
+        hidden.shape[1],
+        hidden.stride(0),
+        weight.stride(0),
+        1 / temperature,
+        _ROWS_OF_PART,
+        WITH_ENTROPY=with_entropy,
+        WITH_SQUARES=with_squares,
+        **_tile(hidden, bias),
+    )
     return result
 
 
 def logit_gradients(
     temperature: float,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-    outer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """The gradient [C, V'] of the logits before the temperature; arguments as for `statistics`, of C tokens.
-    `outer`: gradients of log-probs and of entropies (or None), then normalisers and entropies of the whole vocabulary:
-    [C] each.
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    places: Tensor,
+    outer: tuple[Tensor, Tensor | None, Tensor, Tensor],
+) -> Tensor:
+    """Gradient of the logits of one chunk.
+
+    Args:
+        temperature: divides the logits.
+        hidden: states [C, D] in half precision.
+        weight: [V', D] in the dtype of `hidden`.
+        bias: [V'] or None.
+        places: [C] rows of the targets in `weight`; -1 if it does not have the target.
+        outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of
+            the whole vocabulary, [C] each.
+
+    Returns:
+        [C, V'] in the dtype of `hidden`: the gradient of the logits before the temperature.
     """
-    num_tokens, num_rows = len(hidden), len(weight)
-    hidden, weight = _dense(hidden), _dense(weight)
+    num_tokens = len(hidden)
+    num_rows = len(weight)
+    hidden = _dense(hidden)
+    weight = _dense(weight)
     result = hidden.new_empty(num_tokens, num_rows)
-    if num_tokens and num_rows:
-        grad_log_probs, grad_entropy, normalizer, entropy = (
-            None if one is None else one.contiguous() for one in outer
-        )
-        _gradients_kernel[(triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_rows, _ROWS))](
-            hidden, weight, bias, places, grad_log_probs, grad_entropy, normalizer, entropy, result, num_tokens,
-            num_rows, hidden.shape[1], hidden.stride(0), weight.stride(0), 1 / temperature,
-            WITH_ENTROPY=grad_entropy is not None, **_shape(hidden, bias),
-        )  # fmt: skip
+    if not num_tokens or not num_rows:
+        return result
+    grad_log_probs, grad_entropy, normalizer, entropy = outer
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy.contiguous()
+    grid = (triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_rows, _ROWS))
+    _gradients_kernel[grid](
+        hidden,
+        weight,
+        bias,
+        places,
+        grad_log_probs.contiguous(),
+        grad_entropy,
+        normalizer.contiguous(),
+        entropy.contiguous(),
+        result,
+        num_tokens,
+        num_rows,
+        hidden.shape[1],
+        hidden.stride(0),
+        weight.stride(0),
+        1 / temperature,
+        WITH_ENTROPY=grad_entropy is not None,
+        **_tile(hidden, bias),
+    )
     return result
 
 
-def _dense(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows are without gaps."""
+def _dense(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy of it, with rows without gaps."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
-def _shape(hidden: torch.Tensor, bias: torch.Tensor | None) -> dict[str, int | bool]:
-    """The tile, whose three stages take 96 KiB of shared memory whatever the dtype."""
+def _tile(hidden: Tensor, bias: Tensor | None) -> dict[str, int | bool]:
+    """Options of both kernels. Three stages of a tile take 96 KiB of shared memory in any dtype."""
     return {
         "HAS_BIAS": bias is not None,
         "TOKENS": _TOKENS,

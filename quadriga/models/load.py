@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading Hugging Face causal models and vision-language models, with errors that say what to do.
+"""Loading of Hugging Face's causal and vision-language models, with errors that say what to do.
 
 Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 """
@@ -36,7 +36,11 @@ from quadriga.models.vision import attention_of, is_vision
 from quadriga.models.weight_files import SafetensorFiles, distributed_folder, open_weights
 
 _HEAD = "lm_head.weight"
-_FIX = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
+_GENERATION_CONFIG = "generation_config.json"
+_FIX = (
+    "Check actor_rollout_ref.model.path; "
+    "`quadriga prepare model NAME --output DIR` writes such a folder."
+)
 
 
 def load_causal_lm(
@@ -49,57 +53,94 @@ def load_causal_lm(
     override_config: dict[str, Any] | None = None,
     needs_head: bool = True,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, whose attention is an `AttentionPlan` where its rows can be packed.
-    From tokens [B, N] its backbone makes hidden states [B, N, D], and its head logits [B, N, V].
-    Raises EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
+    """Load a causal language model in evaluation mode.
+
+    Its backbone turns tokens [B, N] into hidden states [B, N, D], its head those into logits
+    [B, N, V].
 
     Args:
-        path: a folder with config.json and safetensors, or a name that transformers can resolve.
-        attention: `ATTENTION_NAME` for calls with an attention plan, which becomes an implementation of transformers
-            where rows are computed one at a time; or "sdpa", which becomes "eager" where it would give other numbers.
+        path: folder with config.json and safetensors, or a name that transformers can resolve.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        attention: `ATTENTION_NAME` for calls with an attention plan. It becomes an implementation
+            of transformers if the model's rows cannot be packed. "sdpa" becomes "eager" if it
+            would give other numbers.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
-        needs_head: whether the projection to the vocabulary must be there; False: another head takes its place.
+        needs_head: whether the vocabulary projection must have weights. False if another head
+            replaces it.
+
+    Raises:
+        EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot
+            be computed here.
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = way_of(config, trust_remote_code=trust_remote_code)
-    attention = {ATTENTION_NAME: way.attention, "sdpa": way.generating}.get(attention, attention)
-    how = {
-        "dtype": dtype,
-        "attn_implementation": attention_of(config, attention),
-        "ignore_mismatched_sizes": True,
-    }
+    # A model that cannot be packed takes the attention that its trial chose.
+    if attention == ATTENTION_NAME:
+        attention = way.attention
+    elif attention == "sdpa":
+        attention = way.generating
     with explained(path):
-        model, info = from_pretrained(path, config, trust_remote_code=trust_remote_code, **how)
-    head = set() if needs_head else {id(one) for one in head_of(model).parameters()}
-    shapes = {
-        name: f" of shape {list(one)}, but of {list(other)}"
-        for name, other, one in info["mismatched_keys"]
-    }
-    without = {*info["missing_keys"], *shapes}
-    if missing := sorted(name for name in without if id(model.get_parameter(name)) not in head):
-        got = f"no weights for {len(missing)} parameters, first {missing[0]}{shapes.get(missing[0], '')}"
-        fix = "Get the whole model, or take what does not belong to it from its config.json and override_config. "
-        fix += "actor_rollout_ref.model.path, or the key of another role, names it."
-        raise EngineError(
-            f"model {path}", got, "all weights of the model; the missing ones would be random", fix
+        model, info = from_pretrained(
+            path,
+            config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention_of(config, attention),
+            # Transformers' own error does not name the parameters; `_require_weights` does.
+            ignore_mismatched_sizes=True,
         )
+    _require_weights(path, model, info, needs_head=needs_head)
+    # Rows that are computed alone go through transformers' own modules throughout.
     if not way.reason:
         fuse(model)
     return model.to(device).eval()
 
 
+def _require_weights(
+    path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, needs_head: bool
+) -> None:
+    """Raise an EngineError if transformers filled parameters with random values."""
+    # Parameters, by identity: tied ones have several names.
+    optional = set()
+    if not needs_head:
+        optional = {id(parameter) for parameter in head_of(model).parameters()}
+    mismatches = {}
+    for name, file_shape, model_shape in info["mismatched_keys"]:
+        mismatches[name] = (
+            f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
+        )
+    names = {*info["missing_keys"], *mismatches}
+    missing = [name for name in names if id(model.get_parameter(name)) not in optional]
+    if missing:
+        first = min(missing)
+        raise EngineError(
+            f"model {path}",
+            got=f"no weights for {len(missing)} parameters, "
+            f"first {first}{mismatches.get(first, '')}",
+            expected="all weights of the model; the missing ones would be random",
+            fix="Get the complete model, or remove what does not belong to it from its config.json "
+            "and override_config. actor_rollout_ref.model.path, or the key of another role, "
+            "names the model.",
+        )
+
+
 def model_folder(path: str | Path) -> Path | None:
-    """The folder of a model; one on a hub is fetched, once for all processes of a machine. None: what was fetched has
-    no safetensors, and transformers alone reads it.
-    Raises EngineError: the hub has no such model, or does not respond."""
+    """Folder of a model. A model on a hub is downloaded, once for all processes of a machine.
+
+    Returns:
+        The folder, or None if the download has no safetensors and only transformers can read it.
+
+    Raises:
+        EngineError: the hub has no such model, or does not respond.
+    """
     if Path(path).is_dir():
         return Path(path)
     with explained(path):
-        folder = Path(
-            snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.py"])
-        )
+        patterns = ["*.safetensors", "*.json", "*.py"]
+        folder = Path(snapshot_download(str(path), allow_patterns=patterns))
     return folder if any(folder.glob("*.safetensors")) else None
 
 
@@ -117,30 +158,49 @@ def from_pretrained(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of a folder or hub name, and transformers' report of its loading (`missing_keys` and the like).
-    Raises CheckpointError: a checkpoint's weights are missing or damaged."""
+    """Load a model with transformers; adapters and distributed checkpoints are read here.
+
+    Args:
+        path: folder or hub name.
+        config: configuration of the model.
+        dtype: dtype of the parameters.
+        trust_remote_code: whether code that ships with the model may run.
+        **options: further arguments of transformers' `from_pretrained`.
+
+    Returns:
+        The model, and transformers' report of its loading with keys such as `missing_keys`.
+
+    Raises:
+        CheckpointError: a checkpoint's weights are missing or damaged.
+    """
     options |= {"config": config, "dtype": dtype, "output_loading_info": True}
-    # Transformers would put an adapter beside the weights; here it is merged into them.
+    auto_class = _auto_class(config)
+    # Transformers would load an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        model, info = _auto_class(config).from_pretrained(
-            path, trust_remote_code=trust_remote_code, **options
-        )
+        options["trust_remote_code"] = trust_remote_code
+        model, info = auto_class.from_pretrained(path, **options)
     else:
+        # The class that transformers chooses is only known from an instance.
         with torch.device("meta"):
-            model_class = type(
-                _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-            )
+            skeleton = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         weights = open_model(path)
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
-        model, info = model_class.from_pretrained(None, state_dict=state, **options)
-    # Transformers ties no weights that differ, and leaves the configuration as it is.
+        model, info = type(skeleton).from_pretrained(None, state_dict=state, **options)
+    # Transformers does not tie weights that differ, but leaves tie_word_embeddings set.
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
-        _say_untied(model.config)
-    # Transformers passes over a file that it cannot read, and over the tokens that end a response with it.
-    if (Path(path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        _set_untied(model.config)
+    _read_generation_config(path, model)
     return model, info
+
+
+def _read_generation_config(path: str | Path, model: PreTrainedModel) -> None:
+    """Read the generation configuration of a folder if it has one.
+
+    Transformers ignores a file that it cannot read, and with it the tokens that end a response.
+    """
+    if (Path(path) / _GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def load_config(
@@ -149,58 +209,70 @@ def load_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """The configuration of a model, with some entries replaced.
+    """Load the configuration of a model.
 
-    `tie_word_embeddings` is what the weights are: false where the files have a head that differs from the embedding. A
-    padding token beyond the embedding is left out: transformers would refuse it, and padding is
-    never computed.
+    `tie_word_embeddings` is set to False if the files have a head that differs from the embedding.
+    A padding token that the vocabulary does not have is removed.
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: whether code that ships with the model may run.
+        override_config: entries to replace.
 
     Raises:
-        EngineError: there is no configuration, or the weights are quantized.
+        EngineError: there is no configuration that transformers can read, or the weights are
+            quantized.
     """
+    overrides = override_config or {}
     with explained(path):
-        config = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, **(override_config or {})
-        )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
     text = config.get_text_config()
+    vocabulary_size = getattr(text, "vocab_size", math.inf)
     for part in (config, text):
-        if quantization := getattr(part, "quantization_config", None):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
             settings = quantization if isinstance(quantization, dict) else vars(quantization)
             method = settings.get("quant_method", "quantization_config")
-            got = f"quantized weights ({method} in its config.json), which cannot be trained"
-            fix = "Name the model that it was made of, or a copy that transformers has dequantized."
             raise EngineError(
-                f"model {path}", got=got, expected="weights as floating-point numbers", fix=fix
+                f"model {path}",
+                got=f"quantized weights ({method} in its config.json), which cannot be trained",
+                expected="weights as floating-point numbers",
+                fix="Name the model that it was made of, or a copy that transformers has "
+                "dequantized.",
             )
+        # Transformers refuses such a padding token, and padding is never computed.
         pad_token_id = getattr(part, "pad_token_id", None)
-        if pad_token_id is not None and pad_token_id >= getattr(text, "vocab_size", math.inf):
+        if pad_token_id is not None and pad_token_id >= vocabulary_size:
             part.pad_token_id = None
     if getattr(config, "tie_word_embeddings", False) and _has_untied_head(Path(path)):
-        _say_untied(config)
+        _set_untied(config)
     return config
 
 
-def _say_untied(config: PreTrainedConfig) -> None:
+def _set_untied(config: PreTrainedConfig) -> None:
     config.tie_word_embeddings = False
     config.get_text_config().tie_word_embeddings = False
 
 
 def _has_untied_head(folder: Path) -> bool:
-    """Whether the files of a model have a head, and no embedding that is equal to it."""
+    """Whether the files of a model have a head and no embedding equal to it."""
     if not folder.is_dir():
         return False
     try:
         weights = open_weights(folder)
-        shapes = weights.shapes
-        if _HEAD not in shapes:
+        if _HEAD not in weights.shapes:
             return False
         head = weights.read(_HEAD)
-        tables = [
-            name for name, shape in shapes.items() if name != _HEAD and shape == shapes[_HEAD]
-        ]
-        return bool(tables) and not any(torch.equal(head, weights.read(name)) for name in tables)
+        # Embedding and head have the same shape.
+        has_embedding = False
+        for name, shape in weights.shapes.items():
+            if name != _HEAD and shape == head.shape:
+                has_embedding = True
+                if torch.equal(head, weights.read(name)):
+                    return False
+        return has_embedding
     except CheckpointError:
-        return False  # loading the weights says what is wrong with them
+        return False  # loading the weights reports what is wrong with them
 
 
 def skeleton_causal_lm(
@@ -210,35 +282,40 @@ def skeleton_causal_lm(
     override_config: dict[str, Any] | None = None,
     auto_class: Any = None,
 ) -> PreTrainedModel:
-    """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values.
-    `auto_class`: of transformers, which makes it, for packed rows; None: by the model's configuration."""
+    """Build the model of `load_causal_lm` on "meta": names and shapes of parameters, no values.
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: whether code that ships with the model may run.
+        override_config: entries of the model's configuration to replace.
+        auto_class: class of transformers that builds the model, for packed rows. None: chosen by
+            the model's configuration.
+
+    Raises:
+        EngineError: the architecture is unknown or cannot be computed here.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
-    with explained(path):
-        # Only parameters are empty. Buffers are small, and most of them are in no file.
-        with register_module_parameter_registration_hook(_as_empty):
-            how = {
-                "dtype": torch.float32,
-                "attn_implementation": attention_of(config, way.attention),
-            }
-            model = (auto_class or _auto_class(config)).from_config(
-                config, trust_remote_code=trust_remote_code, **how
-            )
-        if (Path(path) / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(path)
+    # Only parameters go to "meta". Buffers are small, and most of them are in no file.
+    with explained(path), register_module_parameter_registration_hook(_as_empty):
+        model = (auto_class or _auto_class(config)).from_config(
+            config,
+            trust_remote_code=trust_remote_code,
+            dtype=torch.float32,
+            attn_implementation=attention_of(config, way.attention),
+        )
+        _read_generation_config(path, model)
     if not way.reason:
         fuse(model)
     return model.eval()
 
 
 def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter without values, on "meta", which transformers does not initialize."""
-    empty = (
-        parameter
-        if parameter.is_meta
-        else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    )
-    # Initialization has no effect on "meta", but takes half of the time in which a model without values is made.
+    """The parameter on "meta", marked as initialized."""
+    empty = parameter
+    if not parameter.is_meta:
+        empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    # Initialization does nothing on "meta", but takes half of the time of building a skeleton.
     empty._is_hf_initialized = True
     return empty
 
@@ -247,16 +324,25 @@ def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Param
 def explained(
     path: str | Path, kind: str = "causal language model", fix: str = _FIX
 ) -> Iterator[None]:
-    """What transformers raises while it loads a model of some kind becomes an EngineError."""
+    """Context manager: turn the errors of loading a model with transformers into an EngineError.
+
+    Args:
+        path: folder or hub name of the model.
+        kind: kind of model, for the message.
+        fix: what the message suggests.
+
+    Raises:
+        EngineError: transformers could not load the model.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         got = str(error).strip().splitlines()[0]
         if len(Path(path).parts) > 2 and not Path(path).exists():
-            # No hub name has so many parts, and transformers speaks of nothing else.
+            # Not a hub name, which has at most two parts, though transformers reports it as one.
             got = "no such folder"
         elif isinstance(error, SafetensorError):
-            # It does not say which file it is.
+            # The error does not name the damaged file; opening each of them does.
             try:
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
@@ -266,7 +352,19 @@ def explained(
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Token ids that end a response: those of the model's generation configuration, and the tokenizer's own."""
-    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = declared if isinstance(declared, list) else [declared]
-    return tuple(dict.fromkeys(token for token in [*ids, tokenizer_eos] if token is not None))
+    """Token ids that end a response, without repetitions.
+
+    Args:
+        model: model whose generation configuration lists such tokens.
+        tokenizer_eos: end-of-sequence token of the tokenizer.
+
+    Returns:
+        The ids of the model, then the tokenizer's.
+    """
+    token_ids = []
+    if model.generation_config is not None:
+        # One id or a list of ids.
+        declared = model.generation_config.eos_token_id
+        token_ids += declared if isinstance(declared, list) else [declared]
+    token_ids.append(tokenizer_eos)
+    return tuple(dict.fromkeys(token for token in token_ids if token is not None))

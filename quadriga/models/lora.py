@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters in the modules of a model, by PEFT. arXiv:2106.09685
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in a model's linear modules, by PEFT.
 
-The model stays the transformers model that it is: some of its linear modules get a neighbour, and only the neighbours
-learn. With their neighbours off, they are the model that training started from, bit for bit.
+The model stays the transformers model that it is. Some of its linear modules get two factors
+beside them, and only the factors learn. With the adapter off the model computes, bit for bit, what
+it computed before training.
 
-Legend: r rank of the adapter, in and out the sizes of a linear module.
+Legend: r rank of the adapter; in, out sizes of a linear module; A [r, in], B [out, r].
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.config import ModelConfig
@@ -28,77 +29,94 @@ from quadriga.errors import ConfigError, EngineError
 from quadriga.models.adapter_files import ADAPTER_NAME, AdapterFiles, is_factor
 
 _TARGETS = "actor_rollout_ref.model.target_modules"
-_NUM_NAMED = 12
+_MAX_NAMES = 12  # module names in an error message
 
 
-def add_adapter(
-    model: PreTrainedModel, section: ModelConfig, seed: int
-) -> Callable[[str], torch.Tensor]:
-    """Put the adapter of a configuration into a model; the model's own parameters are frozen.
+def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Callable[[str], Tensor]:
+    """Add the configured adapter to a model, and freeze the model's own parameters.
 
     Args:
-        model: changed in place. Its parameters may be on "meta"; the adapter's are then, too.
-        seed: of a new adapter, whose values depend on this and on the parameter's name alone.
+        model: model to change in place. If its parameters are on "meta", so are the adapter's.
+        section: configuration of the adapter.
+        seed: seed of a new adapter. A parameter's values depend only on the seed and its name.
 
-    Returns the adapter's values by the parameter's name, A [r, in] and B [out, r] in float32.
-    Raises EngineError: it reaches no module, or one that cannot have it. ConfigError: PEFT is missing, or the adapter
-    to start from is of another kind."""
+    Returns:
+        Function that gives the value of a parameter by name: A [r, in] or B [out, r], in float32.
+
+    Raises:
+        EngineError: the adapter fits no module, or includes one that cannot have an adapter.
+        ConfigError: PEFT is missing, or the adapter to start from is of another kind than LoRA.
+    """
+    # The factors that PEFT adds are on "meta"; they are replaced below.
     device = next(model.parameters()).device
     _inject(model, adapter_shape(section))
-    factors = {
-        name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)
-    }
-    read: Callable[[str], torch.Tensor] = partial(_new_value, factors, seed)
+    parameters = model.named_parameters()
+    factor_shapes = {name: value.shape for name, value in parameters if is_factor(name)}
+
+    read: Callable[[str], Tensor] = partial(_new_value, factor_shapes, seed)
     if section.lora_adapter_path is not None:
         folder = Path(section.lora_adapter_path).expanduser()
         files = AdapterFiles(folder)
-        read, found = files.read, files.shapes
-        if unlike := sorted(
-            name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name)
-        ):
-            sizes = [shapes.get(unlike[0]) for shapes in (found, factors)]
-            got, expected = ("none" if size is None else f"shape {tuple(size)}" for size in sizes)
-            got = f"{len(unlike)} tensors unlike this model's, first {unlike[0]}: {got}"
-            fix = "Start from the model that the adapter was trained on."
-            raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
-    for name, size in factors.items():
-        value = (
-            torch.empty(size, device="meta")
-            if device.type == "meta"
-            else read(name).to(device, torch.float32)
-        )
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, nn.Parameter(value))
+        _require_same_shapes(folder, files.shapes, factor_shapes)
+        read = files.read
+
+    for name, shape in factor_shapes.items():
+        value = torch.empty(shape, device="meta")
+        if device.type != "meta":
+            value = read(name).to(device, torch.float32)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, nn.Parameter(value))
     return read
 
 
+def _require_same_shapes(
+    folder: Path, file_shapes: Mapping[str, torch.Size], model_shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raise an EngineError unless the files of an adapter have the factors of this model."""
+    names = file_shapes.keys() | model_shapes.keys()
+    differing = [name for name in names if file_shapes.get(name) != model_shapes.get(name)]
+    if not differing:
+        return
+    first = min(differing)
+    got = f"{len(differing)} tensors that do not match this model, first {first}: "
+    got += f"shape {tuple(file_shapes[first])}" if first in file_shapes else "none"
+    expected = f"shape {tuple(model_shapes[first])}" if first in model_shapes else "none"
+    fix = "Start from the model that the adapter was trained on."
+    raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
+
+
 def adapter_of(model: nn.Module) -> AdapterShape | None:
-    """The adapter in a model, if there is one."""
-    if (own := getattr(model, "peft_config", {}).get(ADAPTER_NAME)) is None:
+    """The adapter of a model, or None if it has none."""
+    config = getattr(model, "peft_config", {}).get(ADAPTER_NAME)
+    if config is None:
         return None
-    modules = (own.target_modules, own.exclude_modules)
     return AdapterShape(
-        own.r, own.lora_alpha, *modules, own.use_rslora, own.base_model_name_or_path
+        rank=config.r,
+        alpha=config.lora_alpha,
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        use_rslora=config.use_rslora,
+        base=config.base_model_name_or_path,
     )
 
 
 def describe_adapter(model: PreTrainedModel) -> str:
-    """The adapter of a model in words."""
+    """Rank, scale and size of a model's adapter, in words."""
     shape = adapter_of(model)
     assert shape is not None, "only a model with an adapter is described"
-    num_learned = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if is_factor(name)
-    )
+    parameters = model.named_parameters()
+    num_trained = sum(value.numel() for name, value in parameters if is_factor(name))
     return (
         f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_layers(model))} modules: "
-        f"{num_learned / 1e6:.2f} M parameters learn"
+        f"{num_trained / 1e6:.2f} M parameters learn"
     )
 
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute without its adapter for a while. Gradients of a pass inside are none of the adapter's."""
-    # PEFT's own switch also takes requires_grad away, which weights that were gathered meanwhile would never get back.
+    """Context manager: compute without the adapter, and without gradients for it."""
+    # PEFT's own switch also clears requires_grad. Weights that FSDP gathers inside the context
+    # would never get it back.
     layers = _layers(model)
     for layer in layers:
         layer._disable_adapters = True
@@ -111,31 +129,29 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write PEFT's `adapter_config.json` of the adapter in a model."""
-    facts = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
-    (folder / ADAPTER_CONFIG).write_text(
-        json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    """Write PEFT's `adapter_config.json` of a model's adapter.
+
+    Args:
+        model: model with an adapter.
+        folder: an existing folder.
+    """
+    entries = model.peft_config[ADAPTER_NAME].to_dict()
+    entries["inference_mode"] = True
+    text = json.dumps(entries, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
-    """Let PEFT add empty factors, on "meta": it would draw other values in each rank."""
+    """Add factors on "meta" with PEFT, which would otherwise draw other values on each rank."""
     try:
         peft = import_module("peft")
     except ImportError as error:
-        where, got = (
-            "actor_rollout_ref.model.lora_rank",
-            f"an adapter, without a working peft ({error})",
-        )
         raise ConfigError(
-            where, got=got, expected="peft 0.17 or newer", fix="pip install -e '.[peft]'"
+            "actor_rollout_ref.model.lora_rank",
+            got=f"an adapter, without a working peft ({error})",
+            expected="peft 0.17 or newer",
+            fix="pip install -e '.[peft]'",
         ) from error
-    head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
-    ]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=shape.rank,
@@ -145,31 +161,57 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
         use_rslora=shape.use_rslora,
         base_model_name_or_path=shape.base,
     )
+    head = model.get_output_embeddings()
+    linear_names = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            linear_names.append(name)
+    # PEFT ignores entries that match nothing as long as one of them matches.
     try:
         _require_known_modules(model, shape.target_modules)
         peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-        more = f" and {len(ends) - _NUM_NAMED} more" if len(ends) > _NUM_NAMED else ""
-        got = f"{shape.target_modules!r}: {str(error).partition(chr(10))[0].rstrip('( ')}"
-        expected = f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}"
-        fix = f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}."
-        raise EngineError(_TARGETS, got=got, expected=expected, fix=fix) from error
+        raise _unknown_modules(shape, linear_names, error) from error
+    # A set would be written to adapter_config.json in a different order each time.
     for key in ("target_modules", "exclude_modules"):
-        if isinstance(modules := getattr(config, key), set):
+        modules = getattr(config, key)
+        if isinstance(modules, set):
             setattr(config, key, sorted(modules))
-    for base in (layer.get_base_layer() for layer in _layers(model)):
-        if type(base) is not nn.Linear or base is head:
-            what = (
-                "the head" if base is head else f"a module {str(base).splitlines()[0].rstrip('(')}"
-            )
-            fix = "The embedding, the head and experts are computed in other ways: name other modules in a list."
-            got = f"{shape.target_modules!r}, which takes in {what}"
-            raise EngineError(_TARGETS, got=got, expected="linear modules below the head", fix=fix)
+    for layer in _layers(model):
+        base = layer.get_base_layer()
+        if type(base) is nn.Linear and base is not head:
+            continue
+        description = "the head"
+        if base is not head:
+            description = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        raise EngineError(
+            _TARGETS,
+            got=f"{shape.target_modules!r}, which includes {description}",
+            expected="linear modules below the head",
+            fix="The embedding, the head and experts are not computed as plain linear modules: "
+            "name other modules in a list.",
+        )
+
+
+def _unknown_modules(
+    shape: AdapterShape, linear_names: list[str], error: ValueError
+) -> EngineError:
+    suffixes = list(dict.fromkeys(name.rpartition(".")[2] for name in linear_names))
+    listed = ", ".join(suffixes[:_MAX_NAMES])
+    if len(suffixes) > _MAX_NAMES:
+        listed += f" and {len(suffixes) - _MAX_NAMES} more"
+    reason = str(error).partition("\n")[0].rstrip("( ")
+    example = next(iter(linear_names), "none")
+    return EngineError(
+        _TARGETS,
+        got=f"{shape.target_modules!r}: {reason}",
+        expected=f"linear modules of this model: {listed}",
+        fix=f"Name some of them in a list, or set {ALL_LINEAR}. A full name looks like {example}.",
+    )
 
 
 def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
-    """Raise a ValueError unless each entry of a list fits a module: PEFT takes those that do, and ignores the rest."""
+    """Raise a ValueError unless each entry of a list, or a regular expression, matches a module."""
     if targets == ALL_LINEAR:
         return
     names = [name for name, _ in model.named_modules()]
@@ -177,29 +219,32 @@ def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> 
         try:
             is_known = any(re.fullmatch(targets, name) for name in names)
         except re.error as error:
-            raise ValueError(f"no regular expression ({error})") from error
+            raise ValueError(f"not a regular expression ({error})") from error
         if not is_known:
-            raise ValueError("a regular expression that fits no module's whole name")
+            raise ValueError("a regular expression that matches no module's full name")
         return
-    unknown = [
-        one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)
-    ]
+    # PEFT takes the last parts of a name for the module, too.
+    unknown = []
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            unknown.append(target)
     if unknown:
         raise ValueError(f"no module named {', '.join(unknown)}")
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    kind = import_module("peft.tuners.lora").LoraLayer
-    return [module for module in model.modules() if isinstance(module, kind)]
+    """Modules with an adapter."""
+    layer_class = import_module("peft.tuners.lora").LoraLayer
+    return [module for module in model.modules() if isinstance(module, layer_class)]
 
 
-def _new_value(factors: Mapping[str, torch.Size], seed: int, name: str) -> torch.Tensor:
-    """A uniform in +- 1 / sqrt(in), B zero: PEFT's own distribution, drawn for each parameter by itself."""
-    size = factors[name]
+def _new_value(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) -> Tensor:
+    """A uniform in +- 1 / sqrt(in), B zero: PEFT's distribution, with a seed per parameter."""
+    shape = factor_shapes[name]
     if ".lora_B." in name:
-        return torch.zeros(size)
-    number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
-    bound = 1 / math.sqrt(size[1])
-    return torch.empty(size).uniform_(
-        -bound, bound, generator=torch.Generator().manual_seed(number)
-    )
+        return torch.zeros(shape)
+    # The seed does not depend on the rank, nor on the parameters that are drawn before.
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check of a model before it is used: what the scorer computes, beside transformers' own forward.
+"""Check of a model before it is used: compares what the scorer computes with transformers' forward.
 
-In float32, on the weights themselves, where one process has all of them; bfloat16 would hide an error. Everywhere else
-the trial in `models/architecture.py` stands for it. Nothing is drawn from torch's generator.
+The probe runs in float32, because bfloat16 would hide an error, on the model's own weights, where
+one process has all of them. Elsewhere the trial in `models/architecture.py` stands in for it. It
+draws nothing from torch's generator.
 
 Legend: M predicted tokens, D hidden size.
 """
@@ -11,9 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.errors import EngineError
@@ -33,122 +35,180 @@ from quadriga.models.scorers import NumberScorer, PolicyScorer, Question, Reward
 
 @torch.no_grad()
 def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
-    """The largest difference between the log-probs [M] of a small ragged batch with a shared prompt and those of the
-    same rows alone by transformers' forward (eager). Of a value or reward model it is that of the hidden states [M, D]
-    and of what the head makes of them, as a share of the largest. None: not in float32, or a model of images.
-    Raises EngineError: it is over the bound; names the architecture and the worst token."""
-    model, where = scorer.model, f"{name}, {type(scorer.model).__name__}"
-    if (
-        next(model.parameters()).dtype != torch.float32
-        or getattr(model.config, "vision_config", None) is not None
-    ):
+    """Compare a scorer with transformers' own forward (eager) on a small batch.
+
+    The batch is ragged and has a shared prompt; transformers computes its rows alone. A policy is
+    compared in its log-probs [M]. A value or reward model is compared in its hidden states [M, D]
+    and in what its head makes of them, each relative to the largest number.
+
+    Args:
+        scorer: the scorer to check.
+        name: role of the model, for the message.
+
+    Returns:
+        The largest difference. None: not compared, because the model is not in float32 or takes
+        images.
+
+    Raises:
+        EngineError: the difference is above the bound. The message names the architecture and the
+            worst token.
+    """
+    model = scorer.model
+    where = f"{name}, {type(model).__name__}"
+    is_float32 = next(model.parameters()).dtype == torch.float32
+    if not is_float32 or getattr(model.config, "vision_config", None) is not None:
         return None
+    # Packed models compute all rows in one call, others one row per call.
     rows = sample_rows(model.config.get_text_config().vocab_size)
     groups = [rows] if is_packed(model) else [[row] for row in rows]
     batches = [packed_rows(group, model.device) for group in groups]
     if isinstance(scorer, PolicyScorer):
-        kind, found = (
-            "log-probs",
-            torch.cat([scorer(batch, Question())["log_probs"] for batch in batches]),
-        )
+        kind = "log-probs"
+        computed = torch.cat([scorer(batch, Question())["log_probs"] for batch in batches])
         with _as_in_transformers(model):
             expected = own_log_probs(model, rows)
     else:
         kind = "hidden states or scores"
-        found, expected = _read_by_a_head(scorer, rows, batches)
+        computed, expected = _states_and_numbers(scorer, rows, batches)
     if not expected.isfinite().all():
-        got = f"{kind} that are not finite, by transformers' own forward"
-        fix = "Its weights are damaged: get them anew."
-        raise EngineError(where, got, "finite numbers", fix)
-    off = (found - expected).abs().nan_to_num(nan=torch.inf).view(len(found), -1).amax(-1)
-    if (largest := float(off.max())) > BOUND:
-        places = [
-            (row, place) for row, (_, response) in enumerate(rows) for place in range(len(response))
-        ]
-        row, place = places[int(off.argmax())]
-        got = f"{kind} that differ by {largest:.2g}, most at token {place} of response {row} of a small batch"
-        fix = "Take a model of another architecture; `quadriga doctor --model PATH` repeats this check alone."
         raise EngineError(
-            where, got=got, expected=f"those of transformers' own forward, within {BOUND}", fix=fix
+            where,
+            got=f"{kind} that are not finite, by transformers' own forward",
+            expected="finite numbers",
+            fix="The model's weights are damaged: download them again.",
+        )
+    differences = (computed - expected).abs().nan_to_num(nan=torch.inf)  # [M] or [M, D + 1]
+    of_tokens = differences.view(len(computed), -1).amax(-1)  # [M]
+    largest = float(of_tokens.max())
+    if largest > BOUND:
+        # Row and column of each of the M tokens.
+        tokens = []
+        for row, (_, response) in enumerate(rows):
+            tokens += [(row, token) for token in range(len(response))]
+        row, token = tokens[int(of_tokens.argmax())]
+        raise EngineError(
+            where,
+            got=f"{kind} that differ by {largest:.2g}, most at token {token} of response {row} "
+            "of a small batch",
+            expected=f"those of transformers' own forward, within {BOUND}",
+            fix="Take a model of another architecture; "
+            "`quadriga doctor --model PATH` repeats this check alone.",
         )
     return largest
 
 
-def _read_by_a_head(
+def _states_and_numbers(
     scorer: NumberScorer,
     rows: Sequence[tuple[list[int], list[int]]],
     batches: Sequence[PackedBatch],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [M, D] at predicted tokens and, as a further column, what the head makes of them: of the batches, and of
-    the rows alone. Each is a share of its largest number, and of 1 where this is less."""
-    model, head = scorer.model, cast(Any, scorer.model.get_submodule(scorer.head))
-    states: list[torch.Tensor] = []
-    hook = backbone(model).register_forward_hook(
-        lambda *call: states.append(call[-1].last_hidden_state[0])
-    )
+) -> tuple[Tensor, Tensor]:
+    """States at predicted tokens and, as a further column, the head's numbers: [M, D + 1] twice.
+
+    First those of the batches, then those of the rows alone. Both are divided by the largest state
+    or number of the rows, or by 1 if that is smaller.
+    """
+    model = scorer.model
+    head = model.get_submodule(scorer.head)
+    states = []
+
+    def record(module: Any, inputs: Any, output: Any) -> None:
+        states.append(output.last_hidden_state[0])
+
+    hook = backbone(model).register_forward_hook(record)
     try:
-        numbers = torch.cat([scorer(batch, Question())[scorer.output] for batch in batches])
-        ours = torch.cat(
-            [one[batch.predictors] for one, batch in zip(states, batches, strict=True)]
-        )
+        batch_numbers = [scorer(batch, Question())[scorer.output] for batch in batches]
+        pairs = zip(batches, states, strict=True)
+        batch_states = [hidden[batch.predictors] for batch, hidden in pairs]
         states.clear()
-        scores = []
+        row_numbers = []
         with _as_in_transformers(model):
-            call = model if isinstance(scorer, RewardScorer) else backbone(model)
             for prompt, response in rows:
                 tokens = torch.tensor([prompt + response[:-1]], device=model.device)
-                output = call(input_ids=tokens, use_cache=False)
-                scores.append(
-                    output.logits[0] if isinstance(scorer, RewardScorer) else head(states[-1][-1])
-                )
+                if isinstance(scorer, RewardScorer):
+                    output = model(input_ids=tokens, use_cache=False)
+                    row_numbers.append(output.logits[0])
+                else:
+                    backbone(model)(input_ids=tokens, use_cache=False)
+                    row_numbers.append(head(states[-1][-1]))
     finally:
         hook.remove()
-    alone = torch.cat(
-        [one[len(prompt) - 1 :] for one, (prompt, _) in zip(states, rows, strict=True)]
-    )
+
+    # The token before each response token predicts it.
+    pairs = zip(states, rows, strict=True)
+    expected_states = torch.cat([hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs])
+    expected_numbers = head(expected_states)  # [M, 1]
+    # Transformers' classifier gives one number per row, at its end.
     ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
-    expected = head(alone)
-    expected[ends] = torch.stack(scores)  # transformers' classifier gives one for each row
-    state_scale, scale = (one.abs().max().clamp(min=1.0) for one in (alone, expected))
-    found = torch.cat([ours / state_scale, numbers[:, None] / scale], 1)
-    return found, torch.cat([alone / state_scale, expected / scale], 1)
+    expected_numbers[ends] = torch.stack(row_numbers)
+    state_scale = expected_states.abs().max().clamp(min=1.0)
+    number_scale = expected_numbers.abs().max().clamp(min=1.0)
+    numbers = torch.cat(batch_numbers)[:, None]
+    computed = torch.cat([torch.cat(batch_states) / state_scale, numbers / number_scale], 1)
+    expected = torch.cat([expected_states / state_scale, expected_numbers / number_scale], 1)
+    return computed, expected
 
 
 @contextmanager
 def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes with its own modules and eager attention, and no token is padding."""
-    attention, padding = model.config._attn_implementation, model.config.pad_token_id
-    replaced = [
-        (one, vars(one).pop("forward")) for one in model.modules() if "forward" in vars(one)
-    ]
-    model.config._attn_implementation, model.config.pad_token_id = "eager", None
+    """Context manager: compute with transformers' own modules and eager attention.
+
+    No token counts as padding.
+    """
+    config = model.config
+    attention = config._attn_implementation
+    padding = config.pad_token_id
+    # Fused modules have a forward of their own, which hides the class's.
+    fused = []
+    for module in model.modules():
+        if "forward" in vars(module):
+            fused.append((module, vars(module).pop("forward")))
+    config._attn_implementation = "eager"
+    # Transformers' classifiers read the last token that is not padding.
+    config.pad_token_id = None
     try:
         yield
     finally:
-        model.config._attn_implementation, model.config.pad_token_id = attention, padding
-        for module, forward in replaced:
+        config._attn_implementation = attention
+        config.pad_token_id = padding
+        for module, forward in fused:
             module.forward = forward
 
 
 def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterator[str]:
-    """How a model is computed, and how far its log-probs are from transformers', for people to read.
-    Raises EngineError: it cannot be loaded, cannot be computed, or differs."""
+    """Describe how a model is computed, and how far its log-probs are from transformers'.
+
+    Args:
+        path: folder or hub name of the model.
+        trust_remote_code: whether code that ships with the model may run.
+
+    Returns:
+        Iterator over lines of text.
+
+    Raises:
+        EngineError: the model cannot be loaded or computed, or its log-probs differ.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code)
     start = time.perf_counter()
     way = way_of(config, trust_remote_code=trust_remote_code)
-    how = f"one row at a time, by the attention '{way.attention}' of transformers ({way.reason})"
     yield f"architecture: {(config.architectures or [config.model_type])[0]}"
-    yield f"rows are computed {how if way.reason else 'packed, with shared prompts'}; {_seconds(start)}"
+    description = "packed, with shared prompts"
+    if way.reason:
+        description = (
+            f"one row at a time, by the attention '{way.attention}' of transformers ({way.reason})"
+        )
+    yield f"rows are computed {description}; {_seconds_since(start)}"
     model = load_causal_lm(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
     start = time.perf_counter()
-    off = probe(PolicyScorer(model), "model")
-    found = (
-        "not compared: it takes images"
-        if off is None
-        else f"off by at most {off:.1g} nats, {BOUND} allowed"
+    difference = probe(PolicyScorer(model), "model")
+    if difference is None:
+        result = "not compared: it takes images"
+    else:
+        result = f"off by at most {difference:.1g} nats, {BOUND} allowed"
+    yield (
+        "log-probs beside transformers' own forward, on its weights in float32: "
+        f"{result}; {_seconds_since(start)}"
     )
-    yield f"log-probs beside transformers' own forward, on its weights in float32: {found}; {_seconds(start)}"
 
 
-def _seconds(start: float) -> str:
+def _seconds_since(start: float) -> str:
     return f"{time.perf_counter() - start:.1f} s"

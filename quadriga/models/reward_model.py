@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward models: a sequence classifier with one label, to score with or to be trained.
+"""Reward models: sequence classifiers with one label, to score with or to be trained.
 
-Of vision-language models transformers has no classifiers: here one is the model itself with a head `score` [1, D] in
-place of the projection onto the vocabulary, in the same files.
+Transformers has no classifiers of vision-language models. Here such a classifier is the model
+itself with a head `score` [1, D] in place of the vocabulary projection, in the same files.
 
 Legend: D hidden size.
 """
@@ -23,7 +23,11 @@ from quadriga.models.fused import fuse
 from quadriga.models.load import explained, load_causal_lm, load_config, model_folder
 from quadriga.models.vision import is_vision
 
-_FIX = "Set reward_model.model.path to a model that was trained to score: a sequence classifier with one label."
+_FIX = (
+    "Set reward_model.model.path to a model that was trained to score: "
+    "a sequence classifier with one label."
+)
+_SCORE = "score.weight"
 
 
 def load_reward_model(
@@ -33,29 +37,28 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A sequence classifier in evaluation mode: its head `score` is [1, D], its attention an `AttentionPlan`.
-    `path`: a folder with config.json and weights, or a name that transformers can resolve.
-    `trust_remote_code`: whether code that ships with the model may run.
-    Raises EngineError: it cannot be loaded, has no classification head, several labels, or attention in both
-    directions."""
+    """Load a sequence classifier in evaluation mode, with a head `score` [1, D].
+
+    Args:
+        path: folder with config.json and weights, or a name that transformers can resolve.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        trust_remote_code: whether code that ships with the model may run.
+
+    Raises:
+        EngineError: it cannot be loaded, has no classification head, several labels, or attention
+            in both directions.
+    """
     disable_progress_bar()
     if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
-        source = load_causal_lm(
-            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False
-        )
-        folder, missing = model_folder(path), ["score.weight"]
-        if folder is not None and missing[0] in (files := open_model(folder)).shapes:
-            add_score(source).score.weight.data.copy_(files.read(missing.pop()))
-        require_judge(path, source, missing)
-        return source
-    options = {
-        "attn_implementation": ATTENTION_NAME,
-        "trust_remote_code": trust_remote_code,
-        "dtype": dtype,
-    }
+        return _load_vision_reward_model(path, dtype, device, trust_remote_code)
     with explained(path, "sequence classifier", _FIX):
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, output_loading_info=True, **options
+            path,
+            output_loading_info=True,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
         )
     require_judge(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
@@ -64,48 +67,79 @@ def load_reward_model(
     return model.to(device).eval()
 
 
+def _load_vision_reward_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool
+) -> PreTrainedModel:
+    model = load_causal_lm(
+        path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False
+    )
+    # Transformers ignores the head in the files, because the model class has none.
+    missing = [_SCORE]
+    folder = model_folder(path)
+    if folder is not None:
+        files = open_model(folder)
+        if _SCORE in files.shapes:
+            add_score(model).score.weight.data.copy_(files.read(_SCORE))
+            missing = []
+    require_judge(path, model, missing)
+    return model
+
+
 def add_score(model: PreTrainedModel) -> PreTrainedModel:
-    """A vision-language model with a head `score` [1, D] of zeros, of which its configuration tells."""
-    size, weight = model.config.get_text_config().hidden_size, next(model.parameters())
-    model.score = nn.Linear(size, 1, bias=False, dtype=weight.dtype, device=weight.device)
+    """Add a head `score` [1, D] of zeros to a vision-language model and its configuration.
+
+    Returns:
+        The model, changed in place.
+    """
+    size = model.config.get_text_config().hidden_size
+    parameter = next(model.parameters())
+    model.score = nn.Linear(size, 1, bias=False, dtype=parameter.dtype, device=parameter.device)
     torch.nn.init.zeros_(model.score.weight)
+    family = type(model).__name__.partition("For")[0]
     model.config.num_labels = 1
-    model.config.architectures = [
-        f"{type(model).__name__.partition('For')[0]}ForSequenceClassification"
-    ]
+    model.config.architectures = [f"{family}ForSequenceClassification"]
     return model
 
 
 def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
-    """Refuse a model that does not give a sequence one score [1, D], read at its last token, whose state must not
-    depend on what is packed behind it; `missing` are the parameters without values. Raises EngineError: says why."""
-    head, kind, fix = getattr(model, "score", None), type(model).__name__, _FIX
+    """Raise unless a model gives a sequence one score, read at its last token.
+
+    The last token's state must not depend on the tokens that are packed behind it.
+
+    Args:
+        path: folder or hub name of the model, for the message.
+        model: the loaded model.
+        missing: names of the parameters that its files have no weights for.
+
+    Raises:
+        EngineError: the model has no weights for some parameters, no head, several labels, or
+            attention in both directions.
+    """
+    kind = type(model).__name__
+    head = getattr(model, "score", None)
+    fix = _FIX
     if missing:
         folder = Path(path).expanduser()
-        files = sorted(
+        files = [
             file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)
-        )
-        place = f"in {', '.join(files)}" if files else "among its weights"
-        got, expected = (
-            f"no classification head: {missing[0]} is not {place}",
-            "a head to score with",
-        )
-        if not any(name.startswith("score.") for name in missing):
+        ]
+        place = f"in {', '.join(sorted(files))}" if files else "among its weights"
+        if any(name.startswith("score.") for name in missing):
+            got = f"no classification head: {missing[0]} is not {place}"
+            expected = "a head to score with"
+        else:
             got = f"no weights for {len(missing)} parameters: {missing[0]} is not {place}"
-            expected, fix = (
-                "all weights of the model; the missing ones would be random",
-                "Get the whole model.",
-            )
+            expected = "all weights of the model; the missing ones would be random"
+            fix = "Get the complete model."
     elif not isinstance(head, nn.Linear):
         got = f"{kind}, which has no projection named score"
         expected = "a decoder with a head at the last token, such as LlamaForSequenceClassification"
     elif head.out_features != 1:
-        got, expected = f"a classifier with {head.out_features} labels", "one label, the score"
+        got = f"a classifier with {head.out_features} labels"
+        expected = "one label, the score"
     elif any(getattr(module, "is_causal", True) is False for module in backbone(model).modules()):
-        got, expected = (
-            f"{kind}, whose tokens see those behind them",
-            "a decoder with causal attention",
-        )
+        got = f"{kind}, whose tokens attend to later ones"
+        expected = "a decoder with causal attention"
     else:
         return
     raise EngineError(f"reward model {path}", got=got, expected=expected, fix=fix)
@@ -119,26 +153,39 @@ def fresh_reward_model(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one label in float32, as `load_reward_model` gives it; made of a causal model, or of a
-    classifier with one label, at `path`. A new head [1, D] is zero: scores are 0 at first, so the first loss is ln 2.
-    `pad_token_id` goes into the configuration, from which transformers finds the last token of a padded row.
-    Raises EngineError: it cannot be loaded, or transformers has no classifier of its architecture."""
+    """Build a sequence classifier to be trained, in float32 and otherwise as `load_reward_model`.
+
+    A new head [1, D] is zero, so scores are 0 at first and the first loss is ln 2.
+
+    Args:
+        path: folder or hub name of a causal model, or of a classifier with one label.
+        pad_token_id: padding token, by which transformers finds the last token of a padded row.
+        device: device of the parameters.
+        trust_remote_code: whether code that ships with the model may run.
+        override_config: entries of the model's configuration to replace.
+
+    Raises:
+        EngineError: it cannot be loaded, or transformers has no classifier of its architecture.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+    architectures = config.architectures or []
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
         return load_reward_model(
             path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code
         )
-    how: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "override_config": override_config,
-    }
     source = load_causal_lm(
-        path, dtype=torch.float32, device=device, needs_head=not is_vision(config), **how
+        path,
+        dtype=torch.float32,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        override_config=override_config,
+        needs_head=not is_vision(config),
     )
     if is_vision(config):
         return add_score(source)
+    # A head that predicts one number, after the last token that is not padding. Transformers
+    # refuses a padding token that the embedding does not have.
     config.num_labels = 1
-    # Transformers refuses a padding token that the embedding does not have.
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
     with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
         model = AutoModelForSequenceClassification.from_config(
@@ -149,6 +196,7 @@ def fresh_reward_model(
         )
     if is_packed(model):
         fuse(model)
+    # The causal model has all weights but those of the head.
     model.base_model.load_state_dict(source.base_model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
     model.config.architectures = [type(model).__name__]

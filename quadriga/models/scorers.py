@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal model as a policy, a value function or a reward model of packed tokens.
+"""Scorers: a causal model as a policy, a value function or a reward model of packed tokens.
 
-Legend: N packed tokens, n of them on this rank, M predicted tokens, m of them scored by this rank, D hidden size.
+Legend: N packed tokens, n of them on this rank, M predicted tokens, m of them scored by this rank,
+K targets of a token, k likeliest tokens, D hidden size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
@@ -23,7 +24,14 @@ from quadriga.models.vision import decoder_inputs
 
 @dataclass(frozen=True)
 class Question:
-    """The outputs wanted of each predicted token, at a temperature; the last two have no gradient."""
+    """Scores that a caller needs for each predicted token, and their temperature.
+
+    Attributes:
+        temperature: divides the logits.
+        with_entropy: whether to return the entropy.
+        with_sum_pi_squared: whether to return the sum of squared probabilities, without gradient.
+        top_k: how many of the likeliest tokens to return, without gradient.
+    """
 
     temperature: float = 1.0
     with_entropy: bool = False
@@ -31,118 +39,174 @@ class Question:
     top_k: int | None = None
 
 
-Scored: TypeAlias = tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, targets [m] or [m, K],
-and what makes of [m, ...] numbers of each rank all [M, ...], the same on all of them."""
+Scored: TypeAlias = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, their
+targets [m] or [m, K], and a function that joins the ranks' scores [m, ...] to [M, ...] on every
+rank."""
 
 
 class Sharing:
-    """How the ranks with the same rows share the work on them: here one does all of it."""
+    """Division of a packed batch between ranks. In this base class one rank does all the work."""
 
-    has_embedding = has_head = True
+    has_embedding = True
+    has_head = True
     vocabulary: VocabularyShard | None = None
 
-    def inputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
-        """The tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and how they attend."""
+    def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and attention plan."""
         return batch.input_ids, batch.position_ids, batch.plan
 
     def first_token(self, batch: PackedBatch) -> int | None:
-        """The packed index of the first token that this rank has embeddings of; None: it has all of them."""
+        """Packed index of this rank's first embedding, or None if it has all of them."""
         return None
 
-    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        """What this rank scores, given the last hidden states [n, D] of its tokens.
-        `in_parts`: whether the head is cut by tensor parallelism, so that every rank scores all tokens of its group.
+    def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
+        """Select the tokens that this rank scores.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            in_parts: whether tensor parallelism shards the head, so that every rank of a group
+                scores all of the group's tokens.
+
+        Returns:
+            States, targets and a function to join scores; see `Scored`.
         """
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        """The tokens [1, num_tokens] of this rank for the routers of a mixture of experts."""
+        """This rank's tokens as the routers of a mixture of experts see them.
+
+        Args:
+            batch: the packed batch, with its `routing`.
+            num_tokens: n, number of this rank's tokens.
+        """
         return RoutedTokens(
-            batch.routing, 0, batch.predictors, batch.rows, batch.num_predicted, lambda values: None
+            routing=batch.routing,
+            start=0,
+            places=batch.predictors,
+            rows=batch.rows,
+            lengths=batch.num_predicted,
+            add_up=lambda values: None,
         )
 
-    def joined(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, ...] of each rank -> [N, ...] on all."""
+    def joined(self, values: Tensor) -> Tensor:
+        """Values [n, ...] of each rank joined to [N, ...] on every rank."""
         return values
 
 
 class Scorer(nn.Module, ABC):
-    """A model and its outputs for each predicted token: a subclass for each kind of head."""
+    """A model and its outputs for each predicted token; one subclass per kind of head."""
 
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.sharing, self.routers = Sharing(), Routers(model if is_packed(model) else nn.Module())
-        # In a tuple: a module is a part of its parent under one name.
+        self.sharing = Sharing()
+        # Routes are replayed and counted in packed batches only.
+        self.routers = Routers(model if is_packed(model) else nn.Module())
+        # A tuple hides the backbone from `nn.Module`, which would register it under a second name.
         self._backbone = (backbone(model),)
 
     @abstractmethod
     def output_names(self, question: Question) -> tuple[str, ...]:
-        """The names of the outputs, which are [M] each, or [M, k] of the likeliest tokens."""
+        """Names of the outputs, each [M], or [M, k] for the likeliest tokens."""
 
     @abstractmethod
-    def score(
-        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
-    ) -> dict[str, torch.Tensor]:
-        """Float32 [M] by name, of hidden states [n, D]."""
+    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+        """Score the predicted tokens.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            question: which scores to return.
+
+        Returns:
+            Float32 tensors [M, ...] by name.
+        """
 
     def forward(
-        self, batch: PackedBatch, question: Question, *, received: torch.Tensor | None = None
-    ) -> "torch.Tensor | dict[str, torch.Tensor]":
-        """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
-        `received`: [1, n, D] of the stage before, where this one has no embedding.
+        self, batch: PackedBatch, question: Question, *, received: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Run the model on a packed batch.
+
+        Args:
+            batch: the packed batch.
+            question: which scores to return.
+            received: hidden states [1, n, D] of the previous pipeline stage, for a stage without
+                an embedding.
+
+        Returns:
+            Float32 scores [M, ...] by name; from a pipeline stage without a head its hidden states
+            [1, n, D].
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
-        tokens: dict[str, Any] = (
-            {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
-        )
-        if batch.images is not None and received is None:
-            tokens = decoder_inputs(
-                self.model, input_ids, batch.images, self.sharing.first_token(batch)
-            )
-        (body,) = self._backbone
+        # Tokens, or what takes their place: embeddings with images, or states of another stage.
+        inputs: dict[str, Any]
+        if received is not None:
+            inputs = {"inputs_embeds": received}
+        elif batch.images is not None:
+            start = self.sharing.first_token(batch)
+            inputs = decoder_inputs(self.model, input_ids, batch.images, start)
+        else:
+            inputs = {"input_ids": input_ids}
         if is_packed(self.model):
-            tokens["attention_plan"] = plan
-        routed = None if batch.routing is None else self.sharing.routed(batch, input_ids.shape[1])
-        if routed is not None:
-            tokens["routed_tokens"] = routed
-        hidden = body(
-            **tokens, position_ids=position_ids, attention_mask=None, use_cache=False
-        ).last_hidden_state
+            inputs["attention_plan"] = plan
+        routed = None
+        if batch.routing is not None:
+            routed = self.sharing.routed(batch, input_ids.shape[1])
+            inputs["routed_tokens"] = routed
+        (body,) = self._backbone
+        output = body(**inputs, position_ids=position_ids, attention_mask=None, use_cache=False)
+        hidden = output.last_hidden_state  # [1, n, D]
         if routed is not None:
             self.keep_routes(routed)
-        return self.score(hidden[0], batch, question) if self.sharing.has_head else hidden
+        if not self.sharing.has_head:
+            return hidden
+        return self.score(hidden[0], batch, question)
 
     def keep_routes(self, routed: RoutedTokens) -> None:
-        """After a call: what its tokens went through, where that is asked for."""
+        """Store the experts of the last call's tokens in its `Routing`, if that asks for them."""
         if routed.routing.keeps:
-            routed.routing.chosen = self.sharing.joined(torch.stack([*routed.chosen.values()], 1))
+            chosen = torch.stack([*routed.chosen.values()], 1)  # [n, L, k]
+            routed.routing.chosen = self.sharing.joined(chosen)
 
 
 class PolicyScorer(Scorer):
-    """`log_probs` of the response tokens under the model, and where wanted `entropy`, `sum_pi_squared`, and of the
-    likeliest tokens `top_log_probs` and `top_ids` [M, k]. Of a batch with several targets a token, `other_log_probs`
-    [M, K - 1] are those of all but the first."""
+    """Log-probabilities of the response tokens under the model.
+
+    Outputs are `log_probs` [M] and, on request, `entropy` [M], `sum_pi_squared` [M], and
+    `top_log_probs` and `top_ids` [M, k] of the likeliest tokens. If tokens have several targets,
+    `log_probs` are those of the first and `other_log_probs` [M, K - 1] those of the others.
+    """
 
     def output_names(self, question: Question) -> tuple[str, ...]:
-        wanted = {
-            "entropy": question.with_entropy,
-            "sum_pi_squared": question.with_sum_pi_squared,
-            "top_log_probs": question.top_k,
-            "top_ids": question.top_k,
-        }
-        return ("log_probs", *(name for name, is_wanted in wanted.items() if is_wanted))
+        """Names of the requested outputs."""
+        names = ["log_probs"]
+        if question.with_entropy:
+            names.append("entropy")
+        if question.with_sum_pi_squared:
+            names.append("sum_pi_squared")
+        if question.top_k:
+            names += ["top_log_probs", "top_ids"]
+        return tuple(names)
 
-    def score(
-        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
-    ) -> dict[str, torch.Tensor]:
-        head = cast(Any, self.model.get_output_embeddings())
+    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+        """Score the predicted tokens; see `Scorer.score` for shapes.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            question: which scores to return.
+
+        Returns:
+            Float32 tensors by name.
+        """
+        head = self.model.get_output_embeddings()
         states, targets, join = self.sharing.scored(hidden, batch, in_parts=True)
         scores = token_scores(
-            states,
+            states,  # [m, D]
             head.weight,
             getattr(head, "bias", None),
             targets,
@@ -153,57 +217,76 @@ class PolicyScorer(Scorer):
             shard=self.sharing.vocabulary,
             rule=LogitRule.of(self.model.config),
         )
-        found = {name: values for name, values in vars(scores).items() if values is not None}
+        outputs = {name: values for name, values in vars(scores).items() if values is not None}
         if targets.dim() > 1:
-            found |= {
-                "log_probs": scores.log_probs[:, 0],
-                "other_log_probs": scores.log_probs[:, 1:],
-            }
-        return {name: join(values) for name, values in found.items()}
+            outputs["log_probs"] = scores.log_probs[:, 0]
+            outputs["other_log_probs"] = scores.log_probs[:, 1:]
+        return {name: join(values) for name, values in outputs.items()}
 
 
 class NumberScorer(Scorer):
-    """One number for each predicted token, which a linear head [1, D] reads at the token before it."""
+    """A number per predicted token, read by a linear head [1, D] at the token before it.
 
-    output: str  # the name of the numbers
-    head: str  # the path of the head in the model
+    Attributes:
+        output: name of the numbers.
+        head: path of the head in the model.
+    """
+
+    output: str
+    head: str
 
     def output_names(self, question: Question) -> tuple[str, ...]:
+        """Name of the numbers."""
         return (self.output,)
 
-    def score(
-        self, hidden: torch.Tensor, batch: PackedBatch, question: Question
-    ) -> dict[str, torch.Tensor]:
+    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+        """Apply the head to the tokens before the predicted ones.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            question: not read.
+
+        Returns:
+            Float32 numbers [M] under the name `output`.
+        """
         states, _, join = self.sharing.scored(hidden, batch, in_parts=False)
-        head = cast(Any, self.model.get_submodule(self.head))
+        head = self.model.get_submodule(self.head)
         # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
         bias = None if head.bias is None else head.bias.float()
-        return {self.output: join(linear(states.float(), head.weight.float(), bias)[:, 0])}
+        numbers = linear(states.float(), head.weight.float(), bias)  # [m, 1]
+        return {self.output: join(numbers[:, 0])}
 
 
 class ValueScorer(NumberScorer):
-    """`values`: the return expected before each response token is drawn. A value head [1, D] takes the place of the
-    vocabulary head, so a checkpoint of the model holds it too. It starts at zero, so the first values are zero."""
+    """Values: the return expected before each response token is drawn.
 
-    output, head = "values", "value_head.linear"
+    A value head [1, D] replaces the vocabulary head, so checkpoints of the model include it. It
+    starts at zero, and so do the values.
+    """
+
+    output = "values"
+    head = "value_head.linear"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        size, dtype = model.config.get_text_config().hidden_size, next(model.parameters()).dtype
+        # The output embeddings must go, or checkpoints would have an unused vocabulary head.
+        size = model.config.get_text_config().hidden_size
+        dtype = next(model.parameters()).dtype
         model.set_output_embeddings(nn.Identity())
-        model.value_head = nn.ModuleDict(
-            {"linear": nn.Linear(size, 1, dtype=dtype, device=model.device)}
-        )
-        nn.init.zeros_(model.value_head["linear"].weight)
-        nn.init.zeros_(model.value_head["linear"].bias)
+        value_head = nn.Linear(size, 1, dtype=dtype, device=model.device)
+        nn.init.zeros_(value_head.weight)
+        nn.init.zeros_(value_head.bias)
+        model.value_head = nn.ModuleDict({"linear": value_head})
         super().__init__(model)
 
 
 class RewardScorer(NumberScorer):
-    """`scores`: the reward of each sequence, read by the head `score` [1, D] before the predicted token."""
+    """Rewards: a score per sequence, read by the head `score` [1, D] before the predicted token."""
 
-    output, head = "scores", "score"
+    output = "scores"
+    head = "score"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Nothing projects to the vocabulary: the output embeddings that every engine looks for are empty here.
+        # Engines look for output embeddings, and a classifier has none.
         model.lm_head = nn.Identity()
         super().__init__(model)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed attention on CUDA in two calls a layer, however many segments there are: the flash kernels take runs of any
-lengths one after the other. One call lets all segments see themselves causally, the other lets those that continue a
-prefix see it in full; their log-sum-exps merge the results, and the backward pass of each takes the merged one.
+"""Packed attention on CUDA in two kernel calls per layer, whatever the number of segments.
 
-Legend: N packed tokens, R of them continue a prefix, P are in such a prefix, H query heads, K key heads, D head size.
+The flash kernels take runs of any lengths one after the other. The first call computes all segments
+causally, the second lets the segments that continue a prefix see it in full. Log-sum-exps merge the
+two results, and the backward pass of each call takes the merged result.
+
+Legend: N packed tokens, R of them continue a prefix, P are in such a prefix, H query heads, K
+key-value heads, D head size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,91 +22,141 @@ _aten = torch.ops.aten
 
 
 class Runs:
-    """Lengths of runs that stand one after the other, as the kernels take them."""
+    """Consecutive runs of tokens, described as the flash kernels take them.
+
+    Attributes:
+        offsets: int32 start of each run, and the end of the last.
+        longest: length of the longest run.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.offsets = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+        offsets = np.cumsum([0, *lengths], dtype=np.int32)
+        self.offsets = torch.from_numpy(offsets).to(device)
         self.longest = max(lengths)
 
 
 class PackedRuns:
-    """Which packed tokens see which, for the kernels. `segments`: in order of `start`, each token in one of them."""
+    """Runs of the two kernel calls for a packed batch.
+
+    Args:
+        segments: in order of `start`; each packed token is in exactly one.
+        device: device of the batch.
+
+    Attributes:
+        causal: each segment, for the causal call.
+        longest: length of the longest segment with its prefix.
+        has_prefixes: whether there is a second call. Without it, the other attributes are not set.
+        rows: [R] packed indices of the tokens that continue a prefix.
+        keys: [P] packed indices of the tokens of these prefixes.
+        continued: for each prefix, the tokens that continue it.
+        prefixes: each prefix.
+    """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.own = Runs([one.length for one in segments], device)
-        self.longest = max(
-            one.length + (one.prefix.length if one.prefix else 0) for one in segments
-        )
-        groups: dict[Segment, list[Segment]] = {}
-        for one in segments:
-            if one.prefix is not None:
-                groups.setdefault(one.prefix, []).append(one)
+        self.causal = Runs([segment.length for segment in segments], device)
+        self.longest = 0
+        # Segments that continue the same prefix; the kernel sees them as one run of queries.
+        groups = {}
+        for segment in segments:
+            length = segment.length
+            if segment.prefix is not None:
+                length += segment.prefix.length
+                groups.setdefault(segment.prefix, []).append(segment)
+            self.longest = max(self.longest, length)
         self.has_prefixes = bool(groups)
-        if groups:  # [R] and [P], places in the packed tokens
-            self.rows, self.keys = _places(chain(*groups.values()), device), _places(groups, device)
-            self.continued = Runs(
-                [sum(one.length for one in group) for group in groups.values()], device
-            )
-            self.prefixes = Runs([one.length for one in groups], device)
+        if self.has_prefixes:
+            # Groups in the order of `groups` in both, so that run i of queries sees prefix i.
+            self.rows = _token_indices(chain(*groups.values()), device)
+            self.keys = _token_indices(groups, device)
+            lengths = [sum(segment.length for segment in group) for group in groups.values()]
+            self.continued = Runs(lengths, device)
+            self.prefixes = Runs([prefix.length for prefix in groups], device)
 
     def continuing(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
-        """[N, H, D] and perhaps [N, K, D] twice -> those of the tokens that see a prefix, and of the prefixes."""
-        return [query.index_select(0, self.rows), *(one.index_select(0, self.keys) for one in keys)]
+        """Select the tokens of the second call.
+
+        Args:
+            query: [N, H, D].
+            *keys: [N, K, D] each.
+
+        Returns:
+            Queries [R, H, D] that see a prefix, and keys [P, K, D] of prefixes.
+        """
+        queries = query.index_select(0, self.rows)
+        return [queries, *(tensor.index_select(0, self.keys) for tensor in keys)]
 
 
-def _places(segments: Iterable[Segment], device: torch.device) -> Tensor:
-    found = [np.arange(one.start, one.start + one.length) for one in segments]
-    return torch.from_numpy(np.concatenate(found)).to(device)
+def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
+    """Packed indices of the tokens of some segments."""
+    ranges = []
+    for segment in segments:
+        ranges.append(np.arange(segment.start, segment.start + segment.length))
+    return torch.from_numpy(np.concatenate(ranges)).to(device)
 
 
 class VarlenAttention(torch.autograd.Function):
-    """[N, H, D], [N, K, D] twice in half precision, perhaps sinks [H] -> [N, H, D]; a window hides keys of a segment
-    only where no segment has a prefix."""
+    """Attention of query [N, H, D] to key and value [N, K, D] in half precision.
+
+    Sinks are [H] or None, the result is [N, H, D]. A window may hide keys only if no segment has a
+    prefix.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, runs: PackedRuns, scale: float, window: int | None):
-        left = None if window is None else window - 1
-        out, sums = _forward((query, key, value), runs.own, runs.own, True, scale, left)
+        # The kernel counts the keys before a query, the window includes the query's own.
+        num_left = None if window is None else window - 1
+        inputs = (query, key, value)
+        out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
         if runs.has_prefixes:
-            inputs = runs.continuing(query, key, value)
-            found, logs = _forward(inputs, runs.continued, runs.prefixes, False, scale)
-            own, own_sums = out.index_select(0, runs.rows), sums.index_select(1, runs.rows)
-            share = (logs - own_sums).sigmoid_().t()[..., None]
-            out.index_copy_(0, runs.rows, own.float().lerp_(found.float(), share).to(out.dtype))
-            sums.index_copy_(1, runs.rows, torch.logaddexp(logs, own_sums))
+            prefix_inputs = runs.continuing(query, key, value)
+            prefix_out, prefix_sums = _forward(
+                prefix_inputs, runs.continued, runs.prefixes, False, scale
+            )
+            causal_out = out.index_select(0, runs.rows)  # [R, H, D]
+            causal_sums = sums.index_select(1, runs.rows)  # [H, R]
+            # The prefix's share of the attention: exp(a) / (exp(a) + exp(b)) = sigmoid(a - b).
+            share = (prefix_sums - causal_sums).sigmoid_().t()[..., None]  # [R, H, 1]
+            merged = causal_out.float().lerp_(prefix_out.float(), share).to(out.dtype)
+            out.index_copy_(0, runs.rows, merged)
+            sums.index_copy_(1, runs.rows, torch.logaddexp(prefix_sums, causal_sums))
         if sinks is not None:
-            with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
-            out, sums = (out * (sums - with_sinks).exp_().t()[..., None]).to(out.dtype), with_sinks
+            # The sink takes a share of the attention and adds nothing to the result.
+            with_sinks = torch.logaddexp(sums, sinks.float()[:, None])  # [H, N]
+            share = (sums - with_sinks).exp_().t()[..., None]
+            out = (out * share).to(out.dtype)
+            sums = with_sinks
         ctx.save_for_backward(query, key, value, sinks, out, sums)
-        ctx.runs, ctx.scale, ctx.left = runs, scale, left
+        ctx.runs = runs
+        ctx.scale = scale
+        ctx.num_left = num_left
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *inputs, sinks, out, sums = ctx.saved_tensors
-        runs, scale = ctx.runs, ctx.scale
-        grad = (
-            grad if grad.stride(-1) == 1 else grad.contiguous()
-        )  # kernels take heads without gaps
-        grads = _backward((grad, out, sums), inputs, runs.own, runs.own, True, scale, ctx.left)
+        runs = ctx.runs
+        scale = ctx.scale
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()  # kernels take heads without gaps
+        results = (grad, out, sums)
+        grads = _backward(results, inputs, runs.causal, runs.causal, True, scale, ctx.num_left)
         if runs.has_prefixes:
-            merged = [
-                *runs.continuing(grad),
-                *runs.continuing(out),
-                sums.index_select(1, runs.rows),
-            ]
-            more = _backward(
-                merged, runs.continuing(*inputs), runs.continued, runs.prefixes, False, scale
+            prefix_results = [tensor.index_select(0, runs.rows) for tensor in (grad, out)]
+            prefix_results.append(sums.index_select(1, runs.rows))
+            prefix_inputs = runs.continuing(*inputs)
+            prefix_grads = _backward(
+                prefix_results, prefix_inputs, runs.continued, runs.prefixes, False, scale
             )
-            for whole, one, places in zip(
-                grads, more, (runs.rows, runs.keys, runs.keys), strict=True
-            ):
-                whole.index_copy_(0, places, one.add_(whole.index_select(0, places)))
+            # Queries that continue a prefix, and the tokens of prefixes, are in both calls.
+            indices = (runs.rows, runs.keys, runs.keys)
+            for total, added, places in zip(grads, prefix_grads, indices, strict=True):
+                total.index_copy_(0, places, added.add_(total.index_select(0, places)))
         grad_sinks = None
         if sinks is not None:
-            # Their value is zero: a share of the attention that is taken from the result.
+            # A sink's value is zero, so it takes its share of the attention from the result.
             shares = (sinks.float()[:, None] - sums).exp_()
-            grad_sinks = -(shares * (grad.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
+            projections = (grad.float() * out.float()).sum(-1).t()  # [H, N]
+            grad_sinks = -(shares * projections).sum(1).to(sinks.dtype)
         return *grads, grad_sinks, None, None, None
 
 
@@ -113,10 +166,10 @@ def _forward(
     keys: Runs,
     is_causal: bool,
     scale: float,
-    left: int | None = None,
+    num_left: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and log-sum-exps [H, tokens]; `left`: how many keys before its own a query sees."""
-    call = (
+    """The result, and log-sum-exps [H, tokens]. A query sees `num_left` keys before its own."""
+    out, sums, *_ = _aten._flash_attention_forward(
         *inputs,
         queries.offsets,
         keys.offsets,
@@ -125,23 +178,30 @@ def _forward(
         0.0,
         is_causal,
         False,
+        scale=scale,
+        **_window_options(num_left),
     )
-    window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
-    out, sums, *_ = _aten._flash_attention_forward(*call, scale=scale, **window)
     return out, sums
 
 
 def _backward(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], queries: Runs, keys: Runs, is_causal: bool, scale: float,
-    left: int | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the inputs from those of the merged result, itself, and its log-sum-exps [H, tokens]."""
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    queries: Runs,
+    keys: Runs,
+    is_causal: bool,
+    scale: float,
+    num_left: int | None = None,
+) -> list[Tensor]:
+    """Gradients of the inputs.
+
+    `results` are the gradient and value of the merged result, and its log-sum-exps [H, tokens].
+    """
     grad, out, sums = results
-    rng = (
-        out.new_empty(2, dtype=torch.uint64),
-        out.new_empty((), dtype=torch.uint64),
-    )  # without dropout unread
-    call = (
+    # State of the random generator, which is not read without dropout.
+    seed = out.new_empty(2, dtype=torch.uint64)
+    offset = out.new_empty((), dtype=torch.uint64)
+    grads = _aten._flash_attention_backward(
         grad,
         *inputs,
         out,
@@ -152,6 +212,15 @@ def _backward(
         keys.longest,
         0.0,
         is_causal,
+        seed,
+        offset,
+        scale=scale,
+        **_window_options(num_left),
     )
-    window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
-    return list(_aten._flash_attention_backward(*call, *rng, scale=scale, **window))
+    return list(grads)
+
+
+def _window_options(num_left: int | None) -> dict[str, int]:
+    if num_left is None:
+        return {}
+    return {"window_size_left": num_left, "window_size_right": 0}

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model on disk, read one tensor at a time, from any of these layouts.
+"""A model's weights on disk, read one tensor at a time, from any of these layouts.
 
     open_weights(folder)
       folder/model.safetensors.index.json   Hugging Face, in shards
       folder/model*.safetensors             Hugging Face, without an index
       folder/.metadata                      torch's distributed checkpoint
-      folder/model/.metadata                the same, in a role's part of a checkpoint
+      folder/model/.metadata                the same, in the folder of a role's checkpoint
 
-A distributed checkpoint is read by its own list of chunks, so it does not matter how many ranks wrote it, nor how the
-tensors were cut. That list is a pickle, of which only the classes that it is made of are let through.
+A distributed checkpoint lists its own chunks, so it can be read whatever number of ranks wrote it
+and however the tensors were sharded. The list is a pickle: only the classes that it consists of
+are unpickled.
 
 Legend: [...] is the shape of a parameter.
 """
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -35,78 +37,101 @@ MODEL = "model"
 METADATA = ".metadata"
 INDEX = "model.safetensors.index.json"
 _ANOTHER = "Use another checkpoint."
-_UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class WeightFiles(Protocol):
-    """Tensors by name; each is read when it is needed."""
+    """Named tensors on disk, each read on demand.
 
-    shapes: dict[
-        str, torch.Size
-    ]  # the whole shape [...] of each, however it was cut, in the order of the files
+    Attributes:
+        shapes: full shape [...] of each tensor, however it is sharded, in the order of the files.
+    """
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor [...], in the dtype in which it was written.
-        Raises CheckpointError: its file is missing, cut or damaged."""
+    shapes: dict[str, torch.Size]
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor [...] in the dtype in which it was written.
+
+        Raises:
+            CheckpointError: its file is missing, truncated or damaged.
+        """
         ...
 
 
 def open_weights(folder: str | Path) -> WeightFiles:
-    """The weights of a Hugging Face folder, of a role's part of a checkpoint, or of a distributed checkpoint.
-    Raises CheckpointError: there are none, or a file that belongs to them is missing or damaged."""
+    """Open the weights of a Hugging Face folder, a role's checkpoint or a distributed checkpoint.
+
+    Raises:
+        CheckpointError: there are none, or a file of them is missing or damaged.
+    """
     folder = Path(folder)
-    if place := distributed_folder(folder):
-        return DistributedFiles(place, prefix=f"{MODEL}.")
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-    if (index := folder / INDEX).is_file():
-        try:
-            files = [
-                folder / file
-                for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _unreadable(index, error) from error
-        # Not resolved: in a hub's cache files are links to where their content is.
-        for file in files:
-            if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-                raise _leads_outside(index, file)
-        if missing := [file for file in files if not file.exists()]:
-            raise CheckpointError(
-                str(missing[0]), "no such file", f"the file that {INDEX} names", _ANOTHER
-            )
-    if unreadable := [
-        file for file in files if not file.is_file()
-    ]:  # a named pipe would be waited for
-        raise CheckpointError(
-            str(unreadable[0]), "no regular file", "whole files of weights", _ANOTHER
-        )
+    checkpoint = distributed_folder(folder)
+    if checkpoint is not None:
+        return DistributedFiles(checkpoint, prefix=f"{MODEL}.")
+    if (folder / INDEX).is_file():
+        files = _indexed_files(folder)
+    else:
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    for file in files:
+        # Opening a named pipe would block.
+        if not file.is_file():
+            raise CheckpointError(str(file), "no regular file", "whole files of weights", _ANOTHER)
     if not files:
-        got = "neither *.safetensors nor a distributed checkpoint"
-        fix = "A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents."
-        raise CheckpointError(str(folder), got=got, expected="the weights of a model", fix=fix)
+        raise CheckpointError(
+            str(folder),
+            got="neither *.safetensors nor a distributed checkpoint",
+            expected="the weights of a model",
+            fix="A checkpoint has them when checkpoint.save_contents lists `model` or `hf_model`.",
+        )
     return SafetensorFiles(files)
 
 
+def _indexed_files(folder: Path) -> list[Path]:
+    """Files that the index of a folder names, all of them inside the folder and existing."""
+    index = folder / INDEX
+    try:
+        file_names = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = [folder / name for name in sorted(file_names)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(index, error) from error
+    for file in files:
+        # Symbolic links are not resolved: in a hub's cache, files are links to their content.
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+            raise _leads_outside(index, file)
+    for file in files:
+        if not file.exists():
+            expected = f"the file that {INDEX} names"
+            raise CheckpointError(str(file), "no such file", expected, _ANOTHER)
+    return files
+
+
 def distributed_folder(folder: str | Path) -> Path | None:
-    """Where the weights of a folder are, if they are a distributed checkpoint."""
-    places = (Path(folder), Path(folder) / MODEL)
-    return next((place for place in places if (place / METADATA).is_file()), None)
+    """Folder of the distributed checkpoint in `folder`, or None if it has none."""
+    for candidate in (Path(folder), Path(folder) / MODEL):
+        if (candidate / METADATA).is_file():
+            return candidate
+    return None
 
 
 class SafetensorFiles:
-    """Weights of Hugging Face, in safetensors files. CheckpointError: one is missing, cut or damaged."""
+    """Hugging Face weights in safetensors files.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or damaged.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.shapes: dict[str, torch.Size] = {}
-        self._file_of: dict[str, Path] = {}
+        self._file_of = {}
         for file in files:
             self._open(file)
             for name in self._opened.keys():
                 self.shapes[name] = torch.Size(self._opened.get_slice(name).get_shape())
                 self._file_of[name] = file
 
-    def read(self, name: str) -> torch.Tensor:
-        if (file := self._file_of[name]) != self._file:
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor [...]."""
+        file = self._file_of[name]
+        if file != self._file:
             self._open(file)
         try:
             return self._opened.get_slice(name)[...]
@@ -114,7 +139,7 @@ class SafetensorFiles:
             raise _unreadable(file, error) from error
 
     def _open(self, file: Path) -> None:
-        """Open one file and close the last: neighbours stand in the same one."""
+        """Open a file in place of the last one. Consecutive tensors are mostly in one file."""
         try:
             self._opened: Any = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -123,18 +148,23 @@ class SafetensorFiles:
 
 
 class DistributedFiles:
-    """A distributed checkpoint, whoever wrote its chunks. `prefix`: of the names of weights; left out here."""
+    """Weights in a distributed checkpoint of torch, whatever ranks wrote it.
+
+    Args:
+        folder: folder with `.metadata`.
+        prefix: prefix of the weights' names in the checkpoint, which `shapes` omits.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
-        self._reader, self._prefix = ChunkReader(folder), prefix
-        tensors = self._reader.tensors.items()
-        self.shapes = {
-            name.removeprefix(prefix): entry.size
-            for name, entry in tensors
-            if name.startswith(prefix)
-        }
+        self._reader = ChunkReader(folder)
+        self._prefix = prefix
+        self.shapes: dict[str, torch.Size] = {}
+        for name, entry in self._reader.tensors.items():
+            if name.startswith(prefix):
+                self.shapes[name.removeprefix(prefix)] = entry.size
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor [...]."""
         name = f"{self._prefix}{name}"
         entry = self._reader.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -143,67 +173,101 @@ class DistributedFiles:
 
 
 class RenamedFiles:
-    """The tensors of other files; `rename` gives the name that a tensor has here."""
+    """Tensors of other files under new names.
+
+    Args:
+        files: the tensors under their old names.
+        rename: maps an old name to the new one.
+    """
 
     def __init__(self, files: WeightFiles, rename: Callable[[str], str]) -> None:
-        self._files, self._names = files, {rename(name): name for name in files.shapes}
-        self.shapes = {own: files.shapes[name] for own, name in self._names.items()}
+        self._files = files
+        self._old_names = {rename(name): name for name in files.shapes}
+        self.shapes = {name: files.shapes[old] for name, old in self._old_names.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(self._names[name])
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor [...]."""
+        return self._files.read(self._old_names[name])
 
 
 class ChunkReader(FileSystemReader):
-    """Reads a distributed checkpoint of torch without any other process, and without trusting its pickle.
-    Raises CheckpointError: the list of chunks is missing or damaged, or a file that it names is missing or cut."""
+    """Reads a distributed checkpoint in a single process, without trusting its pickle.
+
+    Attributes:
+        listed: the checkpoint's list of chunks.
+        tensors: size and dtype of each tensor, by name.
+
+    Raises:
+        CheckpointError: the list of chunks is missing or damaged, or one of its files is missing
+            or truncated.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.folder, path = folder, folder / METADATA
+        self.folder = folder
+        self.listed = self._load_list()
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        for name, entry in self.listed.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[name] = entry
+        self._require_whole_files()
+        self._require_stored_bytes()
+        self.set_up_storage_reader(self.listed, is_coordinator=True)
+
+    def _load_list(self) -> Metadata:
+        path = self.folder / METADATA
         try:
             with path.open("rb") as file:
                 listed = _MetadataUnpickler(file).load()
-        # Damaged bytes make the unpickler raise whatever its next instruction happens to be.
+        # Damaged bytes are read as arbitrary pickle instructions, which can raise anything.
         except Exception as error:
             raise _unreadable(path, error) from error
         if not isinstance(listed, Metadata) or listed.storage_data is None:
-            raise DamagedCheckpointError(
-                str(path), type(listed).__name__, "a list of chunks", _ANOTHER
-            )
-        ends: dict[str, int] = {}
-        for chunk in listed.storage_data.values():
-            ends[chunk.relative_path] = max(
-                ends.get(chunk.relative_path, 0), chunk.offset + chunk.length
-            )
+            got = type(listed).__name__
+            raise DamagedCheckpointError(str(path), got, "a list of chunks", _ANOTHER)
+        return listed
+
+    def _require_whole_files(self) -> None:
+        """Raise unless each file reaches to the end of its last chunk."""
+        # Bytes that each file must have at least.
+        ends = {}
+        for chunk in self.listed.storage_data.values():
+            end = chunk.offset + chunk.length
+            ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), end)
         for name, end in sorted(ends.items()):
-            if not (folder / name).resolve().is_relative_to(folder.resolve()):
-                raise _leads_outside(path, folder / name)
-            size = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if size is None or size < end:
-                got = "no such file" if size is None else f"{size} bytes"
-                raise DamagedCheckpointError(
-                    str(folder / name), got, f"at least {end} bytes", _ANOTHER
-                )
-        self.listed: Metadata = listed
-        entries = listed.state_dict_metadata.items()
-        self.tensors = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
-        }
+            file = self.folder / name
+            if not file.resolve().is_relative_to(self.folder.resolve()):
+                raise _leads_outside(self.folder / METADATA, file)
+            expected = f"at least {end} bytes"
+            if not file.is_file():
+                raise DamagedCheckpointError(str(file), "no such file", expected, _ANOTHER)
+            size = file.stat().st_size
+            if size < end:
+                raise DamagedCheckpointError(str(file), f"{size} bytes", expected, _ANOTHER)
+
+    def _require_stored_bytes(self) -> None:
+        """Raise if a tensor claims more bytes than its chunks hold, before memory is allocated."""
+        # Bytes of the chunks of each tensor.
         stored_bytes = Counter[str]()
-        for index, chunk in listed.storage_data.items():
+        for index, chunk in self.listed.storage_data.items():
             stored_bytes[index.fqn] += chunk.length
         for name, entry in self.tensors.items():
             num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
             if num_bytes > stored_bytes[name]:
-                got = f"{num_bytes} bytes for {name}"
                 raise DamagedCheckpointError(
-                    str(path), got, f"at most the {stored_bytes[name]} that are stored", _ANOTHER
+                    str(self.folder / METADATA),
+                    got=f"{num_bytes} bytes for {name}",
+                    expected=f"at most the {stored_bytes[name]} that are stored",
+                    fix=_ANOTHER,
                 )
-        self.set_up_storage_reader(listed, is_coordinator=True)
 
-    def read_into(self, state: dict[str, torch.Tensor]) -> None:
-        """Fill tensors [...] in place, of DTensors this rank's part. CheckpointError: a file is missing or damaged."""
-        planner = DefaultLoadPlanner(**_UNSHARDED)
+    def read_into(self, state: dict[str, Tensor]) -> None:
+        """Fill tensors [...] in place; of a DTensor, this rank's shard.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.listed, is_coordinator=True)
         try:
             with torch.no_grad():
@@ -213,7 +277,10 @@ class ChunkReader(FileSystemReader):
 
 
 def share_with_readers(folder: Path) -> None:
-    """Give the safetensors files of a folder its own permissions: the library lets nobody but their owner read them."""
+    """Give the safetensors files of a folder the folder's read and write permissions.
+
+    The safetensors library makes them readable by their owner alone.
+    """
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)
 
@@ -221,71 +288,84 @@ def share_with_readers(folder: Path) -> None:
 def write_safetensors(
     folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write tensors [...] to `model-00001-of-0000N.safetensors` and their index, at most a shard in memory."""
-    sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
+    """Write `model-00001-of-0000N.safetensors` and their index, with one shard in memory at a time.
+
+    Args:
+        folder: an existing folder.
+        weights: tensors [...] to write.
+        dtype: dtype of the written tensors.
+    """
+    shapes = weights.shapes.items()
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
-    where: dict[str, str] = {}
+    weight_map = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        weight_map |= dict.fromkeys(names, file)
     share_with_readers(folder)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
+    # Only the first line: some libraries add a hint or a traceback.
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    # The error of a missing file names it.
-    path = Path(error.filename) if isinstance(error, OSError) and error.filename else path
+    # The error of a missing file names the file.
+    if isinstance(error, OSError) and error.filename:
+        path = Path(error.filename)
     return DamagedCheckpointError(
         str(path), got=reason, expected="whole files of weights", fix=_ANOTHER
     )
 
 
 def _leads_outside(listing: Path, file: Path) -> CheckpointError:
-    got = f"{file}{f', a link to {file.resolve()}' if file.is_symlink() else ''}"
+    got = str(file)
+    if file.is_symlink():
+        got += f", a link to {file.resolve()}"
     return CheckpointError(str(listing), got=got, expected="files in its own folder", fix=_ANOTHER)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what a list of chunks consists of, and nothing else."""
+# Classes of a list of chunks, by module.
+_UNPICKLED = {
+    metadata.__name__: {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    # The writer's own path. Python 3.13 moved the classes to another module.
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
 
-    _CLASSES = frozenset(
-        {
-            *(
-                (metadata.__name__, name)
-                for name in ("Metadata", "TensorStorageMetadata", "TensorProperties")
-            ),
-            *(
-                (metadata.__name__, name)
-                for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
-            ),
-            (metadata.__name__, "_MEM_FORMAT_ENCODING"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            # Where torch's own writer wrote to. Python 3.13 has the classes in another module.
-            *(
-                (module, name)
-                for module in ("pathlib", "pathlib._local")
-                for name in ("PosixPath", "WindowsPath")
-            ),
-        }
-    )
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes of a list of chunks, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of the list, a dtype of torch, or what Python up to 3.11.3 finds a member of an enum with."""
+        """Look up a global that a list of chunks may contain: a class above or a torch dtype.
+
+        Pickles of Python up to 3.11.3 look up enum members with `builtins.getattr`.
+        """
         if (module, name) == ("builtins", "getattr"):
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in self._CLASSES and not is_dtype:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of chunks has")
+        if name not in _UNPICKLED.get(module, ()) and not is_dtype:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no list of chunks contains"
+            )
         return super().find_class(module, name)
 
 
 def _member(owner: object, name: str) -> Enum:
     if not isinstance(owner, EnumType):
-        raise pickle.UnpicklingError(f"it asks {owner!r} for {name}, which is no member of an enum")
+        raise pickle.UnpicklingError(f"it asks {owner!r} for {name}, which is not an enum member")
     return owner[name]

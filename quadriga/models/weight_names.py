@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How transformers stores the weights of a family in files, where that is not how its module has them.
+"""Conversion between a module's weights and the layout in which transformers stores them.
 
-    in files                                                    in the module
-    layers.0.mlp.experts.7.gate_proj.weight [F, D]    ┐
-    layers.0.mlp.experts.7.up_proj.weight   [F, D]    ├──>      layers.0.mlp.experts.gate_up_proj [E, 2 F, D]
-    ... of all experts                                ┘
-    visual.patch_embed.proj.weight                     ──>      model.visual.patch_embed.proj.weight
+    in files                                           in the module
+    layers.0.mlp.experts.7.gate_proj.weight [F, D] ┐
+    layers.0.mlp.experts.7.up_proj.weight   [F, D] ├─> layers.0.mlp.experts.gate_up_proj [E, 2 F, D]
+    ... of all experts                             ┘
+    visual.patch_embed.proj.weight                 ──> model.visual.patch_embed.proj.weight
 
-The tables are transformers' own, one for a family, with the operations of both directions. Names that no table has,
-and those that are the module's already, stay as they are.
+The conversion tables are transformers' own, one per model family, with the operations of both
+directions. Names that no table mentions stay as they are.
 
 Legend: E experts of a layer, F width of each, D hidden size; [...] is the shape of a weight.
 """
 
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -31,64 +32,114 @@ from transformers.core_model_loading import (
 from quadriga.models.weight_files import WeightFiles
 
 
+@dataclass
+class _Group:
+    """Source tensors that are converted together; `converter` is None if they are only renamed."""
+
+    converter: WeightConverter | None
+    # Names of the sources, and the pattern of the converter that each name matches.
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+
 class ConvertedFiles:
-    """The weights of other files with the names and shapes that a model's module has; the model may be on "meta". With
-    `to_files` from the module's names to those that `save_pretrained` of transformers writes."""
+    """Weights of other files under the names and shapes of a model's module, or the reverse.
+
+    Args:
+        files: weights as `save_pretrained` writes them; with `to_files`, as the module has them.
+        model: model whose family defines the conversion. It may be on "meta".
+        to_files: convert from the module's layout to that of `save_pretrained`.
+    """
 
     def __init__(
         self, files: WeightFiles, model: PreTrainedModel, *, to_files: bool = False
     ) -> None:
-        self._files, self._model = files, model
-        transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
-        if to_files:
-            # Transformers writes without the prefixes that it takes away, too.
-            kept = [one for one in reversed(transforms) if not isinstance(one, PrefixChange)]
-            transforms = [one.reverse_transform() for one in kept]
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        prefix, own = (None, None) if to_files else (model.base_model_prefix, model.state_dict())
-        groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
-        for name in sorted(files.shapes, key=dot_natural_key):
-            target, pattern = rename_source_key(
-                name, renamings, converters, prefix, own, reverse=to_files
-            )
-            converter = next((one for one in converters if pattern in one.source_patterns), None)
-            groups.setdefault(target, (converter, []))[1].append((name, pattern or name))
-        self._groups = groups
-        self._group_of: dict[str, str] = {}
+        self._files = files
+        self._model = model
+        self._groups = _group_sources(files, model, to_files)
+        self._group_of = {}
         self.shapes: dict[str, torch.Size] = {}
-        for group, (_, sources) in groups.items():
-            empty = {name: torch.empty(files.shapes[name], device="meta") for name, _ in sources}
+        for group, members in self._groups.items():
+            # Converting empty tensors gives the names and shapes of the results.
+            with torch.device("meta"):
+                empty = {name: torch.empty(files.shapes[name]) for name, _ in members.sources}
             for target, tensor in self._converted(group, empty).items():
-                self.shapes[target], self._group_of[target] = tensor.shape, group
-        self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
+                self.shapes[target] = tensor.shape
+                self._group_of[target] = group
+        self._last_group = ""
+        self._last_tensors: dict[str, Tensor] = {}
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole weight [...]. What else was made of the same tensors is kept until another one is read."""
+    def read(self, name: str) -> Tensor:
+        """Read a whole weight [...].
+
+        The other results of the same conversion stay in memory until another group is read.
+        """
         group = self._group_of[name]
-        if self._last[0] != group:
-            self._last = "", {}
-            tensors = {source: self._files.read(source) for source, _ in self._groups[group][1]}
-            self._last = group, self._converted(group, tensors)
-        return self._last[1][name]
+        if self._last_group != group:
+            # The previous tensors are freed before the next ones are read.
+            self._last_group = ""
+            self._last_tensors = {}
+            sources = self._groups[group].sources
+            tensors = {source: self._files.read(source) for source, _ in sources}
+            self._last_tensors = self._converted(group, tensors)
+            self._last_group = group
+        return self._last_tensors[name]
 
-    def _converted(self, group: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter, sources = self._groups[group]
-        if converter is None:
-            return {group: tensors[sources[0][0]]}
-        converter = deepcopy(converter)
-        collect: Any = converter.add_tensor
-        for name, pattern in sources:
-            collect(group, name, pattern, tensors.pop(name))
-        made = converter.convert(group, model=self._model, config=self._model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+    def _converted(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the target layout, made of a group's source tensors."""
+        members = self._groups[group]
+        if members.converter is None:
+            source, _ = members.sources[0]
+            return {group: tensors[source]}
+        # A converter collects tensors, so each conversion needs a copy. Tensors leave the
+        # dictionary one by one, so that none is in memory longer than the converter needs it.
+        converter = deepcopy(members.converter)
+        add_tensor: Any = converter.add_tensor
+        for name, pattern in members.sources:
+            add_tensor(group, name, pattern, tensors.pop(name))
+        results = converter.convert(group, model=self._model, config=self._model.config)
+        # A converter may return a single tensor as a list.
+        converted = {}
+        for name, result in results.items():
+            converted[name] = result[0] if isinstance(result, list) else result
+        return converted
 
 
-def weight_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers [...] of a model that files have: what a router adds to its scores, for one. They do not learn."""
-    return {
-        f"{place}.{name}" if place else name: buffer
-        for place, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+def _group_sources(files: WeightFiles, model: PreTrainedModel, to_files: bool) -> dict[str, _Group]:
+    """Source tensors by the first target name that transformers gives them."""
+    transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
+    prefix = None
+    module_weights = None
+    if to_files:
+        # `save_pretrained` does not restore the prefixes that loading removes.
+        transforms = [item for item in reversed(transforms) if not isinstance(item, PrefixChange)]
+        transforms = [item.reverse_transform() for item in transforms]
+    else:
+        prefix = model.base_model_prefix
+        module_weights = model.state_dict()
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+
+    # Natural order: the experts of a layer are stacked by their numbers.
+    groups = {}
+    for name in sorted(files.shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, prefix, module_weights, reverse=to_files
+        )
+        if target not in groups:
+            matching = (item for item in converters if pattern in item.source_patterns)
+            groups[target] = _Group(next(matching, None))
+        groups[target].sources.append((name, pattern or name))
+    return groups
+
+
+def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers [...] that are saved with a model, such as a router's correction of its scores.
+
+    Buffers do not learn.
+    """
+    buffers = {}
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{module_name}.{name}" if module_name else name] = buffer
+    return buffers

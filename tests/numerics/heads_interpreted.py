@@ -13,14 +13,14 @@ from quadriga.models.fused import GatedSiLU, RMSNorm
 from quadriga.models.heads import token_scores
 
 TOKENS, ROWS, HIDDEN = 150, 700, 80  # none of them a multiple of a tile
-Call = heads._Call
+ScoreOptions = heads._ScoreOptions
 
 
 def scores_and_gradients(
     use_triton: bool, parts: list[torch.Tensor], targets: torch.Tensor, **options
 ) -> list:
     """Log-probs, entropies, squares and the gradients of states, weight and bias."""
-    heads._Call = lambda *asked: Call(*asked[:-1], use_triton)
+    heads._ScoreOptions = lambda **options: ScoreOptions(**options | {"use_triton": use_triton})
     hidden, weight, *bias = (part.detach().clone().requires_grad_() for part in parts)
     outer = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
     scores = token_scores(hidden, weight, bias[0] if bias else None, targets, **options)

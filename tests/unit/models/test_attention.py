@@ -176,8 +176,8 @@ def test_a_window_that_hides_nothing_changes_no_bit() -> None:
     )
     assert not plan.masks
     whole = [block for block in plan.blocks if block.queries.shape == (1, 5)][-1]
-    how = attention._How(0.3, 3, None, plan.masks)
-    assert (len(whole.parts), len(list(whole.seen(torch.zeros(1, 5, 1, 1), how)))) == (4, 2)
+    rule = attention._ScoreRule(0.3, 3, None, plan.masks)
+    assert (len(whole.parts), len(list(whole.seen(torch.zeros(1, 5, 1, 1), rule)))) == (4, 2)
 
 
 def test_the_gradient_of_a_sum() -> None:

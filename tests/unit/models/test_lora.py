@@ -120,13 +120,13 @@ def test_frozen_matrices_cost_half_a_backward_pass(base: Path) -> None:
             r"got \['query'\]: no module named query, expected linear modules of this model: q_proj, k_proj",
         ),
         (["q_proj", "w1", "w3"], "no module named w1, w3"),
-        ("q_proj", "'q_proj': a regular expression that fits no module's whole name"),
-        ("(", "no regular expression"),
+        ("q_proj", "'q_proj': a regular expression that matches no module"),
+        ("(", "not a regular expression"),
         (
             ["lm_head"],
-            r"\['lm_head'\], which takes in the head, expected linear modules below the head",
+            r"\['lm_head'\], which includes the head, expected linear modules",
         ),
-        (["embed_tokens"], r"takes in a module Embedding\(23, 16\)"),
+        (["embed_tokens"], r"a module Embedding\(23, 16\)"),
         (["input_layernorm"], "Target module LlamaRMSNorm"),
     ],
 )
@@ -172,11 +172,11 @@ def test_an_adapter_of_another_model(base: Path, adapter: Path) -> None:
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts | {"r": 3}))
     with pytest.raises(
         EngineError,
-        match=r"8 tensors unlike .*lora_A.default.weight: shape \(2, 16\), expected shape",
+        match=r"8 tensors .*lora_A.default.weight: shape \(2, 16\), expected shape",
     ):
         add_adapter(load(base), start, 0)
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts | {"target_modules": ["q_proj"]}))
-    with pytest.raises(EngineError, match=r"4 tensors unlike .*mlp.up_proj.lora_A.* expected none"):
+    with pytest.raises(EngineError, match=r"4 tensors .*mlp.up_proj.lora_A.* expected none"):
         add_adapter(load(base), start, 0)
 
 
@@ -222,9 +222,7 @@ def test_an_adapter_without_its_model(base: Path, adapter: Path) -> None:
     (adapter / ADAPTER_CONFIG).write_text(
         json.dumps(facts | {"base_model_name_or_path": "/gone/model"})
     )
-    with pytest.raises(
-        CheckpointError, match="the base model '/gone/model', which is no folder here"
-    ) as caught:
+    with pytest.raises(CheckpointError, match="the base model '/gone/model'") as caught:
         open_model(adapter)
     assert "Set base_model_name_or_path in this file" in caught.value.fix
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts))
@@ -234,7 +232,5 @@ def test_an_adapter_without_its_model(base: Path, adapter: Path) -> None:
     }
     other = {f"base_model.model.{new}": files.read(name) for name, new in names.items()}
     save_file(other, adapter / ADAPTER_WEIGHTS)
-    with pytest.raises(
-        CheckpointError, match=r"4 tensors for modules .* has not, first model\.layers\.7"
-    ):
+    with pytest.raises(CheckpointError, match=r"4 tensors for modules .* first model\.layers\.7"):
         open_model(adapter)

@@ -391,7 +391,7 @@ def test_models_that_cannot_score(
         Gemma3TextConfig(**shape, use_bidirectional_attention=True)
     )
     gemma.save_pretrained(tmp_path / "gemma")
-    with pytest.raises(EngineError, match="whose tokens see those behind them"):
+    with pytest.raises(EngineError, match="tokens attend to later ones"):
         start(tmp_path / "gemma")
 
 
