@@ -21,7 +21,7 @@ SIZES: dict[str, int] = {
     "config": 27110,
     "data": 35120,
     "engines": 34600,
-    "models": 31920,
+    "models": 32140,
     "observe": 12210,
     "protocol": 13130,
     "rewards": 28610,
