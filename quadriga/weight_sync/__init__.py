@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights get from a training engine to a rollout engine, and how both know that they did.
+"""Weight sync: publish the weights of a training engine to a rollout engine, and verify them.
 
-    shared      the rollout computes with the trainer's own parameters: only the version travels      publish.py
-    copy        the rollout has a copy of the model: tensors are copied one by one                     publish.py
-    reshard     ranks of the rollout have shards: all-to-all between the ranks, a bucket at a time      reshard.py
-    broadcast   the rollout is in other processes: buckets are broadcast over gloo or nccl             broadcast.py
+    shared      the rollout computes with the trainer's parameters: only the version is sent
+    copy        the rollout has a copy of the model: parameters are copied one by one
+    reshard     rollout ranks hold shards: all-to-all between the ranks, one bucket at a time
+    broadcast   the rollout is in other processes: buckets are broadcast over gloo or nccl
 
-Each publication has a version and a fingerprint of every tensor, taken on both sides.
+`publish.py` has the first two; the others have files of their names.
+
+Each publication has a version, and a fingerprint of every parameter that both sides compute.
 """
 
 from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender, meet, open_store
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightTarget
-from quadriga.weight_sync.reshard import Held, Piece, ReshardedWeights, StreamedWeights
+from quadriga.weight_sync.reshard import Held, Piece, ReshardedWeights, Shard, StreamedWeights

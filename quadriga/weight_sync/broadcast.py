@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync with rollouts in other processes: buckets by broadcast, and fingerprints compared at the end.
+"""Weight sync with rollouts in other processes: broadcast buckets, then compare fingerprints.
 
     trainer                                             rollout
-    every rank gathers each tensor in turn
-    rank 0: note its fingerprint, pack it
-        {entries} + bucket          ────────────>       note each tensor's fingerprint, lend it to the engine
+    every rank gathers each parameter in turn
+    rank 0: compute its fingerprint, pack it
+        {entries} + bucket          ────────────>       compute fingerprints, lend to the engine
         ...
-        {version, fingerprints}     ────────────>       as sent?  which version?  does the engine hold them?
+        {version, fingerprints}     ────────────>       received as sent? loaded? which version?
      or {failed}                    ────────────>       WeightSyncError
 
-What was sent, what arrived and what the engine holds must agree, or the receiver raises and its engine generates
-nothing. A receiver that fails still reads the rest of the stream, so that it does not block the others. Headers go over
-gloo; buckets over gloo on a CPU, over nccl on GPUs. The process group is apart from torch's default one, with a store
-in the trainer's first process, rank 0; the others are the rollout's."""
+If the parameters sent, received and held by the engine differ, the receiver raises and its engine
+generates nothing. A receiver that fails still reads the rest of the stream, so that it does not
+block the others. Headers are sent over gloo; buckets over gloo on a CPU and over nccl on GPUs. The
+process group is separate from torch's default group. Rank 0 is the trainer's first process, which
+hosts the store; the other ranks are the rollout's.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,23 +28,26 @@ import torch.distributed as dist
 
 from quadriga.errors import WeightSyncError
 from quadriga.observe.watchdog import waiting
-from quadriga.weight_sync.buckets import pack, unpack
+from quadriga.weight_sync.buckets import NamedTensors, pack, unpack
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarget, name_some
 
 TIMEOUT = timedelta(minutes=30)  # the other side may still be generating, or updating
-# All processes come at once to where they meet. One that dies on its way there breaks no connection: only its absence
-# is seen.
+# All processes connect at about the same time. One that dies before it connects breaks no
+# connection, so only this timeout reveals it.
 MEETING_TIMEOUT = timedelta(seconds=60)
 SHARES = 4
-"""Parts of `bucket_bytes`. One holds the bucket; the others leave room for the pieces of the tensor that is gathered,
-and for tensors that gloo still holds. A tensor larger than a part is sent without a copy. So a sender needs at most
-`bucket_bytes` beside the model, if none of its tensors takes more than a sixth of them."""
+"""Divisor of `bucket_bytes`: a bucket takes one share of it.
+
+The other shares leave room for the shards of the parameter being gathered, and for tensors that
+gloo still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
+`bucket_bytes` beside the model, if none of its parameters exceeds a sixth of that.
+"""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Host and port of a store in the first sender; the ranks of all receivers; how many senders there are."""
+    """Host and port of the first sender's store, ranks of all receivers, and number of senders."""
 
     host: str
     port: int
@@ -53,7 +58,16 @@ class Address:
 def open_store(
     host: str, ranks: Sequence[int], num_senders: int = 1
 ) -> tuple[Address, dist.TCPStore]:
-    """The address of senders of which this process is the first, and the store behind it."""
+    """Open the store of a group of senders and receivers in this process, the first sender.
+
+    Args:
+        host: name or address of this host, which all members can resolve.
+        ranks: ranks of the receivers.
+        num_senders: number of senders.
+
+    Returns:
+        The address for the other members, and the store.
+    """
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     return Address(host, store.port, tuple(ranks), num_senders), store
 
@@ -61,100 +75,138 @@ def open_store(
 def meet(
     address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None
 ) -> tuple[dist.ProcessGroupGloo, Any]:
-    """The groups of senders and receivers, where all of them come: for what lies on a CPU, and for what is on `device`.
-    Senders have the first ranks; `store` is the first one's own."""
+    """Form the process groups of senders and receivers. All of them call it together.
+
+    Args:
+        address: from `open_store`.
+        rank: rank of this process in the group; senders come first.
+        device: device of the tensors to send.
+        store: the store, in the process that opened it.
+
+    Returns:
+        A gloo group for CPU tensors, and a group for tensors on `device`.
+    """
     size = address.num_senders + len(address.ranks)
-    with waiting(f"all {size} processes of a weight sync, here {rank}"):
-        store = store or dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
-        headers = dist.ProcessGroupGloo(
-            dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT
-        )
+    with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
+        if store is None:
+            store = dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
+        headers_store = dist.PrefixStore("headers", store)
+        headers = dist.ProcessGroupGloo(headers_store, rank, size, MEETING_TIMEOUT)
         headers._set_default_timeout(TIMEOUT)
         if device.type != "cuda":
             return headers, headers
         torch.cuda.set_device(device)
-        return headers, dist.ProcessGroupNCCL(
-            dist.PrefixStore("contents", store), rank, size, TIMEOUT
-        )
+        contents_store = dist.PrefixStore("contents", store)
+        return headers, dist.ProcessGroupNCCL(contents_store, rank, size, TIMEOUT)
 
 
 class Channel:
-    """Broadcasts from rank 0, whose process has the store, to the receivers. The group is made at first use."""
+    """Broadcast from rank 0, which hosts the store, to the receivers. Connects at first use."""
 
     def __init__(
-        self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None
+        self,
+        address: Address,
+        rank: int,
+        device: torch.device,
+        store: dist.TCPStore | None = None,
     ) -> None:
-        self._address, self._rank, self._device, self._store = address, rank, device, store
+        self._address = address
+        self._rank = rank
+        self._device = device
+        self._store = store
         self._size = len(address.ranks) + 1
         self._headers: Any = None
         self._contents: Any = None
+        # A receiver's memory for buckets, as large as the largest one of this publication so far.
         self._buffer: torch.Tensor | None = None
-        """Of a receiver: as large as the largest bucket that has come in this publication."""
 
     def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
-        """Give every receiver a header of JSON and [bytes] uint8, which may be overwritten afterwards."""
+        """Send a header and a bucket to every receiver.
+
+        Args:
+            header: a JSON object.
+            content: [bytes] uint8; may be overwritten afterwards.
+
+        Raises:
+            WeightSyncError: the connection broke.
+        """
         text = bytearray(json.dumps(header).encode())
-        with self._open("a header"):
+        # Receivers need the length first, to allocate memory for the header.
+        with self._connected("a header"):
             self._headers.broadcast(torch.tensor([len(text)]), 0).wait()
             self._headers.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
         if content is not None:
             self._broadcast(content)
 
     def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """What was sent next. Where `num_bytes` stands in the header, content follows; it is lent until the next call.
+        """Receive the next header, and the bucket that follows if the header has `num_bytes`.
 
-        `room_bytes` is what holds it and, unless it is a tensor of its own, all content that comes after it.
+        The bucket is valid until the next call. `room_bytes` of the header is the memory for this
+        bucket and for all later ones that do not consist of one large parameter.
         """
-        with self._open("a header"):
+        with self._connected("a header"):
             length = torch.empty(1, dtype=torch.int64)
             self._headers.broadcast(length, 0).wait()
             text = torch.empty(int(length), dtype=torch.uint8)
             self._headers.broadcast(text, 0).wait()
         header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
+            # The publication is complete, so nobody reads the buckets any more.
             self._buffer = None
             return header, None
-        # Room for every bucket at once: what was lent may live on while a larger one would be made.
+        # Allocate for every bucket at once: views of the old memory may still live while a larger
+        # buffer is made.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
-            self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
+            room_bytes = header["room_bytes"]
+            self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]
         self._broadcast(content)
         return header, content
 
     def close(self) -> None:
-        """Leave the group."""
-        self._headers = self._contents = self._buffer = None
+        """Leave the process groups and free the buffer."""
+        self._headers = None
+        self._contents = None
+        self._buffer = None
 
     def _broadcast(self, content: torch.Tensor) -> None:
-        with self._open("a bucket"):
+        with self._connected("a bucket"):
             self._contents.broadcast(content, 0).wait()
             if content.is_cuda:
+                # `wait` of nccl only orders streams, and the sender overwrites the bucket next.
                 torch.cuda.current_stream(content.device).synchronize()
 
     @contextmanager
-    def _open(self, what: str) -> Iterator[None]:
-        """The group is there, and what goes wrong in it is explained."""
+    def _connected(self, activity: str) -> Iterator[None]:
+        """Connect if necessary, and turn errors of torch into a WeightSyncError."""
         try:
             if self._headers is None:
-                self._headers, self._contents = meet(
-                    self._address, self._rank, self._device, self._store
-                )
+                groups = meet(self._address, self._rank, self._device, self._store)
+                self._headers, self._contents = groups
             yield
         except torch.OutOfMemoryError:
+            # A RuntimeError that the connection did not cause.
             raise
         except RuntimeError as error:
-            # The others wait for this process: they see its connections end.
+            # The others wait for this process: let them see its connections end.
             self.close()
-            where = f"weight sync by broadcast, process {self._rank} of {self._size} in {what}"
-            got = str(error).strip().partition("\n")[0]
-            expected = "the trainer's first process and all of the rollout's"
-            fix = "Look for the error of another process: this one was only left alone by it."
-            raise WeightSyncError(where, got=got, expected=expected, fix=fix) from error
+            raise WeightSyncError(
+                f"weight sync by broadcast, process {self._rank} of {self._size} in {activity}",
+                got=str(error).strip().partition("\n")[0],
+                expected="the trainer's first process and all processes of the rollout",
+                fix="Look for the error of another process: this one was only left alone by it.",
+            ) from error
 
 
 class WeightSender:
-    """The trainer's side, in its first process; its other ranks only take part in gathering each tensor. Receivers must
-    be able to resolve `host`. For `bucket_bytes` see `SHARES`."""
+    """The trainer's side, in its first process; its other ranks only help to gather parameters.
+
+    Args:
+        host: name or address of this host, which receivers can resolve.
+        ranks: ranks of the receivers.
+        device: device of the parameters.
+        bucket_bytes: memory to use beside the model (see `SHARES`).
+    """
 
     def __init__(
         self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int
@@ -164,69 +216,105 @@ class WeightSender:
         self.channel = Channel(self.address, 0, device, store)
 
     def publish(self, weights: NamedWeights, version: int) -> None:
-        """Send a complete set of weights to all receivers; a WeightSyncError if the connection breaks."""
+        """Send a complete set of weights to all receivers.
+
+        Args:
+            weights: names and tensors [...].
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError: the connection broke.
+        """
         sent: dict[str, str] = {}
-        with self.channel._open("the meeting"):
-            pass  # the first bucket may take a while
+        # Connect first: the first bucket may take a while.
+        with self.channel._connected("the meeting"):
+            pass
         try:
-            for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
-                room = max(content.numel(), self._bucket_bytes)
-                self.channel.send(
-                    {"entries": entries, "num_bytes": content.numel(), "room_bytes": room}, content
-                )
+            for entries, content in pack(_fingerprinted(weights, sent), self._bucket_bytes):
+                header = {
+                    "entries": entries,
+                    "num_bytes": content.numel(),
+                    "room_bytes": max(content.numel(), self._bucket_bytes),
+                }
+                self.channel.send(header, content)
         except WeightSyncError:
             raise
         except Exception as error:
+            # Gathering failed: tell the receivers, which would wait for the next bucket.
             self.channel.send({"failed": f"{type(error).__name__}: {error}"})
             raise
         self.channel.send({"version": version, "fingerprints": sent})
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.channel.close()
 
 
 class WeightReceiver(CopiedWeights):
-    """The rollout's side, in the process of one of the address's ranks."""
+    """The rollout's side, in the process of one of the receivers' ranks.
+
+    Args:
+        address: the sender's address.
+        rank: one of its `ranks`.
+        device: device on which buckets are received.
+    """
 
     def __init__(self, address: Address, rank: int, device: torch.device) -> None:
         super().__init__()
         self.channel = Channel(address, address.ranks.index(rank) + 1, device)
 
     def receive(self, target: WeightTarget, version: int) -> None:
-        """Load what the trainer sends next into the target. Raises WeightSyncError: a tensor changed on its way, the
-        target did not take it over, the version is another, or the trainer failed. The target's version is then -1."""
-        arrived: dict[str, str] = {}
-        self.publish(self._stream(version, arrived), target, version, arrived)
+        """Load the trainer's next publication into the target.
+
+        Args:
+            target: the rollout engine.
+            version: the version that was announced.
+
+        Raises:
+            WeightSyncError: a parameter changed in transfer, the target did not load it, the
+                version is another, or the trainer failed. The target's version is then -1.
+        """
+        received: dict[str, str] = {}
+        self.publish(self._stream(version, received), target, version, received)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.channel.close()
 
-    def _stream(self, version: int, arrived: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self, version: int, received: dict[str, str]) -> NamedTensors:
+        """Parameters as they arrive; at the end, checks the fingerprints noted in `received`."""
         where = f"weights of version {version}"
         while True:
             header, content = self.channel.receive()
             if "failed" in header:
-                fix = "Look for the error of the trainer: the rollout was only left without weights by it."
+                fix = "Look for the error of the trainer: the rollout only lacks its weights."
                 raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
             if content is None:
                 break
-            yield from _noted(unpack(header["entries"], content), arrived)
-        sent, offered = header["fingerprints"], header["version"]
-        if differing := Fingerprint(sent).differences(Fingerprint(arrived)):
-            got = f"{len(differing)} of {len(sent)} weights that changed on their way: {name_some(differing)}"
-            fix = "The network between trainer and rollout corrupts data."
-            raise WeightSyncError(where, got=got, expected="what the trainer sent", fix=fix)
-        if offered != version:
+            yield from _fingerprinted(unpack(header["entries"], content), received)
+
+        sent = header["fingerprints"]
+        differing = Fingerprint(sent).differences(Fingerprint(received))
+        if differing:
+            count = f"{len(differing)} of {len(sent)} weights"
             raise WeightSyncError(
-                where, got=f"version {offered}", expected=f"version {version}, which was announced"
+                where,
+                got=f"{count} that changed in transfer: {name_some(differing)}",
+                expected="the weights that the trainer sent",
+                fix="The network between trainer and rollout corrupts data.",
+            )
+        if header["version"] != version:
+            raise WeightSyncError(
+                where,
+                got=f"version {header['version']}",
+                expected=f"version {version}, as announced",
             )
 
 
-def _noted(weights: NamedWeights, marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream; the fingerprint of each tensor is noted as it passes."""
+def _fingerprinted(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
+    """The stream itself; adds the fingerprint of each parameter that passes to `fingerprints`."""
     for name, tensor in weights:
-        marks[name] = tensor_fingerprint(tensor)
+        fingerprints[name] = tensor_fingerprint(tensor)
         yield name, tensor
+        # Free it before the next one is requested.
         del tensor

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in buckets: flat memory that is sent, or shared with other processes of the machine, as one.
+"""Buckets: flat memory that holds several parameters, sent to or shared with other processes.
 
 bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |    uint8
-entries     [name, shape, dtype as torch names it, offset in bytes] of each tensor: JSON
+entries     [name, shape, name of the torch dtype, offset in bytes] of each parameter: JSON
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from quadriga.errors import WeightSyncError
 from quadriga.partition import buckets
 
-_ALIGNMENT = 64  # bytes; of every dtype, and of what vector instructions like
+NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+_ALIGNMENT = 64  # bytes; a multiple of every dtype's size, and aligned for vector instructions
 
 
 def num_bytes(weight: tuple[str, torch.Tensor]) -> int:
-    """Bytes of a named tensor."""
+    """Size of a named tensor in bytes."""
     return weight[1].nbytes
 
 
@@ -27,9 +28,21 @@ def pack(
     bucket_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[tuple[list[list[Any]], torch.Tensor]]:
-    """Buckets of a stream: entries, and [bytes] uint8 that is overwritten once the next bucket is requested; each
-    tensor is copied before the next one is requested. A tensor larger than `bucket_bytes` gets a larger bucket from
-    `allocate`. Without `allocate` buckets are on the tensors' device, and a larger tensor is not copied."""
+    """Pack a stream of parameters into buckets.
+
+    Each parameter is copied before the next one is requested. All buckets use the same memory, so a
+    bucket is valid until the next one is requested.
+
+    Args:
+        weights: names and tensors [...].
+        bucket_bytes: size of a bucket. A larger parameter has a bucket of its own.
+        allocate: returns [bytes] uint8 memory for buckets, and is called again for a parameter
+            larger than `bucket_bytes`. By default buckets are on the device of the parameters, and
+            a larger parameter is not copied.
+
+    Returns:
+        An iterator over buckets: their entries, and their content [bytes] uint8.
+    """
     size = max(bucket_bytes // _ALIGNMENT, 1) * _ALIGNMENT
     memory: torch.Tensor | None = None
     content = torch.empty(0)
@@ -38,43 +51,49 @@ def pack(
         nonlocal memory, content
         name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        entry = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
         if flat.numel() > size and allocate is None:
             content = flat
-        else:
-            if memory is None or memory.numel() < flat.numel():
-                room = max(size, flat.numel())
-                memory = (
-                    allocate(room)
-                    if allocate
-                    else torch.empty(room, dtype=torch.uint8, device=tensor.device)
-                )
-            content = memory[: offset + flat.numel()]
-            content[offset:].copy_(flat)
-        return [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
+            return entry
+        if memory is None or memory.numel() < flat.numel():
+            capacity = max(size, flat.numel())
+            if allocate is None:
+                memory = torch.empty(capacity, dtype=torch.uint8, device=tensor.device)
+            else:
+                memory = allocate(capacity)
+        content = memory[: offset + flat.numel()]
+        content[offset:].copy_(flat)
+        return entry
 
     for entries in buckets(weights, num_bytes, size, put, alignment=_ALIGNMENT):
         yield entries, content
 
 
-def unpack(
-    entries: Iterable[Sequence[Any]], content: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of its memory.
-    Raises WeightSyncError: the content is too short for an entry, or a dtype is unknown."""
+def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> NamedTensors:
+    """The parameters of a bucket, as views of its memory.
+
+    Args:
+        entries: name, shape, dtype and offset of each parameter, from `pack`.
+        content: [bytes] uint8.
+
+    Returns:
+        An iterator over names and tensors [...].
+
+    Raises:
+        WeightSyncError: the content is too short for an entry, or a dtype is unknown.
+    """
     for name, shape, dtype_name, offset in entries:
+        where = f"weight {name}"
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise WeightSyncError(
-                f"weight {name}", got=f"dtype {dtype_name!r}", expected="a dtype of torch"
-            )
+            raise WeightSyncError(where, got=f"dtype {dtype_name!r}", expected="a torch dtype")
         size = math.prod(shape) * dtype.itemsize
-        piece = content[offset : offset + size]
-        if piece.numel() != size:
-            expected, fix = (
-                f"{size}, for {dtype_name} {tuple(shape)}",
-                "The bucket was cut short on its way.",
-            )
+        flat = content[offset : offset + size]
+        if flat.numel() != size:
             raise WeightSyncError(
-                f"weight {name}", got=f"{piece.numel()} bytes", expected=expected, fix=fix
+                where,
+                got=f"{flat.numel()} bytes",
+                expected=f"{size}, for {dtype_name} {tuple(shape)}",
+                fix="The bucket was truncated in transfer.",
             )
-        yield name, piece.view(dtype).view(shape)
+        yield name, flat.view(dtype).view(shape)

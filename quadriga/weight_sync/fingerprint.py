@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights: cheap, and one for each tensor, so that a difference can be named.
+"""Fingerprints of parameters: a cheap hash of each tensor, so that an error can name what differs.
 
-The bytes of a tensor are a matrix of 64-bit integers. Its row sums and its column sums, each times an odd number of its
-own, are added modulo 2^64. Any change of one number changes the result, and so does an exchange of two numbers, but for
-a chance of about 2^-64. It is not cryptographic.
+The bytes of a tensor form a matrix of 64-bit integers. Its row sums and its column sums, each
+multiplied by its own odd number, are added modulo 2^64. Changing one number changes the result, and
+so does swapping two numbers, except with a probability of about 2^-64. The hash is not
+cryptographic.
 """
 
 import hashlib
@@ -12,64 +13,65 @@ from dataclasses import dataclass
 
 import torch
 
-_ROW = 1024
+_ROW = 1024  # words in a row of the matrix
 _WORD = 8  # bytes
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a set of named tensors."""
+    """Fingerprints of a set of named tensors."""
 
     tensors: Mapping[str, str]
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Names that are in only one of the two, or differ, in alphabetical order."""
+        """Names that only one of the two has, or whose tensors differ, in alphabetical order."""
         names = self.tensors.keys() | other.tensors.keys()
         return sorted(name for name in names if self.tensors.get(name) != other.tensors.get(name))
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
-    """Of every tensor of a stream."""
+    """Fingerprints of all tensors of a stream."""
     return Fingerprint({name: tensor_fingerprint(tensor) for name, tensor in weights})
 
 
 @torch.no_grad()
 def tensor_fingerprint(tensor: torch.Tensor) -> str:
-    """16 hexadecimal digits from shape, dtype and content; where the tensor lives does not matter."""
-    sums = _sums(tensor.detach().contiguous().flatten().view(torch.uint8))
-    source = repr((tuple(tensor.shape), str(tensor.dtype), sums))
+    """16 hexadecimal digits computed from shape, dtype and content, on any device."""
+    content = tensor.detach().contiguous().flatten().view(torch.uint8)
+    source = repr((tuple(tensor.shape), str(tensor.dtype), _weighted_sums(content)))
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
 
 
-def _sums(content: torch.Tensor) -> tuple[int, int]:
-    """Weighted sums of [bytes] over rows and over columns, modulo 2^64."""
-    whole = content.numel() - content.numel() % (_ROW * _WORD)
-    parts = [content[:whole]] if whole else []
-    if whole < content.numel():
-        rest = content[whole:]
+def _weighted_sums(content: torch.Tensor) -> tuple[int, int]:
+    """Weighted sums of [bytes] uint8 over rows and over columns, modulo 2^64."""
+    full_rows_bytes = content.numel() - content.numel() % (_ROW * _WORD)
+    blocks = []
+    if full_rows_bytes:
+        blocks.append(content[:full_rows_bytes])
+    if full_rows_bytes < content.numel():
+        # The rest is a row of its own; zeros complete its last word.
+        rest = content[full_rows_bytes:]
         padded = rest.new_zeros(-(-rest.numel() // _WORD) * _WORD)
         padded[: rest.numel()] = rest
-        parts.append(padded)
-    by_row = by_column = torch.zeros((), dtype=torch.int64, device=content.device)
-    for number, part in enumerate(parts):
-        words = part.clone() if part.storage_offset() % _WORD else part
-        matrix = words.view(torch.int64).view(
-            -1, _ROW if words.numel() >= _ROW * _WORD else words.numel() // _WORD
-        )
-        by_row = (
-            by_row * 3
-            + (matrix.sum(1) * _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)).sum()
-        )
-        by_column = (
-            by_column * 3
-            + (matrix.sum(0) * _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)).sum()
-        )
-    return int(by_row), int(by_column)
+        blocks.append(padded)
+
+    row_sum = torch.zeros((), dtype=torch.int64, device=content.device)
+    column_sum = row_sum
+    for number, block in enumerate(blocks):
+        # An int64 view needs aligned memory.
+        aligned = block.clone() if block.storage_offset() % _WORD else block
+        words = aligned.view(torch.int64)
+        matrix = words.view(-1, min(_ROW, words.numel()))
+        row_factors = _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)
+        column_factors = _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)
+        row_sum = row_sum * 3 + (matrix.sum(1) * row_factors).sum()
+        column_sum = column_sum * 3 + (matrix.sum(0) * column_factors).sum()
+    return int(row_sum), int(column_sum)
 
 
 def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, each odd and like random: a multiplicative hash of its place."""
-    places = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
-    mixed = places.mul_(-7046029254386353131)  # 2^64 over the golden ratio, as a signed number
+    """[count] int64, odd pseudo-random numbers: a multiplicative hash of each index."""
+    indices = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
+    mixed = indices.mul_(-7046029254386353131)  # 2^64 divided by the golden ratio, as int64
     mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync within a process: trainer and rollout share the parameters, or the rollout has a copy of them.
+"""Weight sync within a process: the rollout shares the trainer's parameters, or has a copy of them.
 
-Weights are streams of `(name, tensor)`: what model, engine or framework stands behind them is not known here.
+Weights are streams of `(name, tensor)`. This module does not know which model, engine or framework
+they come from.
 """
 
 from abc import abstractmethod
@@ -11,83 +12,107 @@ from typing import Protocol, TypeAlias
 import torch
 
 from quadriga.errors import PeerLostError, WeightSyncError
+from quadriga.weight_sync.buckets import NamedTensors
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 
 NamedWeights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-_NUM_NAMED = 5
+_NUM_NAMED = 5  # parameters that a message names
 
 
 class WeightTarget(Protocol):
-    """What receives weights: a rollout engine."""
+    """A receiver of weights: a rollout engine."""
 
-    weight_version: int  # of its weights; -1: none that are complete
+    weight_version: int  # -1 while the weights are incomplete
 
     @abstractmethod
     def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Load a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
+        """Load a complete set of weights, and set `weight_version`: to -1 if loading failed.
 
-        A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied. An engine
-        with `has_frozen_weights` may get the matrices of an adapter alone, which complete what is there.
+        Args:
+            weights: names and tensors [...]. A tensor's memory is reused when the iterator goes on,
+                so copy what must stay. An engine with `has_frozen_weights` may receive the matrices
+                of an adapter only; they complete the weights that it has.
+            version: version of the weights.
         """
 
     @abstractmethod
     def named_weights(self) -> NamedWeights:
-        """The weights that it generates with, under the trainer's names; none if it keeps them in another form."""
+        """The weights used for generation, by the trainer's names; empty if stored otherwise."""
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
-        """Of the weights that it generates with; if it keeps them in another form, of what reached it."""
+        """Fingerprint of the weights used for generation; if stored otherwise, as received."""
 
 
 class SharedWeights:
-    """Trainer and rollout hold the same parameters: only the version travels. What was published is known by the
-    address of each tensor and by torch's count of writes to it: an update of the trainer changes the rollout's weights
-    at once, so the rollout must not go on under the old version."""
+    """Weight sync between a trainer and a rollout that share parameters: sends only the version.
+
+    An update by the trainer changes the rollout's parameters at once, and the rollout must not go
+    on under the old version. Such writes are detected by the address of each parameter and by
+    torch's count of writes to it.
+    """
 
     def __init__(self) -> None:
-        self._published: dict[str, tuple[object, ...]] = {}
+        self._published: dict[str, tuple[object, ...]] = {}  # state of each parameter, by name
 
     def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
-        """Pass on the version. A weight that is not the target's own memory is a WeightSyncError."""
-        offered, held = dict(weights), dict(target.named_weights())
-        addresses = {_address(tensor) for tensor in offered.values()}
-        apart = [
-            name
-            for name, tensor in offered.items()
-            if name not in held or _address(tensor) != _address(held[name])
-        ]
-        apart += [
-            name
-            for name, tensor in held.items()
-            if name not in offered and _address(tensor) not in addresses
-        ]
-        if apart:
-            got = f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}"
-            fix = "Give the rollout the trainer's module, or publish by CopiedWeights."
+        """Pass the version on to the target.
+
+        Args:
+            weights: names and tensors [...] of the trainer.
+            target: the rollout engine.
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError: trainer and target do not share the memory of a parameter.
+        """
+        offered = dict(weights)
+        target_weights = dict(target.named_weights())
+        offered_addresses = {_address(tensor) for tensor in offered.values()}
+        unshared = []
+        for name, tensor in offered.items():
+            if name not in target_weights or _address(tensor) != _address(target_weights[name]):
+                unshared.append(name)
+        for name, tensor in target_weights.items():
+            # A tied parameter has two names in the target, and may have only one in the trainer.
+            if name not in offered and _address(tensor) not in offered_addresses:
+                unshared.append(name)
+        if unshared:
+            count = f"{len(unshared)} of {len(target_weights)} weights"
             raise WeightSyncError(
-                f"shared weights, version {version}", got, "one set of parameters for both", fix
+                f"shared weights, version {version}",
+                got=f"{count} that are not the trainer's own: {name_some(unshared)}",
+                expected="the same parameters in trainer and rollout",
+                fix="Give the rollout the trainer's module, or publish with CopiedWeights.",
             )
         target.load_weights(offered.items(), version)
         self._published = _states(target)
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """A WeightSyncError if the version is another, or a weight was written to since. No tensor is read."""
+        """Check that no parameter was written to since `publish`. Reads no tensor.
+
+        Args:
+            target: the rollout engine.
+            version: version that the target must have.
+
+        Raises:
+            WeightSyncError: the version differs, or a parameter was written to.
+        """
         require_version(target, version)
-        held = _states(target)
-        changed = [name for name, state in self._published.items() if held.get(name) != state]
+        states = _states(target)
+        changed = [name for name, state in self._published.items() if state != states.get(name)]
         if changed:
-            got = f"{len(changed)} of {len(held)} weights that were written to since: {name_some(changed)}"
-            expected, fix = (
-                "weights as they were published",
-                "Publish the weights after each update.",
-            )
+            count = f"{len(changed)} of {len(states)} weights"
             raise WeightSyncError(
-                f"shared weights, version {version}", got=got, expected=expected, fix=fix
+                f"shared weights, version {version}",
+                got=f"{count} that were written to since: {name_some(changed)}",
+                expected="the weights as published",
+                fix="Publish the weights after each update.",
             )
 
 
 class CopiedWeights:
-    """The rollout has a copy of the model: each tensor is copied in the rollout's dtype, and compared afterwards."""
+    """Weight sync for a rollout with its own copy of the model: copies and compares."""
 
     def __init__(self) -> None:
         self._published: dict[str, str] = {}  # fingerprints by name
@@ -99,74 +124,114 @@ class CopiedWeights:
         version: int,
         known: Mapping[str, str] | None = None,
     ) -> None:
-        """Copy the weights, a complete set or what is new of one (see `WeightTarget.load_weights`), one tensor at a
-        time, and compare what the target holds with what was sent. `known` has fingerprints of tensors by name where
-        they are known, and may be filled while the stream runs.
-        Raises WeightSyncError: the target refused the weights, or holds others afterwards. Its version is then -1, and
-        it generates nothing until a complete set has come."""
+        """Copy the weights to the target, one parameter at a time, and compare fingerprints.
+
+        Args:
+            weights: names and tensors [...]: a complete set, or the matrices of an adapter (see
+                `WeightTarget.load_weights`). Converted to the target's dtypes.
+            target: the rollout engine.
+            version: version of the weights.
+            known: fingerprints by name, where they were computed before. May be filled while the
+                stream runs.
+
+        Raises:
+            WeightSyncError: the target refused the weights, or holds other ones afterwards. Its
+                version is then -1, and it generates nothing until it has a complete set.
+        """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
         sent: dict[str, str] = {}
 
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        def stream() -> NamedTensors:
             for name, tensor in weights:
-                fitted = tensor.detach().to(dtypes.get(name, tensor.dtype))
-                mark = (
-                    known.get(name) if known is not None and fitted.dtype == tensor.dtype else None
-                )
-                sent[name] = mark or tensor_fingerprint(fitted)
-                yield name, fitted
+                converted = tensor.detach().to(dtypes.get(name, tensor.dtype))
+                # A known fingerprint is that of the tensor before conversion.
+                digest = None
+                if known is not None and converted.dtype == tensor.dtype:
+                    digest = known.get(name)
+                sent[name] = digest or tensor_fingerprint(converted)
+                yield name, converted
 
         running = stream()
         try:
             target.load_weights(running, version)
-            for _ in (
-                running
-            ):  # a target that did not take all of them does not hold up the sender of the rest
+            # A target that stops early must not block the sender of the remaining parameters.
+            for _ in running:
                 pass
             self._published |= sent
             self.verify(target, version)
         except BaseException as error:
             target.weight_version = -1
+            # Not on a KeyboardInterrupt; and a mapping's items have no sender that would wait.
             if isinstance(error, Exception) and isinstance(weights, Iterator):
-                # The senders go on. A generator that has raised is over: there is no rest then.
-                try:
-                    for _ in weights:
-                        pass
-                except (WeightSyncError, PeerLostError) as other:
-                    error.add_note(f"And the rest of the stream: {other}")
+                _drain(weights, error)
             raise
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """A WeightSyncError if the version is another, or the fingerprint of a tensor that was published. Names that
-        only the target has are not compared: a tied weight is sent under one of its names."""
+        """Compare the target's fingerprints with those of the published parameters.
+
+        Names that only the target has are not compared: a tied parameter is sent under one name.
+
+        Args:
+            target: the rollout engine.
+            version: version that the target must have.
+
+        Raises:
+            WeightSyncError: the version or a fingerprint differs.
+        """
         require_version(target, version)
-        held = target.fingerprint().tensors
-        differing = [name for name, mark in self._published.items() if held.get(name) != mark]
+        digests = target.fingerprint().tensors
+        differing = [
+            name for name, digest in self._published.items() if digests.get(name) != digest
+        ]
         if differing:
-            got = f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}"
-            fix = "The rollout's engine did not take them over as they are; it generates nothing until it does."
+            names = name_some(sorted(differing))
+            count = f"{len(differing)} of {len(self._published)} weights"
             raise WeightSyncError(
-                f"weights of version {version}", got, "in the rollout what the trainer sent", fix
+                f"weights of version {version}",
+                got=f"{count} that differ: {names}",
+                expected="the trainer's weights in the rollout",
+                fix="The rollout engine did not load them unchanged, and generates nothing.",
             )
 
 
+def _drain(weights: NamedTensors, error: Exception) -> None:
+    """Read the rest of a stream after an error, since the senders continue.
+
+    A generator that has raised the error itself is finished, and yields nothing more.
+    """
+    try:
+        for _ in weights:
+            pass
+    except (WeightSyncError, PeerLostError) as later_error:
+        error.add_note(f"The rest of the stream failed as well: {later_error}")
+
+
 def require_version(target: WeightTarget, version: int) -> None:
-    """Raise a WeightSyncError unless the target's weights are of this version."""
+    """Check the version of the target's weights.
+
+    Args:
+        target: the rollout engine.
+        version: version that the target must have.
+
+    Raises:
+        WeightSyncError: the target has another version.
+    """
     if target.weight_version != version:
-        got, fix = (
-            f"version {target.weight_version}",
-            "Publish the weights before the next generation.",
-        )
         raise WeightSyncError(
-            "weights of the rollout", got=got, expected=f"version {version}, the trainer's", fix=fix
+            "weights of the rollout",
+            got=f"version {target.weight_version}",
+            expected=f"version {version}, the trainer's",
+            fix="Publish the weights before the next generation.",
         )
 
 
 def name_some(names: Iterable[str]) -> str:
-    """The first names of a list and how many more there are."""
+    """The first names of a list, and the number of the others."""
     names = list(names)
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    listed = ", ".join(names[:_NUM_NAMED])
+    if len(names) <= _NUM_NAMED:
+        return listed
+    return f"{listed} and {len(names) - _NUM_NAMED} more"
 
 
 def _address(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -174,4 +239,5 @@ def _address(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
+    """Address and count of writes of each parameter."""
     return {name: (*_address(tensor), tensor._version) for name, tensor in target.named_weights()}

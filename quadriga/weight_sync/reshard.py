@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from the shards of a training layout into those of a rollout's, without a whole copy anywhere.
+"""Weight sync from the shards of a training layout to those of a rollout, without full parameters.
 
-    connect     each rank says once what it has and what it wants; all make the same plan of it
-    bucket      rank 0  [ to 1 | to 2 |  from 1 | from 3 ]      all-to-all: a rank sends its pieces, and gets its own
-    ...         rank 1  [ to 0 | to 3 |  from 0 ]
-    marks       fingerprints of what each rank has sent to each other one, compared with those of what came
+    connect       ranks exchange which shards they hold and want; all make the same plan
+    bucket        rank 0  [ to 1 | to 2 |  from 1 | from 3 ]    all-to-all: a rank sends what others
+    ...           rank 1  [ to 0 | to 3 |  from 0 ]             want, and receives what it wants
+    compare       fingerprints of what each rank sent to each other one, with what arrived
 
-A rank holds both of its shards and one bucket, in which it sends and receives. What it has itself is copied, or shared
-where it is what it wants. A weight that fills more than a bucket goes in slices of its rows. An engine that cuts whole
-tensors by itself wants all of each, and is lent those of a bucket at a time.
+A rank needs memory for both of its shards and for one bucket, in which it sends and receives. What
+a rank wants and holds itself is copied locally, or shared if it is exactly a shard that it wants. A
+parameter larger than a bucket is sent in slices of its rows. An engine that shards parameters by
+itself wants full ones, and is lent those of one bucket at a time.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,61 +27,80 @@ from quadriga.observe.machine import taking_part
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, WeightTarget, name_some, require_version
 
-_ALIGNMENT = 8  # bytes: of the words of a fingerprint, and of any dtype
+_ALIGNMENT = 8  # bytes: the size of a fingerprint's words, and a multiple of every dtype's size
 
 
-class Piece(NamedTuple):
-    """A box of a weight: where it starts in each dimension of the whole, and its shape."""
+class Shard(NamedTuple):
+    """Position of a shard in its parameter: start and shape, by dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def overlap(self, other: "Piece") -> "Piece | None":
-        """What both have; None: nothing."""
+    def overlap(self, other: "Shard") -> "Shard | None":
+        """The common block of two shards of a parameter, or None if they are disjoint."""
         start = tuple(map(max, self.start, other.start))
         ends = [
-            min(a + size, b + other_size)
-            for a, size, b, other_size in zip(*self, *other, strict=True)
+            min(first + size, other_first + other_size)
+            for first, size, other_first, other_size in zip(*self, *other, strict=True)
         ]
         shape = tuple(end - first for first, end in zip(start, ends, strict=True))
-        return Piece(start, shape) if min(shape, default=1) > 0 else None
+        if min(shape, default=1) <= 0:
+            return None
+        return Shard(start, shape)
 
-    def view(self, tensor: torch.Tensor, inner: "Piece") -> torch.Tensor:
-        """Of `tensor`, which is this box, the part that is the box `inner`."""
-        for dim, (own, start, size) in enumerate(zip(self.start, *inner, strict=True)):
-            tensor = tensor.narrow(dim, start - own, size)
+    def view(self, tensor: torch.Tensor, inner: "Shard") -> torch.Tensor:
+        """A block of this shard's tensor, as a view.
+
+        Args:
+            tensor: [*shape], the content of this shard.
+            inner: a block within this shard.
+
+        Returns:
+            [*inner.shape].
+        """
+        for dim, (origin, start, size) in enumerate(zip(self.start, *inner, strict=True)):
+            tensor = tensor.narrow(dim, start - origin, size)
         return tensor
 
 
-Held = Mapping[str, tuple[Piece, torch.Tensor]]
-"""By name the part of each weight that a rank has. Those of different ranks are equal, or have nothing in common."""
-Wanted = Mapping[str, tuple[Piece, torch.dtype]]
-"""By name the part of each weight that a rank computes with, and in what."""
+Piece = Shard  # an older name
+Shards = Mapping[str, Shard]
+"""Shards by the names of their parameters."""
+Held = Mapping[str, tuple[Shard, torch.Tensor]]
+"""Shard of each parameter that a rank holds. Those of two ranks are equal or disjoint."""
+Wanted = Mapping[str, tuple[Shard, torch.dtype]]
+"""Shard of each parameter that a rank computes with, and its dtype."""
 
 
 class Move(NamedTuple):
-    """A box of a weight that one rank has and another one wants, or the same one."""
+    """A block of a parameter that one rank holds and another one, or the same one, wants."""
 
     name: str
     sender: int
     receiver: int
-    box: Piece
-    num_bytes: int  # in a bucket; 0: the sender wants it itself
+    box: Shard
+    num_bytes: int  # in a bucket; 0 if sender and receiver are the same rank
 
 
 Bucket = list[Move]
 
 
 class ReshardedWeights:
-    """The ranks that weights go between, seen from one of them: of the trainer, which have parts of them, and of the
-    rollout, which have shards of their own. All of them call `publish`.
+    """Weight sync between ranks that hold shards of the trainer's or the rollout's layout.
+
+    All ranks call `publish` together.
 
     Args:
-        rank, size: number of this rank among them, and how many there are.
-        device: where a tensor must lie to be sent.
+        rank: rank of this process among them.
+        size: number of ranks.
+        device: device of tensors to send.
         bucket_bytes: memory in which a rank sends and receives.
-        meet: makes torch's groups of them, of which the second sends what is on the device; None: it is torch's default
-            group.
+        meet: forms two process groups of the ranks; the second one sends tensors on `device`. By
+            default torch's default group is used.
+
+    Attributes:
+        num_shared: shards of the rollout that are the trainer's own memory.
+        num_sliced: parameters that are sent in slices, being larger than a bucket.
     """
 
     def __init__(
@@ -89,215 +111,269 @@ class ReshardedWeights:
         bucket_bytes: int,
         meet: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
-        self.rank, self.size, self.device, self.bucket_bytes, self._meet = (
-            rank,
-            size,
-            device,
-            bucket_bytes,
-            meet,
-        )
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.bucket_bytes = bucket_bytes
+        self.num_shared = 0
+        self.num_sliced = 0
+        self._meet = meet
         self._group: Any = None
-        self._buckets: list[Bucket] = []  # what goes from this rank or to it
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._shards: dict[str, torch.Tensor] = {}
+        self._buckets: list[Bucket] = []  # moves from or to this rank
+        self._dtypes: dict[str, torch.dtype] = {}  # in which parameters are sent
+        self._shards: dict[str, torch.Tensor] = {}  # of the rollout engine on this rank
         self._published = Fingerprint({})
-        # Shards that are the trainer's own memory, and weights that are cut, for no bucket holds them.
-        self.num_shared = self.num_sliced = 0
 
     def publish(self, held: Held, target: Any, version: int) -> None:
-        """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one: a
-        rollout engine, which computes with a shard of each, or None. Its version is -1 where that fails.
-        Raises WeightSyncError: nobody has a weight, a piece changed on its way, or a rank is at another version.
-        PeerLostError: a rank is gone."""
-        wanted = {} if target is None else target.wanted_shards()
+        """Send the shards that ranks hold to the ranks that want them.
+
+        Args:
+            held: this rank's shards of the trainer.
+            target: the rollout engine of this rank, or None. Its version is -1 after an error.
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError: no rank holds a block that is wanted, a block changed in transfer, or a
+                rank has another version.
+            PeerLostError: a rank is gone.
+        """
+        wanted_shards: Wanted = {}
         if target is not None:
+            wanted_shards = target.wanted_shards()
             target.weight_version = -1
+        # Layouts do not change during a run, so the plan of the first publication serves for all.
         if self._group is None:
-            self._connect({name: box for name, (box, _) in held.items()}, wanted)
-            merged = () if target is None else target.merged_shards
-            views = {
-                name: self._own(held.get(name), *wanted[name])
-                for name in wanted.keys() - set(merged)
-            }
-            shared = {name: view for name, view in views.items() if view is not None}
-            self.num_shared = len(shared)
-            self._shards = {
-                name: torch.empty(box.shape, dtype=dtype, device=self.device)
-                if name not in shared
-                else shared[name]
-                for name, (box, dtype) in wanted.items()
-            }
+            self._connect(held, wanted_shards)
             if target is not None:
-                target.hold_shards(self._shards)
-        for _ in self._run(held, wanted, version):
+                self._allocate(held, target, wanted_shards)
+        for _ in self._fill_shards(held, wanted_shards, version):
             pass
         if target is not None:
             target.load_weights(self._shards.items(), version)
             self._published = target.fingerprint()
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """A WeightSyncError if the version is another, or a shard is not what was published."""
+        """Check that no shard was written to since `publish`.
+
+        Args:
+            target: the rollout engine of this rank.
+            version: version that it must have.
+
+        Raises:
+            WeightSyncError: the version differs, or a shard was written to.
+        """
         require_version(target, version)
-        if differing := self._published.differences(target.fingerprint()):
-            total = len(self._published.tensors)
-            got = f"{len(differing)} of {total} shards that were written to: {name_some(differing)}"
+        differing = self._published.differences(target.fingerprint())
+        if differing:
+            count = f"{len(differing)} of {len(self._published.tensors)} shards"
             raise WeightSyncError(
-                f"weights of version {version}", got=got, expected="what was published"
+                f"weights of version {version}",
+                got=f"{count} that were written to: {name_some(differing)}",
+                expected="the shards as published",
             )
 
     def describe(self) -> str:
-        """How the weights travel, for people to read."""
-        way = f"{len(self._buckets)} buckets of up to {self.bucket_bytes / 2**20:g} MiB between {self.size} ranks"
-        return f"{way}, {self.num_shared} shards shared with the trainer, {self.num_sliced} weights in slices"
+        """Buckets, ranks and shared shards, as text for people."""
+        bucket_mib = self.bucket_bytes / 2**20
+        return (
+            f"{len(self._buckets)} buckets of up to {bucket_mib:g} MiB between {self.size} ranks, "
+            f"{self.num_shared} shards shared with the trainer, {self.num_sliced} weights in slices"
+        )
 
-    def _connect(self, held: Mapping[str, Piece], wanted: Wanted) -> None:
+    def _connect(self, held: Held, wanted_shards: Wanted) -> None:
+        """Form the group, exchange which shards each rank holds and wants, and plan the moves."""
         with taking_part(self._where("the meeting")):
-            self._group = dist.group.WORLD if self._meet is None else self._meet()[1]
-        own = [
-            held,
-            {
-                name: (box, str(dtype).removeprefix("torch."))
-                for name, (box, dtype) in wanted.items()
-            },
-        ]
-        facts = self._gather(own)
-        having = [
-            {name: Piece(*map(tuple, box)) for name, box in known.items()} for known, _ in facts
-        ]
-        wanting = [
-            {name: Piece(*map(tuple, box)) for name, (box, _) in asked.items()}
-            for _, asked in facts
-        ]
-        self._dtypes = {
-            name: getattr(torch, dtype) for _, asked in facts for name, (_, dtype) in asked.items()
-        }
-        sizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
-        buckets, self.num_sliced = plan(having, wanting, sizes, self.bucket_bytes)
-        self._buckets = [
-            [one for one in bucket if self.rank in (one.sender, one.receiver)] for bucket in buckets
-        ]
+            if self._meet is None:
+                self._group = dist.group.WORLD
+            else:
+                _, self._group = self._meet()
 
-    def _own(
-        self, held: tuple[Piece, torch.Tensor] | None, box: Piece, dtype: torch.dtype
+        # Each rank sends JSON: tuples arrive as lists, dtypes as their names.
+        held_here = {name: shard for name, (shard, _) in held.items()}
+        wanted_here = {
+            name: (shard, str(dtype).removeprefix("torch."))
+            for name, (shard, dtype) in wanted_shards.items()
+        }
+        having: list[dict[str, Shard]] = []
+        wanting: list[dict[str, Shard]] = []
+        for held_by_rank, wanted_by_rank in self._gather([held_here, wanted_here]):
+            having.append({})
+            for name, box in held_by_rank.items():
+                having[-1][name] = Shard(*map(tuple, box))
+            wanting.append({})
+            for name, (box, dtype) in wanted_by_rank.items():
+                wanting[-1][name] = Shard(*map(tuple, box))
+                self._dtypes[name] = getattr(torch, dtype)
+
+        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
+        # All ranks compute the plan of all moves from the same facts; each keeps its own moves.
+        buckets, self.num_sliced = plan(having, wanting, itemsizes, self.bucket_bytes)
+        for bucket in buckets:
+            moves = [move for move in bucket if self.rank in (move.sender, move.receiver)]
+            self._buckets.append(moves)
+
+    def _allocate(self, held: Held, target: Any, wanted_shards: Wanted) -> None:
+        """Give the target memory for its shards: the trainer's own where both are the same."""
+        for name, (shard, dtype) in wanted_shards.items():
+            memory = None
+            if name in held and name not in target.merged_shards:
+                memory = self._shared_view(*held[name], shard, dtype)
+            if memory is None:
+                memory = torch.empty(shard.shape, dtype=dtype, device=self.device)
+            else:
+                self.num_shared += 1
+            self._shards[name] = memory
+        target.hold_shards(self._shards)
+
+    def _shared_view(
+        self, held: Shard, tensor: torch.Tensor, target: Shard, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """The trainer's own memory of a shard, where it is one: laid out alike."""
-        if held is None or held[1].dtype != dtype or held[0].overlap(box) != box:
+        """A view of the trainer's memory as the shard `target`, or None if it cannot be shared."""
+        if tensor.dtype != dtype or held.overlap(target) != target:
             return None
-        view = held[0].view(held[1], box)
-        return view if view.is_contiguous() and view.device == self.device else None
+        view = held.view(tensor, target)
+        if view.is_contiguous() and view.device == self.device:
+            return view
+        return None
 
     @torch.no_grad()
-    def _run(self, held: Held, wanted: Wanted, version: int) -> Iterator[str]:
-        """Fill the shards, bucket by bucket; the name of each that is complete."""
+    def _fill_shards(self, held: Held, wanted_shards: Wanted, version: int) -> Iterator[str]:
+        """Fill this rank's shards, bucket by bucket. Yields the name of each complete shard."""
         buckets = self._buckets
-        missing = Counter(
-            one.name for bucket in buckets for one in bucket if one.receiver == self.rank
-        )
+        num_missing = Counter[str]()
+        for bucket in buckets:
+            num_missing.update(move.name for move in bucket if move.receiver == self.rank)
         num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        # [ranks, 1 + buckets]: what each other rank shall find, and what came from it; first the version.
-        sent, came = (torch.full((self.size, 1 + len(buckets)), version) for _ in range(2))
+        # [ranks, 1 + buckets]: the version, then a fingerprint of each bucket, by peer.
+        sent = torch.full((self.size, 1 + len(buckets)), version)
+        received = torch.full((self.size, 1 + len(buckets)), version)
+
         for number, bucket in enumerate(buckets, start=1):
-            outgoing = sorted(
-                (one for one in bucket if one.sender == self.rank), key=lambda one: one.receiver
-            )
-            incoming = sorted(
-                (one for one in bucket if one.receiver == self.rank), key=lambda one: one.sender
-            )
-            out_sizes, in_sizes = self._sizes(outgoing, "receiver"), self._sizes(incoming, "sender")
-            source, output, _ = memory.tensor_split(
-                (sum(out_sizes), sum(out_sizes) + sum(in_sizes))
-            )
-            for move, place in self._places(outgoing, source):
-                if place is not None:
-                    box, tensor = held[move.name]
-                    place.copy_(box.view(tensor, move.box))
+            outgoing = []
+            incoming = []
+            for move in bucket:
+                if move.sender == self.rank:
+                    outgoing.append(move)
+                if move.receiver == self.rank:
+                    incoming.append(move)
+            # All-to-all expects the blocks in the order of the peers' ranks.
+            outgoing.sort(key=attrgetter("receiver"))
+            incoming.sort(key=attrgetter("sender"))
+            out_sizes = self._bytes_by_peer(outgoing, "receiver")
+            in_sizes = self._bytes_by_peer(incoming, "sender")
+            out_end = sum(out_sizes)
+            source, output, _ = memory.tensor_split((out_end, out_end + sum(in_sizes)))
+
+            for move, block in self._blocks(outgoing, source):
+                if block is not None:
+                    shard, tensor = held[move.name]
+                    block.copy_(shard.view(tensor, move.box))
             with taking_part(self._where("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
-            sent[:, number], came[:, number] = _marks(source, out_sizes), _marks(output, in_sizes)
-            for move, place in self._places(incoming, output):
-                self._take(move, *(held[move.name] if place is None else (move.box, place)), wanted)
-                missing[move.name] -= 1
-                if not missing[move.name]:
-                    yield move.name
-        self._compare(sent, came)
+            sent[:, number] = _fingerprints(source, out_sizes)
+            received[:, number] = _fingerprints(output, in_sizes)
 
-    def _sizes(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
+            for move, block in self._blocks(incoming, output):
+                if block is None:
+                    shard, tensor = held[move.name]
+                    block = shard.view(tensor, move.box)
+                self._store(move, block, wanted_shards)
+                num_missing[move.name] -= 1
+                if not num_missing[move.name]:
+                    yield move.name
+        self._compare(sent, received)
+
+    def _bytes_by_peer(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
+        """Bytes [ranks] that moves exchange with each rank."""
         total = Counter[int]()
         for move in moves:
             total[getattr(move, side)] += move.num_bytes
         return [total[rank] for rank in range(self.size)]
 
-    def _take(self, move: Move, box: Piece, tensor: torch.Tensor, wanted: Wanted) -> None:
-        """Put a move, out of what is this box, into the shard, which has memory from its first move on."""
-        whole, dtype = wanted[move.name]
+    def _store(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
+        """Copy a block into its shard, which is allocated here for the first one if necessary."""
+        shard, dtype = wanted_shards[move.name]
         if move.name not in self._shards:
-            self._shards[move.name] = torch.empty(whole.shape, dtype=dtype, device=self.device)
-        part, target = box.view(tensor, move.box), whole.view(self._shards[move.name], move.box)
-        if target.data_ptr() != part.data_ptr():
-            target.copy_(part)
+            self._shards[move.name] = torch.empty(shard.shape, dtype=dtype, device=self.device)
+        target = shard.view(self._shards[move.name], move.box)
+        # Memory shared with the trainer already has the block.
+        if target.data_ptr() != block.data_ptr():
+            target.copy_(block)
 
-    def _places(
+    def _blocks(
         self, moves: Iterable[Move], memory: torch.Tensor
     ) -> Iterator[tuple[Move, torch.Tensor | None]]:
-        """Each move, and where it lies in a bucket; None: it is the rank's own."""
+        """Each move with its block in a bucket's memory; None for a move within this rank."""
         end = 0
         for move in moves:
             if not move.num_bytes:
                 yield move, None
                 continue
-            dtype, shape = self._dtypes[move.name], move.box.shape
-            flat = memory[end : end + move.num_bytes].view(dtype)
-            yield move, flat[: torch.Size(shape).numel()].view(shape)
+            flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
+            # The bucket is padded to the alignment.
+            numel = torch.Size(move.box.shape).numel()
+            yield move, flat[:numel].view(move.box.shape)
             end += move.num_bytes
 
-    def _compare(self, sent: torch.Tensor, came: torch.Tensor) -> None:
+    def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Check versions and fingerprints [ranks, 1 + buckets] against those of the senders."""
         expected = torch.empty_like(sent, device=self.device)
         with taking_part(self._where("the comparison of fingerprints")):
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
-        version = int(came[self.rank, 0])
-        if others := {int(one) for one in expected[:, 0]} - {version}:
-            where, got = f"weights of version {version}", f"version {min(others)} from another rank"
+        version = int(received[self.rank, 0])
+        where = f"weights of version {version}"
+        other_versions = set(expected[:, 0].tolist()) - {version}
+        if other_versions:
+            got = f"version {min(other_versions)} from another rank"
             raise WeightSyncError(where, got=got, expected="one version everywhere")
-        for rank, number in (expected != came).nonzero().tolist():
-            bucket = self._buckets[number - 1]
-            names = [one.name for one in bucket if (one.sender, one.receiver) == (rank, self.rank)]
-            got = f"{len(names)} weights from rank {rank}, of which some changed on their way: {name_some(names)}"
-            fix = "The network between the ranks corrupts data."
+        for rank, number in (expected != received).nonzero().tolist():
+            # The fingerprint covers all blocks from that rank, so any of them may be corrupt.
+            names = []
+            for move in self._buckets[number - 1]:
+                if move.sender == rank and move.receiver == self.rank:
+                    names.append(move.name)
+            count = f"{len(names)} weights from rank {rank}"
             raise WeightSyncError(
-                f"weights of version {version}", got=got, expected="what it sent", fix=fix
+                where,
+                got=f"{count}, of which some changed in transfer: {name_some(names)}",
+                expected="what that rank sent",
+                fix="The network between the ranks corrupts data.",
             )
 
-    def _gather(self, facts: Any) -> list[Any]:
-        """The facts [ranks] of all ranks, JSON."""
-        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(
-            self.device
-        )
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        with taking_part(self._where("what each has and wants")):
-            self._group.allgather(
-                [lengths], [torch.tensor([text.numel()], device=self.device)]
-            ).wait()
-            sizes = [int(one) for one in lengths]
+    def _gather(self, value: Any) -> list[Any]:
+        """The values [ranks] of all ranks; JSON."""
+        content = bytearray(json.dumps(value).encode())
+        text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
+        length = torch.tensor([text.numel()], device=self.device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        with taking_part(self._where("the exchange of shards held and wanted")):
+            self._group.allgather([lengths], [length]).wait()
+            sizes = [int(size) for size in lengths]
             padded = torch.nn.functional.pad(text, (0, max(sizes) - text.numel()))
             texts = [torch.empty_like(padded) for _ in sizes]
             self._group.allgather([texts], [padded]).wait()
-        return [
-            json.loads(bytes(one[:size].cpu().numpy()))
-            for one, size in zip(texts, sizes, strict=True)
-        ]
+        values = []
+        for text_of_rank, size in zip(texts, sizes, strict=True):
+            # Cut off the padding, which allgather needed for texts of different lengths.
+            values.append(json.loads(bytes(text_of_rank[:size].cpu().numpy())))
+        return values
 
-    def _where(self, what: str) -> str:
-        return f"weight sync, rank {self.rank} of {self.size}, in {what}"
+    def _where(self, activity: str) -> str:
+        return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 
 class StreamedWeights(ReshardedWeights):
-    """The same for an engine that cuts whole tensors by itself: each rank of it wants all of each weight, and holds the
-    tensors of a bucket beside the bucket."""
+    """Resharding for an engine that shards parameters by itself.
+
+    Each of its ranks wants full parameters, and holds those of one bucket beside the bucket. Takes
+    the arguments of `ReshardedWeights`.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # The other half is for the parameters that were just received.
         self.bucket_bytes //= 2
         self._copied = CopiedWeights()
 
@@ -305,116 +381,147 @@ class StreamedWeights(ReshardedWeights):
         if target is None:
             super().publish(held, None, version)
             return
-        wanted = target.wanted_shards()
+        wanted_shards = target.wanted_shards()
         if self._group is None:
-            self._connect({name: box for name, (box, _) in held.items()}, wanted)
-        names = self._run(held, wanted, version)
-        self._copied.publish(((name, self._shards.pop(name)) for name in names), target, version)
+            self._connect(held, wanted_shards)
+        names = self._fill_shards(held, wanted_shards, version)
+        # Pop each parameter, so that its memory is free once the engine has it.
+        complete = ((name, self._shards.pop(name)) for name in names)
+        self._copied.publish(complete, target, version)
 
     def verify(self, target: WeightTarget, version: int) -> None:
         self._copied.verify(target, version)
 
 
 def plan(
-    having: Sequence[Mapping[str, Piece]],
-    wanting: Sequence[Mapping[str, Piece]],
+    having: Sequence[Shards],
+    wanting: Sequence[Shards],
     itemsizes: Mapping[str, int],
     bucket_bytes: int,
 ) -> tuple[list[Bucket], int]:
-    """What goes from which rank to which, in buckets; and how many weights are cut, for no bucket holds them. `having`
-    and `wanting` are by rank. In a bucket no rank sends and receives more than `bucket_bytes` together. Of several
-    ranks with the same piece one that wants it takes its own; others are served by them in turn.
-    Raises WeightSyncError: a piece that is wanted is not there, or one that is there is not wanted."""
-    names = dict.fromkeys(name for known in having for name in known)
-    if differing := sorted(names.keys() ^ {name for asked in wanting for name in asked}):
-        got = f"{len(differing)} weights that only one of trainer and rollout has: {name_some(differing)}"
-        fix = "Trainer and rollout must hold the same architecture."
-        raise WeightSyncError("weight sync", got=got, expected="the same weights in both", fix=fix)
-    found: list[Bucket] = [[]]
-    load, num_sliced = Counter[int](), 0
-    for name in names:
-        parts = list(
-            _cut(
-                list(_moves(name, having, wanting, itemsizes[name])), itemsizes[name], bucket_bytes
-            )
+    """Plan which rank sends what to which, in buckets.
+
+    If several ranks hold the same shard, a rank that wants it takes its own; other receivers are
+    spread over the holders.
+
+    Args:
+        having: shards that each rank holds, by parameter.
+        wanting: shards that each rank wants, by parameter.
+        itemsizes: bytes of an element, by parameter.
+        bucket_bytes: the most that a rank sends and receives together in one bucket.
+
+    Returns:
+        The buckets, and the number of parameters in slices because no bucket holds them.
+
+    Raises:
+        WeightSyncError: a shard that is wanted is not held, or a parameter that is held is not
+            wanted.
+    """
+    names = dict.fromkeys(
+        chain.from_iterable(having)
+    )  # in the order of the first rank that has them
+    differing = sorted(names.keys() ^ set(chain.from_iterable(wanting)))
+    if differing:
+        count = f"{len(differing)} weights"
+        raise WeightSyncError(
+            "weight sync",
+            got=f"{count} that only one of trainer and rollout has: {name_some(differing)}",
+            expected="the same weights in both",
+            fix="Trainer and rollout must have the same architecture.",
         )
-        num_sliced += len(parts) > 1
-        for part in parts:
-            added = _rank_bytes(part)
-            if found[-1] and max((load + added).values(), default=0) > bucket_bytes:
-                found.append([])
+    buckets: list[Bucket] = [[]]
+    load = Counter[int]()  # bytes of each rank in the last bucket
+    num_sliced = 0
+    for name in names:
+        moves = list(_moves(name, having, wanting, itemsizes[name]))
+        slices = list(_slice(moves, itemsizes[name], bucket_bytes))
+        num_sliced += len(slices) > 1
+        for row_slice in slices:
+            added = _rank_bytes(row_slice)
+            if buckets[-1] and max((load + added).values(), default=0) > bucket_bytes:
+                buckets.append([])
                 load.clear()
-            found[-1] += part
+            buckets[-1] += row_slice
             load += added
-    return found, num_sliced
+    return buckets, num_sliced
 
 
 def _moves(
     name: str,
-    having: Sequence[Mapping[str, Piece]],
-    wanting: Sequence[Mapping[str, Piece]],
+    having: Sequence[Shards],
+    wanting: Sequence[Shards],
     itemsize: int,
 ) -> Iterator[Move]:
-    owners: dict[Piece, list[int]] = {}
-    for rank, known in enumerate(having):
-        if name in known and 0 not in known[name].shape:
-            owners.setdefault(known[name], []).append(rank)
-    for receiver, asked in enumerate(wanting):
-        if name not in asked:
+    """Moves that fill all wanted shards of a parameter."""
+    # Replicas hold the same shard.
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(having):
+        if name in shards and 0 not in shards[name].shape:
+            holders.setdefault(shards[name], []).append(rank)
+    for receiver, shards in enumerate(wanting):
+        if name not in shards:
             continue
-        missing = torch.Size(asked[name].shape).numel()
-        for box, ranks in owners.items():
-            if (common := box.overlap(asked[name])) is None:
+        num_missing = torch.Size(shards[name].shape).numel()
+        for shard, ranks in holders.items():
+            common = shard.overlap(shards[name])
+            if common is None:
                 continue
-            sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
-            missing -= torch.Size(common.shape).numel()
-            yield Move(
-                name,
-                sender,
-                receiver,
-                common,
-                _num_bytes(common, itemsize) if sender != receiver else 0,
+            num_missing -= torch.Size(common.shape).numel()
+            if receiver in ranks:
+                yield Move(name, receiver, receiver, common, num_bytes=0)
+            else:
+                # Spread receivers over the holders.
+                sender = ranks[receiver % len(ranks)]
+                yield Move(name, sender, receiver, common, _aligned_bytes(common, itemsize))
+        if num_missing:
+            held_by = "that no rank of the trainer holds, or two hold"
+            raise WeightSyncError(
+                f"weight {name}",
+                got=f"{num_missing} elements of rank {receiver}'s shard {held_by}",
+                expected="each of them once",
             )
-        if missing:
-            got = f"{missing} numbers of rank {receiver}'s part that no rank of the trainer has, or two have"
-            raise WeightSyncError(f"weight {name}", got=got, expected="each of them once")
 
 
-def _cut(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
-    """The moves of one weight, in slices of its rows that a bucket holds."""
-    first = min((one.box.start[0] for one in moves if one.box.start), default=0)
-    end = max((one.box.start[0] + one.box.shape[0] for one in moves if one.box.start), default=1)
-    if end - first <= 1 or max(_rank_bytes(moves).values(), default=0) <= bucket_bytes:
+def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
+    """Slice the moves of a parameter by rows until a bucket holds each slice."""
+    # The rows that all moves together cover; a scalar has none.
+    boxes = [move.box for move in moves if move.box.start]
+    first = min((box.start[0] for box in boxes), default=0)
+    end = max((box.start[0] + box.shape[0] for box in boxes), default=1)
+    largest = max(_rank_bytes(moves).values(), default=0)
+    if end - first <= 1 or largest <= bucket_bytes:
         yield moves
         return
     middle = (first + end) // 2
     for start, stop in ((first, middle), (middle, end)):
         half = []
-        for one in moves:
-            box = one.box
-            rows = Piece((start, *box.start[1:]), (stop - start, *box.shape[1:]))
-            if (common := box.overlap(rows)) is not None:
-                half.append(
-                    one._replace(
-                        box=common, num_bytes=_num_bytes(common, itemsize) if one.num_bytes else 0
-                    )
-                )
-        yield from _cut(half, itemsize, bucket_bytes)
+        for move in moves:
+            rows = Shard((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
+            common = move.box.overlap(rows)
+            if common is not None:
+                num_bytes = _aligned_bytes(common, itemsize) if move.num_bytes else 0
+                half.append(move._replace(box=common, num_bytes=num_bytes))
+        yield from _slice(half, itemsize, bucket_bytes)
 
 
-def _num_bytes(box: Piece, itemsize: int) -> int:
-    return -(-torch.Size(box.shape).numel() * itemsize // _ALIGNMENT) * _ALIGNMENT
+def _aligned_bytes(shard: Shard, itemsize: int) -> int:
+    num_words = -(-torch.Size(shard.shape).numel() * itemsize // _ALIGNMENT)
+    return num_words * _ALIGNMENT
 
 
 def _rank_bytes(moves: Iterable[Move]) -> Counter[int]:
+    """Bytes that each rank sends and receives."""
     total = Counter[int]()
-    for one in moves:
-        total[one.sender] += one.num_bytes
-        total[one.receiver] += one.num_bytes
+    for move in moves:
+        total[move.sender] += move.num_bytes
+        total[move.receiver] += move.num_bytes
     return total
 
 
-def _marks(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """[ranks] int64: fingerprints of the parts of a bucket."""
-    marks = [int(tensor_fingerprint(part), 16) for part in memory.split(list(sizes))]
-    return torch.tensor([mark - (1 << 63) for mark in marks])
+def _fingerprints(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """[ranks] int64: fingerprints of consecutive blocks of a bucket, of `sizes` bytes."""
+    digests = []
+    for block in memory.split(list(sizes)):
+        digest = int(tensor_fingerprint(block), 16)
+        digests.append(digest - (1 << 63))  # from unsigned to the range of int64
+    return torch.tensor(digests)

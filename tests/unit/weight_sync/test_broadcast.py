@@ -147,7 +147,7 @@ def test_a_tensor_that_is_corrupted_on_the_way_is_named(line: Callable[..., Line
     sent, whole, broken = both.publish(weights(1).items(), targets, 1)
     assert sent is None and whole is None
     assert isinstance(broken, WeightSyncError)
-    assert "1 of 4 weights that changed on their way: layer," in str(broken)
+    assert "1 of 4 weights that changed in transfer: layer," in str(broken)
     assert [target.weight_version for target in targets] == [1, -1]
     corrupting.is_on = False
     assert both.publish(weights(2).items(), targets, 2) == [None, None, None]
