@@ -44,7 +44,7 @@ def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: P
         before - torch.cuda.memory_allocated() + counts
         >= 0.99 * resting.resting["weights"].num_bytes
     )
-    with pytest.raises(EngineError, match="rest on the host"):
+    with pytest.raises(EngineError, match="offloaded to the host"):
         resting.weights()
     expected, got = learn(plain), learn(resting)
     torch.testing.assert_close(got["log_probs"], expected["log_probs"], atol=1e-4, rtol=0)

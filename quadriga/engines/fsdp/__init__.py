@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine of plain torch. On one rank it uses no process group and shards nothing."""
+"""The training engine on plain torch. On one rank it uses no process group and shards nothing."""

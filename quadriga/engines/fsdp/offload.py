@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that leave an engine's memory between its phases, all of a kind at once, and come back as they were.
+"""Offload the tensors of an engine between its phases, kind by kind, and restore them unchanged.
 
-    on a CPU   they live in a memory-mapped file; at rest none of its pages belong to the process, the system's cache
-               has them, and writes them to the disk where it needs the room
-    on CUDA    they are copied to pinned host memory and their own memory is freed; copies go by a stream of their own,
-               so that those of the optimizer come back while gradients are computed
+    on a CPU   Tensors live in a memory-mapped file. Offloaded, none of its pages belong to the
+               process: they are in the system's page cache, which writes them to the disk when it
+               needs memory.
+    on CUDA    Tensors are copied to pinned host memory and their own memory is freed. Copies use a
+               stream of their own, so that the optimizer's tensors return while gradients are
+               computed.
 
-Legend: [...] is the shape of a parameter, or of a rank's part of it.
+Legend: [...] is the shape of a parameter, or of a rank's shard of it.
 """
 
 import errno
@@ -30,93 +32,119 @@ _ALIGNMENT = 64  # bytes: of vector registers
 
 
 class MappedFile:
-    """Copies of some tensors in a file below `folder` that has no name, so that nothing is left of it afterwards;
-    `windows` [...] are these copies, in the order of the tensors, for use in their place.
+    """Copies of tensors in an unnamed file, which disappears with the process.
 
-    Raises ConfigError: it cannot be written there, or there is no room.
+    Args:
+        tensors: tensors [...] to copy.
+        folder: folder of the file; created if necessary.
+        what: what the tensors are, for an error.
+
+    Attributes:
+        windows: the copies [...] in the file, in the order of the tensors; use them instead.
+        num_bytes: size of the file.
+
+    Raises:
+        ConfigError: the folder cannot be written, or lacks space.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], folder: Path, what: str) -> None:
-        ends = list(accumulate(-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in tensors))
-        self.num_bytes = max(ends[-1], 1)
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        starts = [0, *accumulate(sizes)]
+        self.num_bytes = max(starts.pop(), 1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder) as file:
-                # Before it is taken: the others on the disk need not lose the last of it for a while.
+                # Check first: allocating would take the last space from other users of the disk.
                 if self.num_bytes > shutil.disk_usage(folder).free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                # Taken now: a page without room would end the process when it is written.
+                # Allocate now: a page without space would kill the process when it is written.
                 os.posix_fallocate(file.fileno(), 0, self.num_bytes)
                 self._memory = mmap.mmap(file.fileno(), self.num_bytes)
         except OSError as error:
-            got = f"{folder} ({error.strerror}), for {self.num_bytes / GIB:.2f} GiB: the {what}"
-            expected = "a folder on a disk with room that may be written"
-            fix = "Set it to such a folder, or leave param_offload and optimizer_offload out."
-            raise ConfigError("trainer.offload_dir", got=got, expected=expected, fix=fix) from error
+            size = f"{self.num_bytes / GIB:.2f} GiB"
+            raise ConfigError(
+                "trainer.offload_dir",
+                got=f"{folder} ({error.strerror}), for {size}: the {what}",
+                expected="a writable folder on a disk with enough space",
+                fix="Set it to such a folder, or leave out param_offload and optimizer_offload.",
+            ) from error
         content = torch.frombuffer(self._memory, dtype=torch.uint8)
-        starts = [0, *ends[:-1]]
-        self.windows = [
-            content[start : start + one.nbytes].view(one.dtype).view(one.shape)
-            for start, one in zip(starts, tensors, strict=True)
-        ]
+        self.windows: list[torch.Tensor] = []
+        for start, tensor in zip(starts, tensors, strict=True):
+            flat = content[start : start + tensor.nbytes]
+            self.windows.append(flat.view(tensor.dtype).view(tensor.shape))
         with torch.no_grad():
             torch._foreach_copy_(self.windows, list(tensors))
 
     def sleep(self, *, is_changed: bool) -> None:
-        """Give all pages back."""
+        """Release all pages of the process."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def wake(self) -> None:
-        """Pages come back as they are touched."""
+        """Do nothing: pages return when they are accessed."""
 
     wait = wake
 
 
 class PinnedCopy:
-    """Pinned host memory for tensors on a CUDA device, which stay the same. ConfigError: there is not so much."""
+    """Pinned host memory for tensors on a CUDA device, which stay the same objects.
+
+    Args:
+        tensors: tensors [...] on the device.
+        stream: stream for copies.
+        what: what the tensors are, for an error.
+
+    Attributes:
+        num_bytes: size of the host memory.
+
+    Raises:
+        ConfigError: the host lacks memory.
+    """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str
     ) -> None:
-        # Several tensors may be parts of one storage.
-        storages = {
-            one.data_ptr(): one
-            for one in map(torch.Tensor.untyped_storage, tensors)
-            if one.nbytes()
-        }
-        self._storages, self._stream = list(storages.values()), stream
-        self._sizes = [one.nbytes() for one in self._storages]
+        # Several tensors may be views of one storage.
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage
+        self._storages = list(storages.values())
+        self._stream = stream
+        self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
-        if self.num_bytes > (free := available_bytes()):
-            where, expected = (
+        free = available_bytes()
+        if self.num_bytes > free:
+            size = f"{self.num_bytes / GIB:.2f} GiB"
+            raise ConfigError(
                 "fsdp_config.param_offload and optimizer_offload",
-                "as much free memory on the host",
+                got=f"{size} to offload to the host (the {what}), with {free / GIB:.2f} GiB free",
+                expected="as much free memory on the host",
+                fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
             )
-            got = f"{self.num_bytes / GIB:.2f} GiB to keep on the host (the {what}), with {free / GIB:.2f} GiB free"
-            fix = "Leave them out, or use more ranks with fsdp_config.fsdp_size=-1."
-            raise ConfigError(where, got=got, expected=expected, fix=fix)
         self._copies = [
             torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes
         ]
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
-        """Copy to the host what was changed since it came from there, and free the memory on the device."""
+        """Copy to the host if the tensors changed since `wake`, and free the device's memory."""
         if is_changed:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for copy, storage in zip(self._copies, self._storages, strict=True):
                     copy.untyped_storage().copy_(storage, non_blocking=True)
-        # Also for what may still be on its way here.
+        # Without a change, copies to the device may still be under way.
         self._stream.synchronize()
         for storage in self._storages:
             storage.resize_(0)
 
     def wake(self) -> None:
-        """Begin to copy to the device; `wait` before the tensors are used."""
+        """Start to copy to the device. Call `wait` before the tensors are used."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-        # The memory may be that of something that the current stream has yet to read.
+        # The allocator may return memory that the current stream has yet to read.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
@@ -124,33 +152,39 @@ class PinnedCopy:
             self._arrived.record(self._stream)
 
     def wait(self) -> None:
-        """Let the current stream go on when the tensors are there."""
+        """Make the current stream wait for the copies to the device."""
         torch.cuda.current_stream().wait_event(self._arrived)
 
 
 class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which what a forward pass of `root` keeps for its backward pass goes to the memory of the host, from a
-    GPU to pinned memory; weights, which the pass needs too, stay where they are: sharded ones are known once gathered.
+    """Context manager: offload what a forward pass saves for its backward pass to host memory.
+
+    Weights, which autograd saves too, stay where they are. Sharded ones are known once gathered, so
+    they are recorded before each module computes.
+
+    Args:
+        root: the module that computes. Tensors on a GPU go to pinned memory.
     """
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(self._to_host, self._to_device)
+        # Storages by address: views of a weight, above all its transpose, share its storage.
         self._weights: set[int] = set()
-        """Storages, by their address: views of a weight, its transpose above all, share it."""
         for module in root.modules():
             module.register_forward_pre_hook(partial(self._note, recurse=module is root))
 
     def _note(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
-        self._weights.update(
-            one.untyped_storage()._cdata for one in module.parameters(recurse=recurse)
-        )
+        for parameter in module.parameters(recurse=recurse):
+            self._weights.add(parameter.untyped_storage()._cdata)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor
-        # All copies are on the stream that computes: none is read before it is whole.
+        # Both copies use the computing stream, so none is read before it is complete.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor, non_blocking=True)
 
-    def _to_device(self, kept: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept[1].to(kept[0], non_blocking=True)
+    def _to_device(self, saved: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        return saved[1].to(saved[0], non_blocking=True)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that every rank has whole, and float32 masters behind those that compute in another dtype.
+"""Parameters that every rank holds in full, with float32 masters if they compute in another dtype.
 
-With bfloat16 compute weights an update of 1e-5 is lost in a weight of 1: the optimizer works on float32 masters,
-and gradients are added up in float32 over micro-batches. With float32 compute weights both are the same tensors.
+In bfloat16, adding an update of 1e-5 to a weight of 1 changes nothing. So the optimizer works on
+float32 masters, and gradients of micro-batches are summed in float32. Where parameters compute in
+float32, they are their own masters.
 
 Legend: [...] is the shape of a parameter, and of its master, gradient and moments.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,15 +18,27 @@ from torch import nn
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.weight_names import weight_buffers
 
+NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+
 
 class ReplicatedWeights:
-    """Masters [...] and gradient sums of a module's trained parameters, by name.
+    """Parameters [...] of a module, with masters and gradient sums of those that are trained.
 
     Args:
-        module: a part of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
-            are trained become the masters.
+        root: the module that computes.
+        module: the model, a submodule of `root` or `root` itself. Its parameters are converted to
+            `dtype`; the float32 values of trained ones become masters.
+        dtype: compute dtype.
         replicas: ranks with the same weights and other rows.
-        steps_on_host: whether the masters are kept on the host, so that the optimizer steps there.
+        steps_on_host: whether masters are in host memory, so that the optimizer steps there.
+
+    Attributes:
+        parameters: compute parameters, by name.
+        buffers: buffers that belong to the weights, by name.
+        names: names in the full model; here they are the same.
+        trained: names of the trained parameters.
+        masters: what the optimizer updates, by name; frozen parameters are their own masters.
+        sums: float32 gradients of parameters that have a separate master, by name.
     """
 
     def __init__(
@@ -36,104 +50,117 @@ class ReplicatedWeights:
         *,
         steps_on_host: bool = False,
     ) -> None:
-        self.root, self.replicas = root, replicas
+        self.root = root
+        self.replicas = replicas
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.buffers = weight_buffers(module)
         self.names = {name: name for name in self.parameters}
-        self.trained = [
-            name for name, parameter in self.parameters.items() if parameter.requires_grad
-        ]
+        self.trained: list[str] = []
         self.masters: dict[str, torch.Tensor] = {}
-        self.sums: dict[
-            str, torch.Tensor
-        ] = {}  # gradients in float32, of those that are no masters themselves
-        self._apart: dict[str, nn.Parameter] = {}  # those whose masters are other tensors
+        self.sums: dict[str, torch.Tensor] = {}
+        # Parameters whose masters are other tensors.
+        self._with_master: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
+            self.masters[name] = parameter
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-                self.masters[name] = parameter
-            elif dtype == torch.float32 and not steps_on_host:
-                self.masters[name] = parameter
-            else:
-                self._apart[name] = parameter
-                master = parameter.detach().to(
-                    "cpu" if steps_on_host else parameter.device, torch.float32, copy=True
-                )
-                self.masters[name] = (
-                    master.pin_memory() if steps_on_host and parameter.is_cuda else master
-                )
+                continue
+            self.trained.append(name)
+            if dtype != torch.float32 or steps_on_host:
+                # The master is the exact float32 value; the parameter is rounded.
+                self._with_master[name] = parameter
+                device = torch.device("cpu") if steps_on_host else parameter.device
+                master = parameter.detach().to(device, torch.float32, copy=True)
+                if steps_on_host and parameter.is_cuda:
+                    master = master.pin_memory()
+                self.masters[name] = master
                 parameter.data = parameter.data.to(dtype)
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, name))
 
     def attach_gradients(self) -> None:
-        """Give the gradients [...] of all ranks, added up, to the masters, where the optimizer looks for them.
+        """Sum the gradients [...] over all replicas and attach them to the masters.
 
-        A parameter without a gradient gets zeros, so that a mini-batch from which nothing can be learned is a
+        A parameter without a gradient gets zeros: a mini-batch without a learning signal makes a
         step with a zero gradient, whether or not its sequences were computed.
         """
         totals = []
         for name in self.trained:
             parameter = self.parameters[name]
-            total = self.sums.get(name) if name in self._apart else parameter.grad
-            totals.append(
-                torch.zeros_like(parameter, dtype=torch.float32) if total is None else total
-            )
-            if name in self._apart:
-                self.sums[name] = totals[-1]
-        # Summed before anything is decided by them, so that every replica decides alike, also about broken ones.
+            has_master = name in self._with_master
+            total = self.sums.get(name) if has_master else parameter.grad
+            if total is None:
+                total = torch.zeros_like(parameter, dtype=torch.float32)
+            if has_master:
+                self.sums[name] = total
+            totals.append(total)
+        # Every replica decides by the sum, so all of them skip a gradient that is not finite.
         self.replicas.add_up(totals)
         for name, total in zip(self.trained, totals, strict=True):
             self.masters[name].grad = total.to(self.masters[name].device)
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm [] of the whole gradient, float32."""
+        """Norm [] of the full gradient, float32."""
         return torch.nn.utils.get_total_norm([self.masters[name].grad for name in self.trained])
 
     def clear_gradients(self) -> None:
-        """Forget all gradients; the buffers of the sums are kept for the next mini-batch."""
+        """Drop all gradients. The memory of the sums stays for the next mini-batch."""
         for total in self.sums.values():
             total.zero_()
         for name, parameter in self.parameters.items():
-            parameter.grad = self.masters[name].grad = None
+            parameter.grad = None
+            self.masters[name].grad = None
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
-        """Round the masters [...] into the compute weights [...], in place."""
-        if self._apart:
-            torch._foreach_copy_(
-                list(self._apart.values()), [self.masters[name] for name in self._apart]
-            )
+        """Copy the masters [...] into the compute parameters [...], rounded to their dtype."""
+        if self._with_master:
+            masters = [self.masters[name] for name in self._with_master]
+            torch._foreach_copy_(list(self._with_master.values()), masters)
         else:
-            # The fused optimizer does not count its writes, by which a rollout on these weights knows of changes.
-            torch.autograd.graph.increment_version([self.parameters[name] for name in self.trained])
+            # The fused optimizer does not count its writes. A rollout that shares these parameters
+            # detects updates by this count.
+            trained = [self.parameters[name] for name in self.trained]
+            torch.autograd.graph.increment_version(trained)
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors [...] that may rest, by kind: `weights` that compute, and `masters` that are other tensors."""
+        """Offloadable tensors [...]: compute `weights`, and `masters` that are other tensors."""
         return {
             "weights": list(self.parameters.values()),
-            "masters": [self.masters[name] for name in self._apart],
+            "masters": [self.masters[name] for name in self._with_master],
         }
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""
+        """The full tensor that a master or moment belongs to: here it is the tensor itself.
+
+        Args:
+            name: name of the parameter.
+            local: [...], its master or a moment.
+
+        Returns:
+            [...], the same tensor.
+        """
         return local
 
-    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """The parameters [...] in the compute dtype, each from its start."""
-        return ((name, (0,) * tensor.dim(), tensor) for name, tensor in self.whole())
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Name, start and tensor [...] of this rank's shards: here they are full parameters."""
+        for name, tensor in self.full_parameters():
+            yield name, (0,) * tensor.dim(), tensor
 
-    def whole(
-        self, wanted: Callable[[str], bool] = lambda name: True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters [...] in the compute dtype, and the buffers; those whose names are `wanted`."""
+    def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
+        """Parameters [...] in the compute dtype, then buffers, if their name is `wanted`."""
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             if wanted(name):
                 yield name, tensor.detach()
 
+    # Older names.
+    pieces = shards
+    whole = full_parameters
+
 
 def _add_to(sums: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:
-    """Hook of one parameter: move its gradient into the float32 sum as soon as it is complete."""
-    gradient, parameter.grad = parameter.grad, None
+    """Hook of a parameter: move its complete gradient into the float32 sum."""
+    gradient = parameter.grad
+    parameter.grad = None
     if name in sums:
         sums[name].add_(gradient)
     else:

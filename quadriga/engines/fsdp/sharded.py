@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which each rank has a shard: split by pipeline and tensor parallelism first, then by FSDP2.
+"""Parameters sharded over ranks: by pipeline and tensor parallelism first, then by FSDP2.
 
-    whole      [V, D]           as it stands in files; on "meta" here, no rank has two whole ones at a time
-    pp, tp     [V/tp, D]        a plain tensor: what the modules compute with (`parallel/tensor.py`)
-    fsdp       [V/tp/fsdp, D]   float32, at rest: what the optimizer works on (`fully_shard`)
-    ep, edp    of experts [E, ...], with expert parallelism, in the places of tp and fsdp
+    full       [V, D]           as in files; no rank holds more than one full parameter at a time
+    pp, tp     [V/tp, D]        the model shard: a plain tensor that modules compute with
+    fsdp       [V/tp/fsdp, D]   the shard: float32 between steps, what the optimizer updates
+    ep, edp    for experts [E, ...] with expert parallelism, instead of tp and fsdp
 
-`fully_shard` gathers a layer's parts in the compute dtype before it computes, and adds their gradients up in float32
-afterwards, each rank receiving the sum of its part. The masters are these parts as plain tensors, so the optimizer is
-that of replicated weights; what they are parts of is said once, for checkpoints and rollouts.
+`parallel/tensor.py` makes the model shards, and `fully_shard` (arXiv:2304.11277) the shards. FSDP
+gathers a layer's model shards in the compute dtype before the layer computes. Afterwards it sums
+their gradients in float32 over the ranks, each of which receives the sum for its shard. The masters
+are the shards as plain tensors, so the optimizer is the same as for replicated weights. `ShardSpec`
+says where a shard sits in its parameter, for checkpoints and rollouts.
 
-Legend: [V, D] an embedding, as one parameter for all; tp, fsdp the ranks that share it.
-
-arXiv:2304.11277
+Legend: [V, D] the shape of the embedding, as an example for all parameters; tp and fsdp also stand
+for the sizes of these groups.
 """
 
 import re
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from quadriga.engines.fsdp.replicated import NamedTensors
 from quadriga.engines.parallel.experts import share_experts
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
@@ -52,57 +54,79 @@ from quadriga.partition import part_of
 _GLOO_BYTES = 16 << 20
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 ReadWeight = Callable[[str], torch.Tensor]
-"""From a parameter's name in the whole model to its whole value, on any device and of any dtype."""
+"""Reads a full parameter by its name in the full model, on any device and of any dtype."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What an engine gives up to need less memory."""
+    """Ways in which an engine saves memory, at the cost of time."""
 
-    gradient_checkpointing: bool = (
-        False  # keep a layer's inputs only, and compute the layer again for its gradient
-    )
-    activation_offload: bool = (
-        False  # keep what the backward pass needs in the memory of the CPU; with CUDA only
-    )
-    # Drop a layer's gathered weights between its forward and backward pass; sharded ones only.
-    reshard_after_forward: bool = True
-    # Masters and optimizer rest, and step, in the memory of the CPU; with CUDA, sharded ones only.
+    gradient_checkpointing: bool = False  # save only a layer's inputs; recompute it for gradients
+    activation_offload: bool = False  # save activations in host memory; only with CUDA
+    reshard_after_forward: bool = True  # free gathered weights before backward; only if sharded
+    # Keep masters and optimizer, and step, on the host; only if sharded, with CUDA.
     offload_weights: bool = False
 
 
 @dataclass(frozen=True)
-class WholeParameter:
-    """A parameter of the whole model: its shape, its stage, and whether the first and the last stage both have it; or a
-    buffer, with its dtype, which is whole on every rank of its stage."""
+class ParameterSpec:
+    """A parameter of the full model, or a buffer, which every rank of its stage holds in full."""
 
     shape: torch.Size
-    stage: int
-    is_shared: bool = False
-    dtype: torch.dtype | None = None
+    stage: int  # pipeline stage that holds it
+    is_shared: bool = False  # whether the last stage holds it as well as the first
+    dtype: torch.dtype | None = None  # of a buffer
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a master is a part of."""
+class ShardSpec:
+    """Position of a rank's shard in the full parameter."""
 
-    name: str  # in the whole model
-    tensor_dimension: (
-        int | None
-    )  # cut by tensor parallelism; None: whole on every rank of a tp group
-    is_copy: bool  # the first stage has the same parameter
-    is_divided: bool = False  # experts, cut in the first dimension by expert parallelism
+    name: str  # in the full model
+    tensor_dimension: int | None  # sharded by tensor parallelism; None: each rank has all of it
+    is_copy: bool  # whether the first stage holds the same parameter
+    is_divided: bool = False  # whether it is of experts, sharded by expert parallelism
+
+    @property
+    def model_dimension(self) -> int | None:
+        """The dimension that tensor or expert parallelism shards, or None."""
+        return 0 if self.is_divided else self.tensor_dimension
+
+
+# Older names.
+WholeParameter = ParameterSpec
+Part = ShardSpec
+
+
+@dataclass(frozen=True)
+class _Meshes:
+    """Meshes over which a kind of parameters is sharded."""
+
+    model: DeviceMesh  # tp or ep: one model shard for each rank
+    fsdp: DeviceMesh  # fsdp or edp: shards the model shards by their first dimension
+    replicated: DeviceMesh  # both, and the replicas of all shards
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, model: str, fsdp: str) -> "_Meshes":
+        """Slice a mesh by the names of its axes."""
+        return cls(mesh[model], mesh[fsdp], mesh["dp_replicate", model, fsdp])
 
 
 class PartialWeights:
-    """The parameters of the whole model that this rank has parts of, by this rank's names, whatever computes with them.
+    """Parameters of which this rank holds shards, whatever modules compute with them.
 
     Args:
-        parts: what each is a part of.
-        whole: all parameters of the whole model, in its order.
+        processes: the ranks of the engine.
+        dtype: compute dtype.
+        parts: where each shard sits in its parameter, by this rank's names.
+        whole: all parameters and buffers of the full model, in its order.
+
+    Attributes:
+        names: names in the full model.
+        sums: float32 gradients of parameters in a narrower dtype.
     """
 
-    parameters: Mapping[Any, nn.Parameter]  # what computes, under names of a subclass's own
+    parameters: Mapping[Any, nn.Parameter]  # compute parameters; a subclass chooses the keys
     masters: dict[str, torch.Tensor]  # float32 [V/tp/fsdp, D]
     trained: list[str]
 
@@ -110,310 +134,381 @@ class PartialWeights:
         self,
         processes: Processes,
         dtype: torch.dtype,
-        parts: Mapping[str, Part],
-        whole: Mapping[str, WholeParameter],
+        parts: Mapping[str, ShardSpec],
+        whole: Mapping[str, ParameterSpec],
     ) -> None:
         assert processes.storage is not None, "one rank has replicated weights"
-        self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
-        self.names = {name: part.name for name, part in parts.items()}
-        self.sums: dict[str, torch.Tensor] = {}  # gradients in float32, beside a narrower parameter
+        self.processes = processes
+        self.dtype = dtype
+        self.parameter_specs = whole
+        self.shard_specs = dict(parts)
+        self.names = {name: spec.name for name, spec in parts.items()}
+        self.sums: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        # By whether it is of experts: the ranks that cut a parameter, those that cut its parts, and both with all
-        # copies. A mesh takes long to give its axes.
-        meshes = {False: (processes.storage, "tp", "fsdp"), True: (processes.experts, "ep", "edp")}
-        self.cuts = {
-            is_divided: (mesh[outer], mesh[inner], mesh["dp_replicate", outer, inner])
-            for is_divided, (mesh, outer, inner) in meshes.items()
-            if mesh is not None
-        }
+        # By `is_divided`. Made once, since slicing a mesh is slow.
+        self._meshes = {False: _Meshes.of(processes.storage, "tp", "fsdp")}
+        if processes.experts is not None:
+            self._meshes[True] = _Meshes.of(processes.experts, "ep", "edp")
 
-    def part(self, name: str) -> torch.Tensor:
-        """What this rank has [V/tp/fsdp, D] of a parameter."""
+    def shard(self, name: str) -> torch.Tensor:
+        """This rank's shard [V/tp/fsdp, D] of a parameter."""
         return self.masters[name]
 
     def clear_gradients(self) -> None:
-        """Forget all gradients; the buffers of the sums are kept for the next mini-batch."""
+        """Drop all gradients. The memory of the sums stays for the next mini-batch."""
         for total in self.sums.values():
             total.zero_()
         for tensor in (*self.parameters.values(), *self.masters.values()):
             tensor.grad = None
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm [] of the whole gradient, float32, the same on all ranks."""
+        """Norm [] of the full gradient, float32, the same on all ranks."""
         layout = self.processes.layout
         total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
         for name in self.trained:
-            part = self.parts[name]
-            square = torch.linalg.vector_norm(self.masters[name].grad, dtype=torch.float64).square()
-            copies: float = layout.tp if part.tensor_dimension is None else 1
-            if part.is_divided:
-                copies = self.cuts[True][2].size(0) / layout.dp_replicate
-            if not part.is_copy:
-                total += square.to(total.device) / copies
+            spec = self.shard_specs[name]
+            # Another stage counts this parameter.
+            if spec.is_copy:
+                continue
+            gradient = self.masters[name].grad
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            num_copies: float = 1
+            if spec.is_divided:
+                num_copies = self._meshes[True].replicated.size(0) / layout.dp_replicate
+            elif spec.tensor_dimension is None:
+                num_copies = layout.tp
+            total += square.to(total.device) / num_copies
         dist.all_reduce(total)
-        # Each copy of the weights has counted once.
+        # Each replica of the weights has counted once.
         return (total / layout.dp_replicate).sqrt().float()
 
-    def _axes(self, part: Part) -> tuple[int | None, DeviceMesh, DeviceMesh]:
-        """The dimension in which ranks cut a parameter, these ranks, and those that cut its parts in the first one."""
-        outer, inner, _ = self.cuts[part.is_divided]
-        return 0 if part.is_divided else part.tensor_dimension, outer, inner
-
-    def _part_shape(self, name: str) -> list[int]:
-        """[V/tp, D]."""
-        part = self.parts[name]
-        (dimension, outer, _), shape = self._axes(part), list(self.all[part.name].shape)
+    def _model_shard_shape(self, name: str) -> list[int]:
+        """[V/tp, D], the shape before FSDP shards it."""
+        spec = self.shard_specs[name]
+        shape = list(self.parameter_specs[spec.name].shape)
+        dimension = spec.model_dimension
         if dimension is not None:
-            shape[dimension] = part_of(shape[dimension], outer.size(), outer.get_local_rank())[1]
+            mesh = self._meshes[spec.is_divided].model
+            _, shape[dimension] = _local_part(shape[dimension], mesh)
         return shape
 
-    def _join_copies(self, alike: Sequence[str]) -> None:
-        """Add up the masters' gradients of what the ranks of a tp group hold `alike` and have each seen a part of, and
-        of what the first and the last stage both have."""
-        layout, processes, device = (
-            self.processes.layout,
-            self.processes,
-            self.processes.world.device,
-        )
+    def _join_copies(self, replicated: Sequence[str]) -> None:
+        """Sum the masters' gradients over ranks that hold the same parameter.
+
+        Args:
+            replicated: parameters that all ranks of a tp group hold in full. Each rank has seen
+                only some of the tokens or heads.
+        """
+        layout = self.processes.layout
+        device = self.processes.world.device
         if layout.tp > 1:
-            gradients = [self.masters[name].grad for name in alike]
-            # Those of masters on the host travel by the device.
+            gradients = [self.masters[name].grad for name in replicated]
+            # Masters on the host are summed on the device.
             sums = [gradient.to(device) for gradient in gradients]
-            ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
+            group = self.processes.group("tp")
+            ProcessGroup(self.processes.place.tp, layout.tp, device, group).add_up(sums)
             for gradient, total in zip(gradients, sums, strict=True):
                 gradient.copy_(total)
-        shared = (
-            [name for name in self.trained if self.all[self.names[name]].is_shared]
-            if layout.pp > 1
-            else []
-        )
-        for gradient in (self.masters[name].grad for name in shared):
-            # The first and the last stage each send their own to the other.
-            group = processes.group("pp")
-            peer = dist.get_global_rank(group, layout.pp - 1 if processes.is_first_stage else 0)
-            other = torch.empty_like(gradient, device=device)
-            sent = dist.P2POp(dist.isend, gradient.to(device).contiguous(), peer, group)
-            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, peer, group)]):
+        if layout.pp == 1:
+            return
+        # The first and the last stage send each other their gradients of a tied embedding.
+        group = self.processes.group("pp")
+        peer_stage = layout.pp - 1 if self.processes.is_first_stage else 0
+        for name in self.trained:
+            if not self.parameter_specs[self.names[name]].is_shared:
+                continue
+            gradient = self.masters[name].grad
+            peer = dist.get_global_rank(group, peer_stage)
+            peer_gradient = torch.empty_like(gradient, device=device)
+            sending = dist.P2POp(dist.isend, gradient.to(device).contiguous(), peer, group)
+            receiving = dist.P2POp(dist.irecv, peer_gradient, peer, group)
+            for work in dist.batch_isend_irecv([sending, receiving]):
                 work.wait()
-            gradient.add_(other.to(gradient.device))
+            gradient.add_(peer_gradient.to(gradient.device))
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
-        part, shape = self.parts[name], self.all[self.parts[name].name].shape
-        dimension, _, _ = self._axes(part)
-        places = [Replicate(), Replicate() if dimension is None else Shard(dimension), Shard(0)]
-        mesh, stride = self.cuts[part.is_divided][2], torch.empty(shape, device="meta").stride()
+        """The DTensor of the full parameter, with a shard of this rank as its local tensor.
+
+        Args:
+            name: name of the parameter.
+            local: [V/tp/fsdp, D], its master or a moment.
+
+        Returns:
+            [V, D].
+        """
+        spec = self.shard_specs[name]
+        shape = self.parameter_specs[spec.name].shape
+        model_placement = Replicate()
+        if spec.model_dimension is not None:
+            model_placement = Shard(spec.model_dimension)
         described = DTensor.from_local(
-            local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride
+            local.to("meta"),
+            self._meshes[spec.is_divided].replicated,
+            [Replicate(), model_placement, Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
-        # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
+        # `from_local` would copy a tensor on the host to the mesh's device, and writes would not
+        # reach the original.
         return DTensor(local, described._spec, requires_grad=False)
 
-    def whole(
-        self, wanted: Callable[[str], bool] = lambda name: True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank; then buffers.
+    def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
+        """Gather the parameters [V, D] of the full model, then buffers, in the compute dtype.
 
-        No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
-        gathered.
+        Every rank yields all of them, one after the other, and holds no more than one full
+        parameter and its shards at a time. A parameter whose name is not `wanted` is not gathered.
         """
-        here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
+        specs = self.shard_specs.items()
+        local_names = {spec.name: name for name, spec in specs if not spec.is_copy}
         device = self.processes.world.device
-        for name, whole in ((name, whole) for name, whole in self.all.items() if wanted(name)):
-            if name in here:
-                tensor = self.part(here[name]).to(device, self.dtype)
-                dimension, outer, inner = self._axes(self.parts[here[name]])
-                tensor = _joined(tensor, inner, 0, self._part_shape(here[name]))
-                if dimension is not None:
-                    tensor = _joined(tensor, outer, dimension, whole.shape)
-            elif name in self.buffers:
-                tensor = self.buffers[name].clone()
+        for full_name, parameter in self.parameter_specs.items():
+            if not wanted(full_name):
+                continue
+            if full_name in local_names:
+                tensor = self._gather(local_names[full_name])
+            elif full_name in self.buffers:
+                tensor = self.buffers[full_name].clone()
             else:
-                tensor = torch.empty(whole.shape, dtype=whole.dtype or self.dtype, device=device)
+                # Another stage holds it, and sends it below.
+                dtype = parameter.dtype or self.dtype
+                tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
             if self.processes.layout.pp > 1:
-                dist.broadcast(tensor, group=self.processes.group("pp"), group_src=whole.stage)
-            yield name, tensor
-            del tensor  # before the next one is there
+                group = self.processes.group("pp")
+                dist.broadcast(tensor, group=group, group_src=parameter.stage)
+            yield full_name, tensor
+            # Free it before the next one is gathered.
+            del tensor
 
-    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Where each of this rank's parts starts in the whole [V, D], and its memory; and its buffers."""
-        for name, part in self.parts.items():
-            if not part.is_copy:
-                yield part.name, self._box(name)[0], self.part(name)
+    def _gather(self, name: str) -> torch.Tensor:
+        """Gather a full parameter [V, D] of this stage from the shards [V/tp/fsdp, D]."""
+        spec = self.shard_specs[name]
+        meshes = self._meshes[spec.is_divided]
+        # One name for all stages, so that each is freed once the next is complete.
+        tensor = self.shard(name).to(self.processes.world.device, self.dtype)
+        tensor = _gather_shards(tensor, meshes.fsdp, 0, self._model_shard_shape(name))
+        if spec.model_dimension is not None:
+            shape = self.parameter_specs[spec.name].shape
+            tensor = _gather_shards(tensor, meshes.model, spec.model_dimension, shape)
+        return tensor
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Full name, start in the full parameter, and tensor of this rank's shards and buffers."""
+        for name, spec in self.shard_specs.items():
+            if not spec.is_copy:
+                start, _ = self._position(name)
+                yield spec.name, start, self.shard(name)
         for name, buffer in self.buffers.items():
             yield name, (0,) * buffer.dim(), buffer
 
-    def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's part of a parameter starts in the whole, and its shape."""
-        part = self.parts[name]
-        (dimension, outer, inner), shape = self._axes(part), list(self.all[part.name].shape)
+    def _position(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Start of this rank's shard in the full parameter, and its shape."""
+        spec = self.shard_specs[name]
+        meshes = self._meshes[spec.is_divided]
+        dimension = spec.model_dimension
+        shape = list(self.parameter_specs[spec.name].shape)
         start = [0] * len(shape)
         if dimension is not None:
-            start[dimension], shape[dimension] = part_of(
-                shape[dimension], outer.size(), outer.get_local_rank()
-            )
-        inside, shape[0] = part_of(shape[0], inner.size(), inner.get_local_rank())
-        start[0] += inside
+            start[dimension], shape[dimension] = _local_part(shape[dimension], meshes.model)
+        # FSDP shards the rows of the model shard.
+        row, shape[0] = _local_part(shape[0], meshes.fsdp)
+        start[0] += row
         return tuple(start), tuple(shape)
 
-    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        expected, where = self.all[self.parts[name].name].shape, f"weight {self.parts[name].name}"
-        if whole.shape != expected:
-            raise EngineError(
-                where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}"
-            )
-        for dim, (start, size) in enumerate(zip(*self._box(name), strict=True)):
-            whole = whole.narrow(dim, start, size)
-        return whole
+    def _shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a full parameter [V, D], as a view."""
+        full_name = self.names[name]
+        expected = self.parameter_specs[full_name].shape
+        if full.shape != expected:
+            got = f"shape {tuple(full.shape)}"
+            raise EngineError(f"weight {full_name}", got=got, expected=f"{tuple(expected)}")
+        shard = full
+        for dim, (start, size) in enumerate(zip(*self._position(name), strict=True)):
+            shard = shard.narrow(dim, start, size)
+        return shard
+
+    # Older names.
+    part = shard
+    pieces = shards
+    whole = full_parameters
 
 
 class ShardedWeights(PartialWeights):
     """The parameters of this rank's layers, sharded by FSDP2.
 
     Args:
-        root: the module that computes, the scorer or a pipeline's stage; sharded here.
-        model: a part of it; its parameters have their tensor-parallel shapes, on "meta".
-        parts: by the names of its parameters.
-        whole: all parameters of the whole model, in its order.
+        root: the module that computes, a scorer or a pipeline stage; sharded here.
+        model: the model in it; its parameters have their shapes [V/tp, D], on "meta".
+        parts: where each shard sits in its parameter, by the model's names.
+        read: reads full parameters.
+        dtype: compute dtype.
+        processes: the ranks of the engine.
+        whole: all parameters and buffers of the full model, in its order.
+        memory: ways to save memory.
     """
 
     def __init__(
         self,
         root: nn.Module,
         model: PreTrainedModel,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, ShardSpec],
         read: ReadWeight,
         *,
         dtype: torch.dtype,
         processes: Processes,
-        whole: Mapping[str, WholeParameter],
+        whole: Mapping[str, ParameterSpec],
         memory: Memory,
     ) -> None:
         super().__init__(processes, dtype, parts, whole)
-        self.root, device = root, processes.world.device
-        # On a CPU weights are where they would be offloaded to.
+        self.root = root
+        device = processes.world.device
+        # On a CPU, shards are already where they would be offloaded to.
         offloads = memory.offload_weights and device.type == "cuda"
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._shard(model, device, offloads=offloads, reshards=memory.reshard_after_forward)
+        self._fully_shard(model, device, offloads=offloads, reshards=memory.reshard_after_forward)
         self.root.to_empty(device="cpu" if offloads else device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
-            # Buffers compute: they follow the activations, whatever rests on the CPU.
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, model.get_buffer(name).to(device))
+            # Buffers are on the device of the activations, even where shards are on the host.
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, model.get_buffer(name).to(device))
+
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers = weight_buffers(model)
-        self.trained = [
-            name for name, parameter in self.parameters.items() if parameter.requires_grad
-        ]
-        self.masters = {
-            name: parameter.to_local().detach() for name, parameter in self.parameters.items()
-        }
+        self.trained: list[str] = []
+        self.masters = {}
+        for name, parameter in self.parameters.items():
+            self.masters[name] = parameter.to_local().detach()
+            if parameter.requires_grad:
+                self.trained.append(name)
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(self._piece(name, read(self.names[name])))
+                master.copy_(self._shard_of(name, read(self.names[name])))
 
-    def _shard(
+    def _fully_shard(
         self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool
     ) -> None:
-        storage, is_replicated = self.processes.storage, self.processes.layout.dp_replicate > 1
-        # A hidden state that a layer returns is in the compute dtype already; the outputs of the root stay float32.
-        policy = MixedPrecisionPolicy(
-            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        """Apply `fully_shard` to experts, layers and root, innermost first."""
+        storage = self.processes.storage
+        is_replicated = self.processes.layout.dp_replicate > 1
         options: dict[str, Any] = {
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
-            "mp_policy": policy,
+            # Hidden states are in the compute dtype already; the root's outputs stay float32.
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
             "reshard_after_forward": reshards,
             "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
         }
         if self.processes.layout.ep > 1:
-            divided = self.processes.experts
-            mesh = divided["dp_replicate", "edp"] if is_replicated else divided["edp"]
+            experts = self.processes.experts
+            mesh = experts["dp_replicate", "edp"] if is_replicated else experts["edp"]
             for mixture in mixtures(model):
                 fully_shard(mixture.experts, **options | {"mesh": mesh})
-        blocks = set(model._no_split_modules or ())
+        layer_types = set(model._no_split_modules or ())
         for module in model.modules():
-            if type(module).__name__ in blocks:
+            if type(module).__name__ in layer_types:
                 fully_shard(module, **options)
         fully_shard(self.root, **options)
+
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
-                # Losses are normalised over all rows beforehand, so gradients are added up and never averaged.
+                # Losses are normalised over all rows beforehand: sum gradients, never average.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if device.type == "cpu":
-                    # Gloo gathers nothing while others compute: the layer to come would only take memory earlier.
+                    # Gloo does not gather during computation, so prefetching only takes memory.
                     module.set_modules_to_backward_prefetch([module])
 
     def attach_gradients(self) -> None:
-        """Hand the gradients [V/tp/fsdp, D] to the masters; zeros where there are none."""
+        """Attach the gradients [V/tp/fsdp, D] to the masters; zeros where a parameter has none."""
+        replicated = []
         for name in self.trained:
-            parameter, master = self.parameters[name], self.masters[name]
-            local = parameter.to_local()
-            if local.data_ptr() != master.data_ptr():
+            parameter = self.parameters[name]
+            master = self.masters[name]
+            if parameter.to_local().data_ptr() != master.data_ptr():
                 raise EngineError(
                     f"parameter {name}",
                     got="other memory than when it was sharded",
-                    expected="the same",
+                    expected="the same memory",
                 )
-            master.grad = (
-                torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
-            )
-        # Those of what several ranks hold alike have each seen a part of the tokens or heads.
-        self._join_copies(
-            [name for name in self.trained if self.parts[name].tensor_dimension is None]
-        )
+            if parameter.grad is None:
+                master.grad = torch.zeros_like(master)
+            else:
+                master.grad = parameter.grad.to_local()
+            if self.shard_specs[name].tensor_dimension is None:
+                replicated.append(name)
+        self._join_copies(replicated)
 
     def refresh_compute(self) -> None:
-        """Nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D] itself."""
+        """Do nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D]."""
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors [V/tp/fsdp, D] that may rest: `weights`, which are the masters."""
-        return {
-            "weights": [parameter.to_local().detach() for parameter in self.parameters.values()]
-        }
+        """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are the masters."""
+        return {"weights": [shard.to_local().detach() for shard in self.parameters.values()]}
 
     def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
-        """Let these tensors [V/tp/fsdp, D], in the order of `parameters`, be the memory of the parts. A part that
-        FSDP pads, of a tensor that its ranks do not divide, keeps its own."""
-        of_parameter = dict(zip(map(id, self.parameters.values()), windows, strict=True))
+        """Move the shards to other memory, which already has their content.
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if (window := of_parameter.get(id(tensor))) is None:
+        FSDP pads shards of a parameter that its ranks do not divide evenly; those do not move.
+
+        Args:
+            windows: [V/tp/fsdp, D] each, in the order of `parameters`.
+        """
+        ids = map(id, self.parameters.values())
+        window_by_id = dict(zip(ids, windows, strict=True))
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            window = window_by_id.get(id(tensor))
+            if window is None:
                 return tensor
             return DTensor(window, tensor._spec, requires_grad=tensor.requires_grad)
 
-        self.root._apply(moved)
+        self.root._apply(move)
         for name, parameter in self.parameters.items():
             self.masters[name].data = parameter.to_local().detach()
 
 
-def _joined(
-    part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]
+def _local_part(total: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Start and size of this rank's part of a dimension that a mesh shards."""
+    return part_of(total, mesh.size(), mesh.get_local_rank())
+
+
+def _gather_shards(
+    shard: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor from the parts that the ranks of a mesh have, sent to where they belong in it."""
-    group, number = mesh.get_group(), mesh.get_local_rank()
+    """Gather a tensor from the shards of the ranks of a mesh.
+
+    Args:
+        shard: this rank's shard.
+        mesh: one-dimensional mesh.
+        dimension: the dimension that is sharded, as `part_of` does.
+        shape: shape of the result.
+
+    Returns:
+        A tensor of `shape`; the shard itself on a mesh of one rank.
+    """
     if mesh.size() == 1:
-        return part
-    whole = torch.empty(shape, dtype=part.dtype, device=part.device)
-    sizes = [part_of(shape[dimension], mesh.size(), sender)[1] for sender in range(mesh.size())]
-    # Gloo takes as much memory again for what it gathers at once.
-    is_small = whole.nbytes <= _GLOO_BYTES or part.device.type != "cpu"
-    if dimension == 0 and len(set(sizes)) == 1 and is_small:
-        all_gather_single(whole, part.contiguous(), group=group)
-        return whole
-    for sender, place in enumerate(whole.split(sizes, dimension)):
-        if place.numel() == 0:
+        return shard
+    group = mesh.get_group()
+    full = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+    sizes = [part_of(shape[dimension], mesh.size(), rank)[1] for rank in range(mesh.size())]
+    # Gloo needs as much memory again for what it gathers at once.
+    fits_gloo = full.nbytes <= _GLOO_BYTES or shard.device.type != "cpu"
+    if dimension == 0 and len(set(sizes)) == 1 and fits_gloo:
+        all_gather_single(full, shard.contiguous(), group=group)
+        return full
+    for sender, window in enumerate(full.split(sizes, dimension)):
+        if window.numel() == 0:
             continue
-        if sender == number:
-            place.copy_(part)
-        # Only the rows of a tensor lie together.
-        sent = place if place.is_contiguous() else place.contiguous()
-        dist.broadcast(sent, group=group, group_src=sender)
-        if sent is not place:
-            place.copy_(sent)
-    return whole
+        if sender == mesh.get_local_rank():
+            window.copy_(shard)
+        # Only a block of rows is contiguous in the full tensor.
+        buffer = window.contiguous()
+        dist.broadcast(buffer, group=group, group_src=sender)
+        if buffer is not window:
+            window.copy_(buffer)
+    return full
 
 
 def shard(
@@ -423,75 +518,106 @@ def shard(
     processes: Processes,
     memory: Memory,
 ) -> ShardedWeights:
-    """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D].
+    """Shard the parameters of a scorer's model: [V, D] to [V/tp/fsdp, D].
 
     Args:
-        scorer: the model and its head, whole, with float32 values or on "meta"; computes with the shards afterwards.
-        read: gives the values; None: the model has them.
+        scorer: the full model and its head, with float32 values or on "meta". Computes with the
+            shards afterwards.
+        read: reads full parameters; None if the model has values.
+        dtype: compute dtype.
+        processes: the ranks of the engine.
+        memory: ways to save memory.
+
+    Returns:
+        The shards of this rank.
     """
-    model, layout = scorer.model, processes.layout
-    if read is None:
-        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        read = values.__getitem__
-    # Parameters go to "meta", ties kept: float32 where they are trained, else in the compute dtype.
+    model = scorer.model
+    layout = processes.layout
+    read = read or reader_of(model)
+    _move_to_meta(model, dtype)
+    parameter_specs = _describe(model, processes)
+    num_vocabulary = model.get_input_embeddings().num_embeddings
+
+    # Reduce the model to this rank's layers, heads, vocabulary and experts.
+    tensor_dimensions: dict[str, int] = {}
+    if layout.tp > 1:
+        tensor_dimensions = share_layers(model, processes.group("tp"))
+    expert_names: set[str] = set()
+    if processes.experts is not None:
+        expert_names = share_experts(model, processes.experts.get_group("ep"))
+    copies: Mapping[str, str] = {}
+    if layout.pp > 1:
+        copies = keep_stage(model, processes)
+
+    shard_specs = {}
+    for name, _ in model.named_parameters():
+        shard_specs[name] = ShardSpec(
+            name=copies.get(name, name),
+            tensor_dimension=tensor_dimensions.get(name),
+            is_copy=name in copies,
+            is_divided=name in expert_names,
+        )
+    scorer.sharing = SharedTokens(processes, num_vocabulary)
+    root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
+    return ShardedWeights(
+        root,
+        model,
+        shard_specs,
+        read,
+        dtype=dtype,
+        processes=processes,
+        whole=parameter_specs,
+        memory=memory,
+    )
+
+
+def reader_of(model: nn.Module) -> ReadWeight:
+    """A reader of the parameters that a model has at present."""
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return values.__getitem__
+
+
+def _move_to_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Move parameters to "meta", tied ones together: float32 if trained, else in `dtype`."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            kind = torch.float32 if parameter.requires_grad else dtype
-            empty = torch.empty_like(parameter, device="meta", dtype=kind)
-            moved.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+            if id(parameter) not in moved:
+                meta_dtype = torch.float32 if parameter.requires_grad else dtype
+                empty = torch.empty_like(parameter, device="meta", dtype=meta_dtype)
+                moved[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             setattr(module, name, moved[id(parameter)])
-    whole = _describe(model, processes)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    cut = share_layers(model, processes.group("tp")) if layout.tp > 1 else {}
-    divided = (
-        share_experts(model, processes.experts.get_group("ep"))
-        if processes.experts is not None
-        else set()
-    )
-    copies = keep_stage(model, processes) if layout.pp > 1 else {}
-    parts = {
-        name: Part(copies.get(name, name), cut.get(name), name in copies, name in divided)
-        for name, _ in model.named_parameters()
-    }
-    scorer.sharing = SharedTokens(processes, vocabulary)
-    root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
-    return ShardedWeights(
-        root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory
-    )
 
 
-def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, WholeParameter]:
+def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, ParameterSpec]:
+    """All parameters and buffers of a full model, with their pipeline stages."""
     num_stages = processes.layout.pp
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
-    of_table = {id(parameter) for parameter in table.parameters()}
-    of_first = of_table | {
-        id(one) for one in (vision_encoder(model).parameters() if is_vision(model.config) else ())
-    }
-    stages = {}
+    table_ids = set(map(id, table.parameters()))
+    first_stage_ids = set(table_ids)
+    if is_vision(model.config):
+        first_stage_ids.update(map(id, vision_encoder(model).parameters()))
+    stage_of_layer: dict[int, int] = {}
     if num_stages > 1:
         num_layers = len(backbone(model).layers)
-        stages = {
-            number: stage
-            for stage in range(num_stages)
-            for number in layers_of_stage(num_layers, stage, num_stages)
-        }
-    described = {}
+        for stage in range(num_stages):
+            for layer in layers_of_stage(num_layers, stage, num_stages):
+                stage_of_layer[layer] = stage
+
+    def stage_by_name(name: str) -> int:
+        """The stage of a layer, or the last one, which has norm and head."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return num_stages - 1
+        return stage_of_layer.get(int(match[1]), 0)
+
+    specs = {}
     for name, parameter in model.named_parameters():
-        is_table, layer = id(parameter) in of_table, _LAYER.fullmatch(name)
-        stage = (
-            0
-            if id(parameter) in of_first
-            else stages.get(int(layer[1]), 0)
-            if layer
-            else num_stages - 1
-        )
-        described[name] = WholeParameter(
-            parameter.shape, stage, num_stages > 1 and is_tied and is_table
-        )
+        stage = 0 if id(parameter) in first_stage_ids else stage_by_name(name)
+        is_shared = num_stages > 1 and is_tied and id(parameter) in table_ids
+        specs[name] = ParameterSpec(parameter.shape, stage, is_shared)
     for name, buffer in weight_buffers(model).items():
-        layer = _LAYER.fullmatch(name)
-        stage = stages.get(int(layer[1]), 0) if layer else num_stages - 1
-        described[name] = WholeParameter(buffer.shape, stage, dtype=buffer.dtype)
-    return described
+        specs[name] = ParameterSpec(buffer.shape, stage_by_name(name), dtype=buffer.dtype)
+    return specs

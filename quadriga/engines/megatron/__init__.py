@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core as a training engine. The only package that imports `megatron`, when the engine is first named."""
+"""Megatron-core as a training engine: the only package that imports `megatron`, at first use."""
 
 import warnings
 from typing import TYPE_CHECKING
@@ -9,9 +9,12 @@ from quadriga.lazy import lazy_names
 if TYPE_CHECKING:
     from quadriga.engines.megatron.engine import MegatronEngine
 
-# Five of its modules say on import that Apex or Transformer Engine is missing; a run says itself what computes.
+# On import, five Megatron modules warn that Apex or Transformer Engine is missing. A run reports
+# itself which modules compute.
 warnings.filterwarnings(
-    "ignore", r"(Transformer Engine and )?Apex|full scope is deprecated", module=r"megatron\.core"
+    "ignore",
+    r"(Transformer Engine and )?Apex|full scope is deprecated",
+    module=r"megatron\.core",
 )
 
 __all__, __getattr__ = lazy_names(__name__)

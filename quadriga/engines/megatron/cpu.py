@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron-core asks of CUDA, answered on a CPU, while a call into it lasts.
+"""Stand-ins for the parts of CUDA that Megatron-core calls, to run it on a CPU.
 
-    torch.cuda.current_device()              the CPU, where Megatron makes its buffers
+    torch.cuda.current_device()              the CPU, where Megatron allocates its buffers
     device="cuda" in calls of torch          the CPU
-    numbers of tokens for experts            lists, where they are copied from a device elsewhere
-    Megatron's tracker of random states      none: there is no dropout here
-    CUDA's random state, in recomputation    none
+    numbers of tokens for experts            lists, which Megatron otherwise copies from the device
+    Megatron's tracker of random states      empty: there is no dropout here
+    CUDA's random state, in recomputation    empty
 
-Nothing of Megatron's files is changed, and what is replaced is put back when the call ends: other roles of the process
-see torch as it is. On CUDA nothing is replaced.
+They are in place only during a call into Megatron, so other roles of the process see torch as it
+is. Megatron's files are not changed. On CUDA nothing is replaced.
 """
 
 from collections.abc import Iterator
@@ -21,26 +21,26 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
-REPLACED = (
-    "torch.cuda.current_device, device='cuda', CUDA's random states"  # what is, for people to read
-)
+REPLACED = "torch.cuda.current_device, device='cuda', CUDA's random states"
+"""The parts that are replaced, for people to read."""
 
 
 class _OnCPU(TorchFunctionMode):
-    """Calls of torch with `device="cuda"`, or a number, go to the CPU."""
+    """Redirect calls of torch with a CUDA device to the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
+        # A number is a CUDA device, too.
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)
 
 
 class _NoRandomStates:
-    """In place of the tracker: nothing here is drawn."""
+    """Replaces Megatron's tracker of random states: there is no dropout."""
 
     def fork(self, name: str = "") -> AbstractContextManager[None]:
         return nullcontext()
@@ -52,21 +52,23 @@ class _NoRandomStates:
         pass
 
 
-def _splits(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """In place of copies from a device: collectives take numbers of tokens as lists."""
+def _splits_to_lists(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Replaces copies from the device: collectives take numbers of tokens as lists."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
-        if isinstance(found := getattr(dispatcher, name, None), torch.Tensor):
-            setattr(dispatcher, name, found.tolist())
+        splits = getattr(dispatcher, name, None)
+        if isinstance(splits, torch.Tensor):
+            setattr(dispatcher, name, splits.tolist())
     return tokens_per_expert
 
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
+    dispatcher = MoEAlltoAllTokenDispatcher
     with (
         _OnCPU(),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
-        patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits),
+        patch.object(dispatcher, "cuda_dtoh_stream", "none"),
+        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", _splits_to_lists),
         patch.object(random, "_CUDA_RNG_STATE_TRACKER", _NoRandomStates()),
         patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0)),
@@ -76,5 +78,5 @@ def _stand_ins() -> Iterator[None]:
 
 
 def around_megatron(device: torch.device) -> AbstractContextManager[None]:
-    """Context around a call into Megatron, for models on `device`."""
+    """Context manager for a call into Megatron, for models on `device`."""
     return nullcontext() if device.type == "cuda" else _stand_ins()

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine on Megatron-core: its modules and schedules between the loop and the optimizer of every engine.
+"""The training engine on Megatron-core, between the common loop and the common optimizer.
 
     loop over mini-batches       engines/step.py
-    optimizer, clipping, state   engines/fsdp/engine.py, on masters under Hugging Face's names (weights.py)
-    forward and backward         Megatron's schedules (plain, 1F1B, interleaved) and GPTModel (model.py)
+    optimizer, clipping, state   engines/fsdp/engine.py, on masters with Hugging Face names
+    parameters and masters       weights.py
+    forward and backward         Megatron's schedules (plain, 1F1B, interleaved) and model.py
 
-A schedule sends tensors of one shape between stages, so the micro-batches of a step are extended to the longest. With
-virtual stages their number is a multiple of the stages; the engine adds fillers.
+A schedule sends tensors of one shape between stages, so the micro-batches of a step are padded to
+the longest one. With virtual stages their number is a multiple of the stages; the engine adds
+fillers.
 
-Legend: n packed tokens of a micro-batch in this rank, M predicted ones, D hidden size; [V, D] a parameter.
+Legend: n packed tokens of a micro-batch on this rank, M predicted tokens, D hidden size; [V, D] the
+shape of a parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +30,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from quadriga.engines.fsdp.engine import FSDPEngine
-from quadriga.engines.fsdp.sharded import ReadWeight
+from quadriga.engines.fsdp.sharded import ReadWeight, reader_of
 from quadriga.engines.megatron.cpu import REPLACED, around_megatron
 from quadriga.engines.megatron.model import (
     Packed,
@@ -45,17 +48,24 @@ from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.scorers import Question, Scored, Scorer
 
-# With its import torch would unpickle these classes from any file, in the whole process.
-_others = [one for one in torch.serialization.get_safe_globals() if one not in SAFE_GLOBALS]
+# Importing Megatron lets torch unpickle its classes from any file, in the whole process. Undo that.
+_other_globals = [
+    entry for entry in torch.serialization.get_safe_globals() if entry not in SAFE_GLOBALS
+]
 torch.serialization.clear_safe_globals()
-torch.serialization.add_safe_globals(_others)
+torch.serialization.add_safe_globals(_other_globals)
 
 
 Work = tuple[PackedBatch, LossFunction | None]
 
 
 class WholeTokens(SharedTokens):
-    """Every rank of a tensor-parallel group has all tokens at the end: Megatron without sequence parallelism."""
+    """Token sharing without sequence parallelism: all ranks of a tp group end with all tokens.
+
+    Args:
+        processes: the ranks of the engine.
+        num_vocabulary: entries of the vocabulary.
+    """
 
     def __init__(self, processes: Processes, num_vocabulary: int) -> None:
         super().__init__(processes, num_vocabulary)
@@ -63,76 +73,110 @@ class WholeTokens(SharedTokens):
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         if self.processes.layout.tp > 1 and in_parts:
+            # Sums the gradients of the ranks, each of which scores its part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return super().scored(hidden, batch, in_parts=in_parts)
 
 
 class Schedule:
-    """This rank's chunks, and how micro-batches go through them."""
+    """Runs micro-batches through this rank's chunks of the model with Megatron's schedules.
+
+    Args:
+        scorer: the model's head and its outputs.
+        chunks: this rank's chunks, one for each virtual stage.
+        processes: the ranks of the engine.
+    """
 
     def __init__(self, scorer: Scorer, chunks: Sequence[GPTModel], processes: Processes) -> None:
-        self.scorer, self.chunks, self.processes = scorer, list(chunks), processes
+        self.scorer = scorer
+        self.chunks = list(chunks)
+        self.processes = processes
 
     def run(
         self, work: Sequence[Work], question: Question, *, is_training: bool = False
     ) -> list[Outputs]:
-        """One forward pass, and in training one backward pass, over all micro-batches, in multiples of the stages, each
-        with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
+        """Run a forward pass, and in training a backward pass, over all micro-batches.
+
+        Args:
+            work: micro-batches, a multiple of the stages, with their losses in training.
+            question: which outputs to compute.
+            is_training: whether to run a backward pass.
+
+        Returns:
+            Outputs [M] of each micro-batch; none except in the last stage.
+        """
         if self.processes.layout.pp > 1:
             longest = max(batch.num_tokens for batch, _ in work)
             work = [(batch.extended(longest), loss) for batch, loss in work]
-        found: list[Outputs] = []
+        all_outputs: list[Outputs] = []
 
-        def step(
-            pieces: Iterator[Work], chunk: nn.Module
+        def forward_step(
+            micro_batches: Iterator[Work], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            batch, loss = next(pieces)
-            ids, positions, plan = self.scorer.sharing.inputs(batch)
-            routed = (
-                None if batch.routing is None else self.scorer.sharing.routed(batch, ids.shape[1])
-            )
+            # Each chunk has an iterator of its own over the same micro-batches.
+            batch, loss = next(micro_batches)
+            sharing = self.scorer.sharing
+            ids, positions, plan = sharing.inputs(batch)
+            routed = None
+            if batch.routing is not None:
+                routed = sharing.routed(batch, ids.shape[1])
             packed = Packed(positions=positions[0], plan=plan, routed=routed)
             hidden = chunk(ids, positions, None, packed_seq_params=packed)
             if routed is not None:
                 self.scorer.keep_routes(routed)
 
+            # Megatron calls this in the last stage only.
             def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
                 outputs = self.scorer.score(hidden[:, 0], batch, question)
-                found.append({name: values.detach() for name, values in outputs.items()})
-                total = next(iter(outputs.values())).sum() * 0.0 if loss is None else loss(outputs)
+                all_outputs.append({name: values.detach() for name, values in outputs.items()})
+                zero = next(iter(outputs.values())).sum() * 0.0
+                total = zero if loss is None else loss(outputs)
+                # The number of tokens is 0: losses are normalised already.
                 return total, torch.zeros((), dtype=torch.int), None
 
             return hidden, score
 
+        first_batch, _ = work[0]
         with around_megatron(self.processes.world.device):
             get_forward_backward_func()(
-                forward_step_func=step,
+                forward_step_func=forward_step,
                 data_iterator=[iter(work) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(work),
-                seq_length=work[0][0].num_tokens // self.processes.layout.sp,
+                seq_length=first_batch.num_tokens // self.processes.layout.sp,
                 micro_batch_size=1,
                 forward_only=not is_training,
             )
-        return found
+        return all_outputs
 
 
 class _Head(nn.Module):
-    """The rows [V/tp, D] of Megatron's head that are in the vocabulary."""
+    """Megatron's head without the padding of its vocabulary: [V/tp, D]."""
 
-    def __init__(self, parameter: nn.Parameter, rows: int) -> None:
+    def __init__(self, parameter: nn.Parameter, num_rows: int) -> None:
         super().__init__()
-        self._whole, self._rows = (parameter,), rows
+        # In a tuple, so that it is not registered as a parameter of this module, too.
+        self._parameters_of_megatron = (parameter,)
+        self._num_rows = num_rows
 
     @property
     def weight(self) -> torch.Tensor:
-        (whole,) = self._whole
-        return whole if len(whole) == self._rows else whole[: self._rows]
+        (parameter,) = self._parameters_of_megatron
+        if len(parameter) == self._num_rows:
+            return parameter
+        return parameter[: self._num_rows]
 
 
 class MegatronEngine(FSDPEngine):
-    """A model, whole, on "meta" with `read` or with values, in Megatron's modules, and its optimizer. `virtual`: chunks
-    of layers in each pipeline stage; None: one. `settings`: fields of Megatron's TransformerConfig."""
+    """A model in Megatron's modules, with its optimizer.
+
+    Args:
+        scorer: the full model and its head, with values or on "meta" with `read`.
+        sequence_parallel: whether tensor-parallel ranks share the tokens between layers.
+        virtual: chunks of layers in each pipeline stage; None for one.
+        settings: fields of Megatron's TransformerConfig.
+        rest: further arguments of `FSDPEngine`.
+    """
 
     def __init__(
         self,
@@ -143,17 +187,19 @@ class MegatronEngine(FSDPEngine):
         settings: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> None:
-        self.virtual, self.settings = virtual, dict(settings or {})
-        self.settings["sequence_parallel"] = sequence_parallel and rest["processes"].layout.tp > 1
+        self.virtual = virtual
+        self.settings = dict(settings or {})
+        has_tensor_parallelism = rest["processes"].layout.tp > 1
+        self.settings["sequence_parallel"] = sequence_parallel and has_tensor_parallelism
         super().__init__(scorer, **rest)
 
-    def _arranged(self, read: ReadWeight | None) -> MegatronWeights:
-        processes, model, layout = self.processes, self.scorer.model, self.processes.layout
-        if read is None:
-            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            read = values.__getitem__
-        kind = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
-        self.scorer.sharing = kind(processes, model.get_input_embeddings().num_embeddings)
+    def _arrange_parameters(self, read: ReadWeight | None) -> MegatronWeights:
+        processes = self.processes
+        model = self.scorer.model
+        layout = processes.layout
+        sharing = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
+        self.scorer.sharing = sharing(processes, model.get_input_embeddings().num_embeddings)
+
         is_mixture = getattr(model.config, "num_experts", None)
         sizes = {
             "tensor_model_parallel_size": layout.tp,
@@ -161,7 +207,7 @@ class MegatronEngine(FSDPEngine):
             "virtual_pipeline_model_parallel_size": self.virtual,
             "expert_model_parallel_size": layout.ep if is_mixture else 1,
             "expert_tensor_parallel_size": 1,
-            # With two stages Megatron's other ways mix up the directions of virtual ones.
+            # With two stages, Megatron's other modes confuse the directions of virtual stages.
             "overlap_p2p_comm": self.virtual is not None,
         }
         if self.memory.gradient_checkpointing:
@@ -171,44 +217,61 @@ class MegatronEngine(FSDPEngine):
                 "recompute_num_layers": 1,
             }
         config = transformer_config(model.config, self.dtype, self.device, sizes | self.settings)
+        # On a CPU, stand-ins replace CUDA during these calls.
         with around_megatron(self.device):
             meet(processes, self.virtual)
             chunks = chunks_of(model, config, self.device)
-        on_host = self.memory.offload_weights and self.device.type == "cuda"
-        how = {"dtype": self.dtype, "processes": processes, "steps_on_host": on_host}
-        weights = MegatronWeights(self.scorer, chunks, config, read, **how)
+        weights = MegatronWeights(
+            self.scorer,
+            chunks,
+            config,
+            read or reader_of(model),
+            dtype=self.dtype,
+            processes=processes,
+            steps_on_host=self.memory.offload_weights and self.device.type == "cuda",
+        )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
-        self.stage = weights.root = Schedule(self.scorer, chunks, processes)
+        self.stage = Schedule(self.scorer, chunks, processes)
+        # The common engine asks the weights for the module that computes.
+        weights.root = self.stage
         return weights
 
     def describe(self) -> dict[str, Any]:
-        chosen = super().describe()
-        config, layout = self.stage.chunks[0].config, self.processes.layout
-        how = f"the modules of Megatron-core {megatron.core.__version__}, {linear_modules(self.device)[2]}"
+        choices = super().describe()
+        config = self.stage.chunks[0].config
+        _, _, linear_reason = linear_modules(self.device)
+        modules = f"the modules of Megatron-core {megatron.core.__version__}, {linear_reason}"
         if config.num_moe_experts:
-            reason = why_in_a_loop(config, self.device)
-            how += (
-                f"; experts one after the other ({reason})"
-                if reason
-                else "; experts in grouped products"
+            loop_reason = why_in_a_loop(config, self.device)
+            if loop_reason:
+                modules += f"; experts one after the other ({loop_reason})"
+            else:
+                modules += "; experts in grouped products"
+        if self.processes.layout.sp > 1:
+            modules += (
+                "; sequences split by heads (Ulysses), because Megatron's context parallelism "
+                "needs Transformer Engine's attention, which does not support shared prompts"
             )
-        if layout.sp > 1:
-            how += "; sequences split by heads (Ulysses), for Megatron's context parallelism is in Transformer Engine's"
-            how += " attention, which knows no shared prompts"
         if self.device.type == "cpu":
-            how += f"; on a CPU its calls of {REPLACED} are answered in place"
-        return chosen | {"weights": f"{chosen['weights']}, in {how}"}
+            modules += f"; on a CPU, its calls of {REPLACED} are replaced"
+        return choices | {"weights": f"{choices['weights']}, in {modules}"}
 
 
-_met: dict[
-    str, Any
-] = {}  # the sizes with which Megatron's groups were made in this process, and in which meeting
+_formed: dict[str, Any] = {}
+"""Sizes of Megatron's groups in this process, and the meeting in which they were formed."""
 
 
 def meet(processes: Processes, virtual: int | None) -> None:
-    """Form Megatron's groups, which are global in a process; roles that share it share them.
-    Raises EngineError: they were formed with other sizes."""
+    """Form Megatron's process groups, which are global: all roles of a process share them.
+
+    Args:
+        processes: the ranks of the engine.
+        virtual: chunks of layers in each pipeline stage; None for one.
+
+    Raises:
+        EngineError: another role has formed them with other sizes.
+    """
     layout = processes.layout
     sizes = {
         "tp": layout.tp,
@@ -217,17 +280,17 @@ def meet(processes: Processes, virtual: int | None) -> None:
         "ep": layout.ep,
         "world": layout.world_size,
     }
-    if (
-        parallel_state.model_parallel_is_initialized()
-        and _met["meeting"] == Membership.num_meetings
-    ):
-        if _met["sizes"] != sizes:
-            fix = "Give all roles of a pool the same sizes under megatron."
-            raise EngineError(
-                "Megatron's groups", got=str(sizes), expected=str(_met["sizes"]), fix=fix
-            )
-        return
     if parallel_state.model_parallel_is_initialized():
+        if _formed["meeting"] == Membership.num_meetings:
+            if _formed["sizes"] != sizes:
+                raise EngineError(
+                    "Megatron's groups",
+                    got=str(sizes),
+                    expected=str(_formed["sizes"]),
+                    fix="Give all roles of a pool the same sizes under megatron.",
+                )
+            return
+        # The ranks met anew since, so these groups are invalid.
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         layout.tp,
@@ -239,6 +302,6 @@ def meet(processes: Processes, virtual: int | None) -> None:
         order="tp-cp-ep-dp-pp",
     )
     if processes.world.device.type == "cuda":
-        # There is no dropout; Megatron wants its random states all the same.
+        # Megatron requires random states, although there is no dropout.
         model_parallel_cuda_manual_seed(0)
-    _met.update(sizes=sizes, meeting=Membership.num_meetings)
+    _formed.update(sizes=sizes, meeting=Membership.num_meetings)

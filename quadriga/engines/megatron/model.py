@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's GPTModel for a Hugging Face configuration: the layers of one rank, and the parts of them that are ours.
+"""Megatron's GPTModel for a Hugging Face configuration, for one rank, with modules of ours.
 
-    Norm         RMSNorm of torch, also with sequence parallelism
-    Rotary       by the positions of packed tokens and the frequencies of Hugging Face's module
+    Norm         torch's RMSNorm, also with sequence parallelism
+    Rotary       from the positions of packed tokens and the frequencies of Hugging Face's module
     Attention    by the plan of the packed batch, on any device
-    Router       Megatron's, which goes where it is told, and says where it went
-    Experts      torch's grouped products, on the tokens that Megatron's router and dispatcher bring
-    Linear       Megatron's, or on CUDA Transformer Engine's where that is installed
+    Router       Megatron's, with replayed choices, and recording its choices
+    Experts      torch's grouped products, on tokens from Megatron's router and dispatcher
+    Linear       Megatron's, or on CUDA Transformer Engine's if that is installed
 
-Legend: n packed tokens, D hidden size, E experts of width F, H query heads, K key-value heads, d head size; tp and ep
-ranks of tensor and expert parallelism.
+Legend: n packed tokens, D hidden size, E experts of width F, H query heads, K key-value heads, d
+head size; tp and ep the sizes of the tensor- and expert-parallel groups.
 """
 
 from collections.abc import Mapping
@@ -51,12 +51,12 @@ from quadriga.models.architecture import backbone
 from quadriga.models.attention import AttentionPlan
 from quadriga.models.experts import RoutedTokens
 
-_GROUPED_ALIGNMENT = 16  # bytes, of rows that torch's grouped products read
+_GROUPED_ALIGNMENT = 16  # bytes of a row in torch's grouped products
 
 
 @dataclass
 class Packed(PackedSeqParams):
-    """A packed batch as it travels through Megatron's layers, in the place of the lengths that its kernels read."""
+    """A packed batch for Megatron's layers, in place of the lengths that its kernels read."""
 
     qkv_format: str = "sbhd"
     positions: Tensor | None = None  # [n]
@@ -65,7 +65,13 @@ class Packed(PackedSeqParams):
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm [n, 1, D]; with sequence parallelism a rank sees some of the tokens."""
+    """RMSNorm [n, 1, D]. With sequence parallelism a rank normalises some of the tokens.
+
+    Args:
+        config: Megatron's configuration.
+        hidden_size: D.
+        eps: added to the mean square.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -73,7 +79,11 @@ class Norm(nn.RMSNorm):
 
 
 class Rotary(nn.Module):
-    """Angles [n, 1, 1, d] of the positions of a packed batch."""
+    """Angles [n, 1, 1, d] of the positions of a packed batch.
+
+    Args:
+        frequencies: [d / 2].
+    """
 
     def __init__(self, frequencies: Tensor) -> None:
         super().__init__()
@@ -82,79 +92,141 @@ class Rotary(nn.Module):
     def get_rotary_seq_len(
         self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Packed
     ) -> Tensor:
-        """What Megatron hands to `forward`: the positions [n]."""
+        """Return the positions [n], which Megatron passes to `forward`.
+
+        Args:
+            context: not used.
+            decoder: not used.
+            hidden: not used.
+            config: not used.
+            packed: the packed batch.
+
+        Returns:
+            Its positions [n].
+        """
         assert packed.positions is not None
         return packed.positions
 
     def forward(
         self, positions: Tensor, *, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor:
-        """[n] -> [n, 1, 1, d]."""
+        """Compute the angles.
+
+        Args:
+            positions: [n].
+            packed_seq: not used.
+            cp_group: not used.
+
+        Returns:
+            [n, 1, 1, d].
+        """
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
 class Attention(nn.Module):
-    """Attention of packed tokens, by the plan of the batch."""
+    """Attention of packed tokens, by the plan of the batch.
+
+    Args:
+        config: Megatron's configuration.
+        layer_number: number of the layer, from 1.
+        options: Megatron's other options; only `softmax_scale` is used.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
         super().__init__()
-        self.layer, self.scale = (
-            layer_number - 1,
-            options.get("softmax_scale") or config.kv_channels**-0.5,
-        )
+        self.layer = layer_number - 1
+        self.scale = options.get("softmax_scale") or config.kv_channels**-0.5
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Tensor:
-        """[n, 1, H/tp, d], [n, 1, K/tp, d] twice -> [n, 1, H/tp * d]."""
+        """Compute attention.
+
+        Args:
+            query: [n, 1, H/tp, d].
+            key: [n, 1, K/tp, d].
+            value: [n, 1, K/tp, d].
+            mask: not used.
+            options: `packed_seq_params` is the packed batch.
+
+        Returns:
+            [n, 1, H/tp * d].
+        """
         packed: Packed = options["packed_seq_params"]
         assert packed.plan is not None
+        # From Megatron's [n, 1, H/tp, d] to [1, H/tp, n, d].
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = packed.plan.attend(self.layer, query, key, value, self.scale)  # [1, n, H, d]
+        mixed = packed.plan.attend(self.layer, query, key, value, self.scale)  # [1, n, H/tp, d]
         return mixed.transpose(0, 1).flatten(2)
 
 
 class Router(TopKRouter):
-    """Megatron's, whose own product of tokens and weight [E, D] needs Transformer Engine."""
+    """Megatron's router, with replay, and without Transformer Engine for its product."""
 
-    tokens: RoutedTokens | None = None  # those of the call that its layer is in
+    tokens: RoutedTokens | None = None  # of the current call of its layer
 
     def begin(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
-        """Hook of the layer, also when it is computed again for the backward pass."""
+        """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
+
+        Args:
+            layer: the layer.
+            inputs: not used.
+            options: `packed_seq_params` is the packed batch.
+        """
         self.tokens = options["packed_seq_params"].routed
 
     def routing(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """[n, 1, E] -> the weights [n, E] of the chosen experts, and which these are, [n, E]."""
+        """Choose experts, or replay the choices in `tokens`.
+
+        Args:
+            logits: [n, 1, E].
+            options: further arguments of Megatron's router.
+
+        Returns:
+            Weights [n, E] of the chosen experts, and which are chosen, [n, E] bool.
+        """
         if self.tokens is None:
             return super().routing(logits, **options)
-        replay, number, own = self.router_replay, self.layer_number - 1, None
+        replay = self.router_replay
+        number = self.layer_number - 1
+        # The router's own choice, which metrics compare with a replayed one.
         replay.set_router_replay_action(RouterReplayAction.RECORD)
         weights, is_chosen = super().routing(logits, **options)
         chosen = replay.get_recorded_indices()
-        if (told := self.tokens.told(number, len(logits))) is not None:
-            own, chosen = chosen, torch.where(told >= 0, told, chosen)
+        own_choice = None
+        replayed = self.tokens.told(number, len(logits))
+        if replayed is not None:
+            own_choice = chosen
+            # Negative entries are not replayed.
+            chosen = torch.where(replayed >= 0, replayed, chosen)
             replay.target_topk_idx = chosen
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             weights, is_chosen = super().routing(logits, **options)
         replay.clear_router_replay_action()
         replay.clear_indices()
-        return self.tokens.see(number, logits[:, 0], weights, chosen, own), is_chosen
+        return self.tokens.see(number, logits[:, 0], weights, chosen, own_choice), is_chosen
 
     def gating(self, input: Tensor) -> Tensor:
-        """[n, 1, D] -> [n, 1, E]."""
-        kind = {"fp32": torch.float32, "fp64": torch.float64}.get(
-            self.config.moe_router_dtype, input.dtype
-        )
-        return linear(input.to(kind), self.weight.to(kind))
+        """Logits [n, 1, E] of tokens [n, 1, D]."""
+        dtypes = {"fp32": torch.float32, "fp64": torch.float64}
+        dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
+        return linear(input.to(dtype), self.weight.to(dtype))
 
 
 class Experts(nn.Module):
-    """The experts of this rank [E/ep, 2 F, D] and [E/ep, D, F], each for the tokens that it was chosen for."""
+    """The experts of this rank [E/ep, 2 F, D] and [E/ep, D, F].
+
+    Args:
+        number: E/ep.
+        config: Megatron's configuration.
+        pg_collection: not used.
+    """
 
     def __init__(self, number: int, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__()
-        width, size = config.moe_ffn_hidden_size, config.hidden_size
+        width = config.moe_ffn_hidden_size
+        size = config.hidden_size
         options: dict[str, Any] = {
             "device": torch.cuda.current_device(),
             "dtype": config.params_dtype,
@@ -164,49 +236,72 @@ class Experts(nn.Module):
         self.are_grouped = not why_in_a_loop(config, self.down_proj.device)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Tokens [m, D] sorted by expert, `counts` [E/ep] of each, with their weights [m] -> [m, D]."""
+        """Compute each expert on its tokens.
+
+        Args:
+            tokens: [m, D], sorted by expert.
+            counts: [E/ep], number of tokens of each expert.
+            weights: [m], factor of each output.
+
+        Returns:
+            [m, D], and None for the bias.
+        """
         if self.are_grouped:
             ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
             gate, up = grouped_mm(tokens, self.gate_up_proj.mT, offs=ends).chunk(2, -1)
             mixed = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
             return mixed * weights[:, None].to(mixed.dtype), None
-        sizes, found = counts.tolist(), []
-        for expert, (own, weight) in enumerate(
-            zip(tokens.split(sizes), weights.split(sizes), strict=True)
-        ):
-            gate, up = linear(own, self.gate_up_proj[expert]).chunk(2, -1)
-            found.append(
-                linear(silu(gate) * up, self.down_proj[expert]) * weight[:, None].to(own.dtype)
-            )
-        return torch.cat(found), None
+        sizes = counts.tolist()
+        outputs = []
+        by_expert = zip(tokens.split(sizes), weights.split(sizes), strict=True)
+        for expert, (expert_tokens, weight) in enumerate(by_expert):
+            gate, up = linear(expert_tokens, self.gate_up_proj[expert]).chunk(2, -1)
+            mixed = linear(silu(gate) * up, self.down_proj[expert])
+            outputs.append(mixed * weight[:, None].to(expert_tokens.dtype))
+        return torch.cat(outputs), None
 
 
 def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
-    """Why experts compute one after the other; empty: torch's grouped products take all of them at once."""
-    widths = config.hidden_size, config.moe_ffn_hidden_size
+    """The reason why experts compute one after the other.
+
+    Args:
+        config: Megatron's configuration.
+        device: device of the experts.
+
+    Returns:
+        The reason; empty if torch's grouped products compute all of them at once.
+    """
+    widths = (config.hidden_size, config.moe_ffn_hidden_size)
     if any(width * config.params_dtype.itemsize % _GROUPED_ALIGNMENT for width in widths):
-        return f"rows of {' and '.join(map(str, widths))} numbers are no multiples of {_GROUPED_ALIGNMENT} bytes"
+        numbers = " and ".join(map(str, widths))
+        return f"rows of {numbers} numbers are no multiples of {_GROUPED_ALIGNMENT} bytes"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "grouped products need compute capability 8.0"
     return ""
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """What cuts its rows over tensor-parallel ranks and what its columns, in layers; and the reason, to be printed."""
-    own, name = (ColumnParallelLinear, RowParallelLinear), "Megatron's own linear modules"
+    """Column-parallel and row-parallel linear modules, and the reason for their choice."""
     if device.type != "cuda":
-        return *own, f"{name} (Transformer Engine is for CUDA)"
-    if not transformer_engine.HAVE_TE:
-        return *own, f"{name} (Transformer Engine is not installed)"
-    found = f"linear modules of Transformer Engine {get_te_version()}"
-    return transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear, found
+        reason = "Transformer Engine is for CUDA"
+    elif not transformer_engine.HAVE_TE:
+        reason = "Transformer Engine is not installed"
+    else:
+        return (
+            transformer_engine.TEColumnParallelLinear,
+            transformer_engine.TERowParallelLinear,
+            f"linear modules of Transformer Engine {get_te_version()}",
+        )
+    return ColumnParallelLinear, RowParallelLinear, f"Megatron's own linear modules ({reason})"
 
 
 def _layers(
     config: TransformerConfig, number: int, device: torch.device
 ) -> TransformerBlockSubmodules:
-    norm, (column, row, _) = Norm if config.qk_layernorm else IdentityOp, linear_modules(device)
-    attention = SelfAttentionSubmodules(column, Attention, row, norm, norm)
+    """Specification of `number` equal layers and the final norm."""
+    column, row, _ = linear_modules(device)
+    query_key_norm = Norm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(column, Attention, row, query_key_norm, query_key_norm)
     dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     mixture = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=Experts, router=Router))
     layer = ModuleSpec(
@@ -225,28 +320,49 @@ def _layers(
     return TransformerBlockSubmodules([layer] * number, Norm)
 
 
-def _keep_padding(padding: int, table: Any, args: tuple[Tensor], found: Tensor) -> Tensor:
-    """Hook of the embedding: the entry that architectures give no gradient gets none. [1, n, D], or with sequence
-    parallelism this rank's tokens [n/tp, 1, D]."""
+def _detach_padding(padding: int, table: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
+    """Hook of the embedding: the padding entry gets no gradient, as in Hugging Face models.
+
+    Args:
+        padding: token id of the entry.
+        table: Megatron's embedding.
+        args: token ids [1, n].
+        embedded: [1, n, D], or with sequence parallelism this rank's tokens [n/tp, 1, D].
+
+    Returns:
+        The embedded tokens.
+    """
     (ids,) = args
     if table.reduce_scatter_embeddings:
+        # The tokens of this rank.
         ids = ids[0].chunk(table.tp_group.size())[table.tp_group.rank()][:, None]
-    return torch.where((ids == padding)[..., None], found.detach(), found)
+    return torch.where((ids == padding)[..., None], embedded.detach(), embedded)
 
 
 def transformer_config(
     model: PretrainedConfig, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face one. `options`: what the layout and the user say, by field of it.
-    Raises EngineError: Megatron does not know a field, or refuses its value."""
-    is_cpu = device.type == "cpu"
-    heads = model.num_attention_heads
+    """Megatron's configuration of a Hugging Face model.
+
+    Args:
+        model: the Hugging Face configuration.
+        dtype: compute dtype.
+        device: device of the model.
+        options: fields that layout and user set.
+
+    Returns:
+        Megatron's configuration.
+
+    Raises:
+        EngineError: Megatron does not know a field, or refuses its value.
+    """
+    num_heads = model.num_attention_heads
     values = {
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": getattr(model, "num_key_value_heads", None) or heads,
-        "kv_channels": getattr(model, "head_dim", None) or model.hidden_size // heads,
+        "num_attention_heads": num_heads,
+        "num_query_groups": getattr(model, "num_key_value_heads", None) or num_heads,
+        "kv_channels": getattr(model, "head_dim", None) or model.hidden_size // num_heads,
         "ffn_hidden_size": model.intermediate_size,
         "gated_linear_unit": True,
         "activation_func": silu,
@@ -261,11 +377,11 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "use_cpu_initialization": is_cpu,
+        "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         # Losses are normalised over all rows beforehand.
         "calculate_per_token_loss": True,
-        # Fused kernels are CUDA's.
+        # Fused kernels need CUDA.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -273,12 +389,13 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "batch_p2p_comm": False,
     }
-    if experts := getattr(model, "num_experts", None):
+    num_experts = getattr(model, "num_experts", None)
+    if num_experts:
         values |= {
-            "num_moe_experts": experts,
+            "num_moe_experts": num_experts,
             "moe_ffn_hidden_size": model.moe_intermediate_size,
             "moe_router_topk": model.num_experts_per_tok,
-            # Without normalisation the weights are shares of all experts.
+            # Unnormalised weights are probabilities over all experts.
             "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
@@ -288,70 +405,87 @@ def transformer_config(
     try:
         return TransformerConfig(**values)
     except (TypeError, ValueError, AssertionError) as error:
-        fix = "Change megatron.override_transformer_config, or the sizes under megatron."
-        got = f"{type(error).__name__}: {error}"
         raise EngineError(
-            "Megatron's TransformerConfig", got=got, expected="values that it takes", fix=fix
+            "Megatron's TransformerConfig",
+            got=f"{type(error).__name__}: {error}",
+            expected="values that Megatron accepts",
+            fix="Change megatron.override_transformer_config, or the sizes under megatron.",
         ) from error
 
 
 def is_tied_policy(model: PreTrainedModel) -> bool:
-    """Whether it has a head whose weight [V, D] is the embedding's."""
-    return isinstance(model.get_output_embeddings(), nn.Linear) and bool(
-        model.config.tie_word_embeddings
-    )
+    """Whether the model has a head whose weight [V, D] is the embedding's."""
+    has_head = isinstance(model.get_output_embeddings(), nn.Linear)
+    return has_head and bool(model.config.tie_word_embeddings)
 
 
 def chunks_of(
     model: PreTrainedModel, config: TransformerConfig, device: torch.device
 ) -> list[GPTModel]:
-    """The chunks of a model that this rank has, one for each virtual stage, without values.
-    `model`: on "meta"; its configuration, and the frequencies of its positions, are read."""
+    """Build this rank's chunks of a model, without values.
+
+    Args:
+        model: the full Hugging Face model, on "meta". Only its configuration and the frequencies of
+            its positions are read.
+        config: Megatron's configuration.
+        device: device of the chunks.
+
+    Returns:
+        One chunk for each virtual stage.
+
+    Raises:
+        EngineError: the frequencies of the positions depend on the sequence.
+    """
     base: Any = backbone(model)
     rotary = base.rotary_emb
-    if (
-        rotary.attention_scaling != 1.0
-        or "dynamic" in rotary.rope_type
-        or rotary.rope_type == "longrope"
-    ):
-        got = f"positions of type {rotary.rope_type!r}"
+    has_fixed_frequencies = "dynamic" not in rotary.rope_type and rotary.rope_type != "longrope"
+    if rotary.attention_scaling != 1.0 or not has_fixed_frequencies:
         raise EngineError(
-            "strategy=megatron", got, "frequencies that do not change", "Set strategy=fsdp."
+            "strategy=megatron",
+            got=f"positions of type {rotary.rope_type!r}",
+            expected="fixed frequencies",
+            fix="Set strategy=fsdp.",
         )
-    vocabulary, has_head = (
-        base.embed_tokens.num_embeddings,
-        isinstance(model.get_output_embeddings(), nn.Linear),
-    )
-    tp, num_chunks = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    pp, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
-    for chunk in range(num_chunks or 1):
-        vp_stage = chunk if num_chunks else None
-        is_first = pp == 0 and chunk == 0
-        is_last = pp == config.pipeline_model_parallel_size - 1 and chunk == (num_chunks or 1) - 1
-        part = GPTModel(
+    num_vocabulary = base.embed_tokens.num_embeddings
+    padding = base.embed_tokens.padding_idx
+    has_head = isinstance(model.get_output_embeddings(), nn.Linear)
+    can_share_table = is_tied_policy(model) or not has_head
+    tp = config.tensor_model_parallel_size
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    num_chunks = num_virtual or 1
+    chunks = []
+    for number in range(num_chunks):
+        virtual_stage = number if num_virtual else None
+        is_first = stage == 0 and number == 0
+        is_last_stage = stage == config.pipeline_model_parallel_size - 1
+        is_last = is_last_stage and number == num_chunks - 1
+        num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
+        chunk = GPTModel(
             config,
-            _layers(config, get_num_layers_to_build(config, vp_stage=vp_stage), device),
-            vocab_size=-(-vocabulary // tp) * tp,
+            _layers(config, num_layers, device),
+            # Padded until tp divides it.
+            vocab_size=-(-num_vocabulary // tp) * tp,
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
-            # With several stages a tied head has a weight of its own, which is kept equal to the table's.
-            share_embeddings_and_output_weights=is_first
-            and is_last
-            and (is_tied_policy(model) or not has_head),
+            # With several stages a tied head has its own weight, kept equal to the table's.
+            share_embeddings_and_output_weights=is_first and is_last and can_share_table,
             position_embedding_type="rope",
-            vp_stage=vp_stage,
+            vp_stage=virtual_stage,
         )
-        part.rotary_pos_emb = Rotary(rotary.inv_freq.to(device))
-        if is_first and (padding := base.embed_tokens.padding_idx) is not None:
-            part.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))
-        # The hidden states are wanted: what they score is computed without logits.
-        part.post_process = False
+        chunk.rotary_pos_emb = Rotary(rotary.inv_freq.to(device))
+        if is_first and padding is not None:
+            hook = partial(_detach_padding, padding)
+            chunk.embedding.word_embeddings.register_forward_hook(hook)
+        # Return hidden states: the scorer computes outputs without logits.
+        chunk.post_process = False
         if is_last and not has_head:
-            del part.output_layer
-        for layer in part.decoder.layers:
-            if config.num_moe_experts:
+            del chunk.output_layer
+        if config.num_moe_experts:
+            for layer in chunk.decoder.layers:
                 layer.register_forward_pre_hook(layer.mlp.router.begin, with_kwargs=True)
-        chunks.append(part.to(device))
-    RouterReplay.clear_global_router_replay_instances()  # which would hold them for ever
+        chunks.append(chunk.to(device))
+    # Megatron's global list would keep the routers alive for ever.
+    RouterReplay.clear_global_router_replay_instances()
     return chunks

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter of Megatron's, and which part of it, each parameter of a Hugging Face model is.
+"""Table of where each parameter of a Hugging Face model is in Megatron's modules.
 
-    Hugging Face                Megatron                         of a rank
-    q_proj, k_proj, v_proj      self_attention.linear_qkv        [groups, queries of a group + 1 + 1, head size]
-    gate_proj, up_proj          mlp.linear_fc1                   one below the other
-    experts                     mlp.experts                      its own: [experts of the rank, ...]
-    embed_tokens, lm_head       word_embeddings, output_layer    rows added at the end, so that tp divides them
+    Hugging Face              Megatron                        on one rank
+    q_proj, k_proj, v_proj    self_attention.linear_qkv       [groups, queries per group + 2, head]
+    gate_proj, up_proj        mlp.linear_fc1                  gate above up
+    experts                   mlp.experts                     [experts of the rank, ...]
+    embed_tokens, lm_head     word_embeddings, output_layer   padded with rows until tp divides them
 
-A family is a row of `FAMILIES`: what its layers have beside `_LAYER`.
+`FAMILIES` has a table for each family: `_LAYER`, and what its layers have besides.
 
 Legend: [..., D] a weight, or without D its bias; V vocabulary.
 """
@@ -29,25 +29,26 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads of attention on one rank."""
+    """Attention heads of one rank."""
 
     groups: int
-    queries: int  # of a group
-    head: int
+    queries: int  # heads per group
+    head: int  # size of a head
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is in Megatron's model."""
+    """Place of a Hugging Face parameter in Megatron's model."""
 
-    name: str  # of Megatron's parameter, in its layer or in the model
-    cut: int | None  # the dimension that tensor parallelism cuts
-    view: str = "whole"
-    is_partial: bool = False  # whether each tensor-parallel rank sees some of its heads only
-    is_expert: bool = False  # whether expert parallelism cuts its first dimension
+    name: str  # of Megatron's parameter, in its layer or, outside of layers, in the model
+    cut: int | None  # dimension that tensor parallelism shards
+    view: str = "whole"  # the rows of Megatron's parameter, see `view_of`
+    is_partial: bool = False  # whether each tensor-parallel rank uses it for some heads only
+    is_expert: bool = False  # whether expert parallelism shards its first dimension
 
 
-_QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+_QKV = "self_attention.linear_qkv"
+_FC1 = "mlp.linear_fc1"
 _LAYER = {
     "input_layernorm.weight": Place("input_layernorm.weight", None),
     "self_attn.q_proj.weight": Place(f"{_QKV}.weight", 0, "query"),
@@ -87,109 +88,148 @@ FAMILIES: Mapping[str, Mapping[str, Place]] = {
     "qwen3": _LAYER | _QK_NORM,
     "qwen3_moe": _LAYER | _QK_NORM | _EXPERTS,
 }
-"""By `model_type`."""
-_HEADS = ("value_head.", "score.")  # modules that stay Hugging Face's: one number for each token
+"""Tables by `model_type`."""
+_HEADS = ("value_head.", "score.")  # modules of one output, which stay Hugging Face's
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
-    """The layer of a Hugging Face parameter (None: it is in none), and its place in it.
-    Raises ConfigError: the table of the family has no such entry."""
+    """Find the place of a Hugging Face parameter in Megatron's model.
+
+    Args:
+        name: name of the parameter.
+        config: configuration of the Hugging Face model.
+
+    Returns:
+        The parameter's layer, None outside of layers, and its place.
+
+    Raises:
+        ConfigError: the table of the family has no such parameter.
+    """
     if name.startswith(_HEADS):
         return None, Place(name, None)
-    found = _IN_LAYER.fullmatch(name)
-    table: Mapping[str, Place] = FAMILIES.get(config.model_type, {}) if found else _MODEL
-    key = found[2] if found else name
+    layer: int | None = None
+    key = name
+    table: Mapping[str, Place] = _MODEL
+    match = _IN_LAYER.fullmatch(name)
+    if match is not None:
+        layer = int(match[1])
+        key = match[2]
+        table = FAMILIES.get(config.model_type, {})
     if key not in table:
-        got, expected = (
-            f"the parameter {name} of a {config.model_type} model",
-            f"one of {', '.join(table)}",
-        )
-        fix = f"Set strategy=fsdp, or add {key!r} to the table of {config.model_type!r} in engines/megatron/names.py."
+        entry = f"{key!r} to the table of {config.model_type!r} in engines/megatron/names.py"
         raise ConfigError(
-            "actor_rollout_ref.actor.strategy=megatron", got=got, expected=expected, fix=fix
+            "actor_rollout_ref.actor.strategy=megatron",
+            got=f"the parameter {name} of a {config.model_type} model",
+            expected=f"one of {', '.join(table)}",
+            fix=f"Set strategy=fsdp, or add {entry}.",
         )
-    return int(found[1]) if found else None, table[key]
+    return layer, table[key]
 
 
 def view_of(place: Place, local: torch.Tensor, sizes: Sizes, rows: int) -> torch.Tensor:
-    """The part of a Megatron parameter [..., D] of this rank that is one of Hugging Face's; shares its memory.
-    `rows`: of the vocabulary that this rank has, without those that were added.
+    """View the rows of a Megatron parameter that belong to a Hugging Face parameter.
 
-    Returns the elements of the Hugging Face part in their order, in more dimensions."""
-    match place.view:
-        case "query" | "key" | "value":
-            heads = local.unflatten(0, (sizes.groups, sizes.queries + 2, sizes.head))
-            start = {"query": 0, "key": sizes.queries, "value": sizes.queries + 1}[place.view]
-            return heads.narrow(1, start, sizes.queries if place.view == "query" else 1)
-        case "first half":
-            return local[: len(local) // 2]
-        case "second half":
-            return local[len(local) // 2 :]
-        case "vocabulary":
-            return local[:rows]
+    Args:
+        place: place of the Hugging Face parameter.
+        local: [..., D], this rank's Megatron parameter, or its gradient.
+        sizes: attention heads of the rank.
+        rows: vocabulary entries of the rank, without padding.
+
+    Returns:
+        The elements of the Hugging Face parameter in their order; it may have more dimensions.
+    """
+    if place.view in ("query", "key", "value"):
+        # Each group has the rows of its queries, of its key and of its value, in this order.
+        heads = local.unflatten(0, (sizes.groups, sizes.queries + 2, sizes.head))
+        if place.view == "query":
+            return heads.narrow(1, 0, sizes.queries)
+        offset = 0 if place.view == "key" else 1
+        return heads.narrow(1, sizes.queries + offset, 1)
+    if place.view == "first half":
+        return local[: len(local) // 2]
+    if place.view == "second half":
+        return local[len(local) // 2 :]
+    if place.view == "vocabulary":
+        return local[:rows]
     return local
 
 
 def require_known(
     config: Any, layout: Layout, own: MegatronConfig, where: str = "actor_rollout_ref.actor"
 ) -> None:
-    """Refuse a model that the tables do not know, or whose layers or experts the ranks of a layout do not divide.
-    Raises ConfigError: at `where`, the section of the role; names what is missing."""
-    kind, problem = config.model_type, ""
+    """Check that Megatron can compute a model, and that the ranks divide its layers and experts.
+
+    Args:
+        config: configuration of the Hugging Face model.
+        layout: layout of the ranks.
+        own: the section `megatron` of the role.
+        where: the section of the role, for messages.
+
+    Raises:
+        ConfigError: the model or a feature of it is not supported, or the sizes do not fit.
+    """
+    where = f"{where}: strategy=megatron"
+    kind = config.model_type
     if kind not in FAMILIES:
-        fix = (
-            f"Set strategy=fsdp, or add {kind!r} to FAMILIES in quadriga/engines/megatron/names.py."
-        )
         raise ConfigError(
-            f"{where}: strategy=megatron",
-            f"model_type {kind!r}",
-            f"one of {', '.join(FAMILIES)}",
-            fix,
+            where,
+            got=f"model_type {kind!r}",
+            expected=f"one of {', '.join(FAMILIES)}",
+            fix=f"Set strategy=fsdp, or add {kind!r} to FAMILIES in "
+            "quadriga/engines/megatron/names.py.",
         )
-    if kind == "llama" and (config.attention_bias or config.mlp_bias):
-        problem = "biases (attention_bias, mlp_bias)"
-    elif getattr(config, "use_sliding_window", False):
-        problem = "a sliding window"
-    elif config.hidden_act != "silu":
-        problem = f"the activation {config.hidden_act!r}"
-    elif (experts := getattr(config, "num_experts", 0)) % layout.ep or (
-        layout.ep > 1 and not experts
-    ):
-        problem = f"{experts or 'no'} experts, for expert_parallel_size={layout.ep}"
-    elif experts and layout.tp > 1 and not own.sequence_parallel:
-        problem = "experts and tensor parallelism, but sequence_parallel=false"
-    elif experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
-        problem = (
-            "layers without experts among those with them (mlp_only_layers, decoder_sparse_step)"
-        )
-    elif not _is_even(config.num_hidden_layers, layout.pp, own):
-        stages = layout.pp * (own.virtual_pipeline_model_parallel_size or 1)
-        problem = (
-            f"{config.num_hidden_layers} layers, for {stages} pipeline stages, virtual ones counted"
-        )
+    problem = _problem_of(config, layout, own)
     if problem:
-        expected, fix = (
-            "what Megatron's layers compute here, in even stages",
-            "Change the sizes, or set strategy=fsdp.",
-        )
         raise ConfigError(
-            f"{where}: strategy=megatron", f"a {kind} model with {problem}", expected, fix
+            where,
+            got=f"a {kind} model with {problem}",
+            expected="a model that Megatron's layers compute here, in even stages",
+            fix="Change the sizes, or set strategy=fsdp.",
         )
 
 
-def _is_even(num_layers: int, pp: int, own: MegatronConfig) -> bool:
-    """Whether layers, and embedding and loss where they count as one, are as many in all stages that have no number."""
-    settings, virtual = (
-        own.override_transformer_config,
-        own.virtual_pipeline_model_parallel_size or 1,
-    )
-    counted = [
-        settings.get(f"account_for_{one}_in_pipeline_split") for one in ("embedding", "loss")
-    ]
-    given = [settings.get(f"num_layers_in_{one}_pipeline_stage") for one in ("first", "last")]
-    numbers = [number for number in given if number]
-    rest, stages = num_layers + sum(map(bool, counted)) - sum(numbers), pp - len(numbers)
-    if any(number % virtual for number in numbers):
-        return False
-    return rest > 0 and rest % (stages * virtual) == 0 if stages > 0 else rest == stages == 0
+def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
+    """The reason why Megatron cannot compute a model of a known family, or an empty string."""
+    if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
+        return "biases (attention_bias, mlp_bias)"
+    if getattr(config, "use_sliding_window", False):
+        return "a sliding window"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act!r}"
+    num_experts = getattr(config, "num_experts", 0)
+    if num_experts % layout.ep or (layout.ep > 1 and not num_experts):
+        return f"{num_experts or 'no'} experts, for expert_parallel_size={layout.ep}"
+    if num_experts and layout.tp > 1 and not megatron.sequence_parallel:
+        return "experts and tensor parallelism, but sequence_parallel=false"
+    if num_experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        return "experts in some layers only (mlp_only_layers, decoder_sparse_step)"
+    if not _is_even(config.num_hidden_layers, layout.pp, megatron):
+        num_stages = layout.pp * (megatron.virtual_pipeline_model_parallel_size or 1)
+        sizes = f"{config.num_hidden_layers} layers, for {num_stages} pipeline stages"
+        return f"{sizes} (including virtual ones)"
+    return ""
+
+
+def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
+    """Whether all stages without an explicit number of layers get equally many.
+
+    Embedding and loss count as layers if Megatron's settings say so.
+    """
+    settings = megatron.override_transformer_config
+    num_virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    num_remaining = num_layers
+    for part in ("embedding", "loss"):
+        if settings.get(f"account_for_{part}_in_pipeline_split"):
+            num_remaining += 1
+    num_stages = pp
+    for position in ("first", "last"):
+        number = settings.get(f"num_layers_in_{position}_pipeline_stage")
+        if number:
+            if number % num_virtual:
+                return False
+            num_remaining -= number
+            num_stages -= 1
+    if num_stages > 0:
+        return num_remaining > 0 and num_remaining % (num_stages * num_virtual) == 0
+    return num_remaining == num_stages == 0

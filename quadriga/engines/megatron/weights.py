@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of Megatron's modules, with float32 masters behind them under the names of the Hugging Face model.
+"""Parameters of Megatron's modules, with float32 masters under the names of the Hugging Face model.
 
-    Megatron's parameter  [H + 2K, D]   what the modules compute with, in the compute dtype
-    its parts             [V/tp, D]     views of it, each a parameter of the Hugging Face model on this rank
-    masters               [V/tp/fsdp, D]  float32: what the optimizer works on. fsdp is 1, or with the distributed
-                                        optimizer (ZeRO-1, arXiv:1910.02054) the data-parallel ranks
+    Megatron's parameter   [H + 2K, D]      what modules compute with, in the compute dtype
+    model shards           [V/tp, D]        views of it, one for each Hugging Face parameter
+    masters                [V/tp/fsdp, D]   float32 shards, which the optimizer updates
 
-So a checkpoint, an export and a weight sync are those of any other engine, and so is the optimizer.
+fsdp is 1, or the number of data-parallel ranks with the distributed optimizer (ZeRO-1,
+arXiv:1910.02054). Checkpoints, exports, weight sync and the optimizer are those of the FSDP engine.
 
-Legend: [V, D] an embedding, as one parameter for all; tp, fsdp the ranks that share it; H, K rows of queries and keys.
+Legend: [V, D] the shape of the embedding, as an example for all parameters; tp and fsdp also stand
+for the sizes of these groups; H, K rows of queries and keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from quadriga.engines.fsdp.replicated import _add_to
-from quadriga.engines.fsdp.sharded import Part, PartialWeights, ReadWeight, WholeParameter, _joined
+from quadriga.engines.fsdp.sharded import (
+    ParameterSpec,
+    PartialWeights,
+    ReadWeight,
+    ShardSpec,
+    _gather_shards,
+    _local_part,
+)
 from quadriga.engines.megatron.model import is_tied_policy
 from quadriga.engines.megatron.names import Place, Sizes, place_of, view_of
 from quadriga.engines.parallel.processes import Processes
@@ -30,10 +38,22 @@ from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.scorers import Scorer
 from quadriga.partition import part_of
 
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
 
 class MegatronWeights(PartialWeights):
-    """The parameters of this rank's chunks of a model: Megatron's modules, without values. A head of single numbers, of
-    the whole model on "meta", gets its memory here. `steps_on_host`: the masters, and the optimizer's steps, are there.
+    """The parameters of this rank's chunks of a model.
+
+    Args:
+        scorer: the full model, on "meta" or with values. A head of one output stays Hugging Face's
+            and gets its memory here.
+        chunks: Megatron's modules of this rank, without values.
+        config: Megatron's configuration.
+        read: reads full parameters.
+        dtype: compute dtype.
+        processes: the ranks of the engine.
+        steps_on_host: whether masters are in host memory, so that the optimizer steps there.
     """
 
     def __init__(
@@ -47,164 +67,214 @@ class MegatronWeights(PartialWeights):
         processes: Processes,
         steps_on_host: bool = False,
     ) -> None:
-        self.config, device, layout = config, processes.world.device, processes.layout
-        self.sizes = Sizes(
-            config.num_query_groups // layout.tp,
-            config.num_attention_heads // config.num_query_groups,
-            config.kv_channels,
-        )
+        layout = processes.layout
+        device = processes.world.device
         model = scorer.model
-        self.places: dict[str, tuple[Place, nn.Parameter]] = {}
-        parts = self._parts(model, self._parameters_here(scorer, chunks, device, dtype), processes)
-        shared = "model.embed_tokens.weight" if is_tied_policy(model) and layout.pp > 1 else None
-        pipeline = ProcessGroup(processes.place.pp, layout.pp, device, processes.group("pp"))
-        of_stages = enumerate(
-            pipeline.gather([part.name for part in parts.values() if not part.is_copy])
+        self.config = config
+        self.sizes = Sizes(
+            groups=config.num_query_groups // layout.tp,
+            queries=config.num_attention_heads // config.num_query_groups,
+            head=config.kv_channels,
         )
-        stages = {name: stage for stage, names in of_stages for name in names}
-        whole = {
-            name: WholeParameter(parameter.shape, stages[name], name == shared)
-            for name, parameter in model.named_parameters()
-        }
-        super().__init__(processes, dtype, parts, whole)
+        self.places: dict[str, tuple[Place, nn.Parameter]] = {}
+        local_parameters = self._local_parameters(scorer, chunks, device, dtype)
+        shard_specs = self._find_shards(model, local_parameters, processes)
+        parameter_specs = _describe(model, shard_specs, processes)
+        super().__init__(processes, dtype, shard_specs, parameter_specs)
+
+        # Several Hugging Face parameters may be views of one.
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.trained = [name for name, part in parts.items() if part.name in trained]
-        for number, parameter in self.parameters.items():
+        self.trained = [name for name, spec in shard_specs.items() if spec.name in trained]
+        for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, number))
+                hook = partial(_add_to, self.sums, key)
+                parameter.register_post_accumulate_grad_hook(hook)
         self.masters = {}
         with torch.no_grad():
             for parameter in self.parameters.values():
-                parameter.zero_()  # also the rows that were added to the vocabulary
-            for name in parts:
-                piece = self._piece(name, read(self.names[name])).to(
-                    device, torch.float32, copy=True
-                )
-                self._compute(name, piece)
+                # The padding of the vocabulary stays zero.
+                parameter.zero_()
+            for name in shard_specs:
+                full = read(self.names[name])
+                shard = self._shard_of(name, full).to(device, torch.float32, copy=True)
+                self._write_compute(name, shard)
                 if self.trained:
-                    self.masters[name] = piece.to("cpu").pin_memory() if steps_on_host else piece
+                    self.masters[name] = shard.to("cpu").pin_memory() if steps_on_host else shard
 
-    def _parts(
+    def _find_shards(
         self,
         model: PreTrainedModel,
-        here: Mapping[tuple[int | None, str], nn.Parameter],
+        local_parameters: Mapping[tuple[int | None, str], nn.Parameter],
         processes: Processes,
-    ) -> dict[str, Part]:
-        parts, is_cut = {}, processes.layout.tp > 1
-        names = {name: name for name, _ in model.named_parameters()}
-        if is_tied_policy(model) and processes.layout.pp > 1 and processes.is_last_stage:
-            names["lm_head.weight"] = "model.embed_tokens.weight"
-        for name, in_whole in names.items():
+    ) -> dict[str, ShardSpec]:
+        """Find the shards that this rank holds, and their `places` in Megatron's parameters."""
+        layout = processes.layout
+        full_names = {name: name for name, _ in model.named_parameters()}
+        # The last stage has a copy of the tied embedding as its head.
+        if is_tied_policy(model) and layout.pp > 1 and processes.is_last_stage:
+            full_names[_HEAD] = _EMBEDDING
+        specs = {}
+        for name, full_name in full_names.items():
             layer, place = place_of(name, model.config)
-            if (parameter := here.get((layer, place.name))) is not None:
-                self.places[name] = place, parameter
-                if place.is_expert and processes.layout.ep > 1:
-                    parts[name] = Part(in_whole, None, is_copy=False, is_divided=True)
-                else:
-                    parts[name] = Part(
-                        in_whole, place.cut if is_cut else None, is_copy=name != in_whole
-                    )
-        return parts
+            parameter = local_parameters.get((layer, place.name))
+            # On another stage.
+            if parameter is None:
+                continue
+            self.places[name] = place, parameter
+            if place.is_expert and layout.ep > 1:
+                specs[name] = ShardSpec(full_name, None, is_copy=False, is_divided=True)
+            else:
+                dimension = place.cut if layout.tp > 1 else None
+                specs[name] = ShardSpec(full_name, dimension, is_copy=name != full_name)
+        return specs
 
-    def _parameters_here(
-        self, scorer: Scorer, chunks: Sequence[GPTModel], device: torch.device, dtype: torch.dtype
+    def _local_parameters(
+        self,
+        scorer: Scorer,
+        chunks: Sequence[GPTModel],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> Mapping[tuple[int | None, str], nn.Parameter]:
-        """Megatron's parameters of this rank by their layer in the whole model and their name in it."""
-        found: dict[tuple[int | None, str], nn.Parameter] = {}
+        """Megatron's parameters on this rank, by layer of the full model and name within it."""
+        parameters: dict[tuple[int | None, str], nn.Parameter] = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
-                found.update(
-                    {(layer.layer_number - 1, name): one for name, one in layer.named_parameters()}
-                )
-            for name, one in chunk.named_parameters():
+                for name, parameter in layer.named_parameters():
+                    parameters[layer.layer_number - 1, name] = parameter
+            for name, parameter in chunk.named_parameters():
                 if not name.startswith("decoder.layers."):
-                    found[None, name] = one
-        if scorer.sharing.has_head and (path := getattr(scorer, "head", None)):
-            head = scorer.model.get_submodule(path).to_empty(device=device).to(dtype)
-            for name, one in head.named_parameters():
-                found[None, f"{path}.{name}"] = one
-        return found
+                    parameters[None, name] = parameter
+        head_name = getattr(scorer, "head", None)
+        if scorer.sharing.has_head and head_name:
+            head = scorer.model.get_submodule(head_name).to_empty(device=device).to(dtype)
+            for name, parameter in head.named_parameters():
+                parameters[None, f"{head_name}.{name}"] = parameter
+        return parameters
 
-    def _view(self, name: str, of: torch.Tensor) -> torch.Tensor:
-        """The part of a Megatron parameter, or of its gradient, that is this one's."""
+    def _view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The model shard within Megatron's parameter, or within its gradient."""
         place, _ = self.places[name]
-        rows = part_of(
-            self.all[self.names[name]].shape[0], self.processes.layout.tp, self.processes.place.tp
-        )[1]
-        return view_of(place, of, self.sizes, rows)
+        num_rows = self.parameter_specs[self.names[name]].shape[0]
+        _, num_local_rows = part_of(num_rows, self.processes.layout.tp, self.processes.place.tp)
+        return view_of(place, tensor, self.sizes, num_local_rows)
 
     def head(self) -> tuple[nn.Parameter, int]:
-        """Megatron's weight [V/tp, D] of the head, and how many of its rows are of the vocabulary."""
-        name = next(
-            one for one in ("lm_head.weight", "model.embed_tokens.weight") if one in self.places
-        )
-        return self.places[name][1], self._part_shape(name)[0]
+        """Megatron's weight [V/tp, D] of the head, and its number of rows without padding."""
+        name = _HEAD if _HEAD in self.places else _EMBEDDING
+        _, parameter = self.places[name]
+        return parameter, self._model_shard_shape(name)[0]
 
     def attach_gradients(self) -> None:
-        """Give the gradients [V/tp/fsdp, D] of all data-parallel ranks, added up, to the masters."""
+        """Sum the gradients over data-parallel ranks; attach shards [V/tp/fsdp, D] to masters."""
         gradients = {}
+        expert_gradients = []
+        other_gradients = []
         for name in self.trained:
             _, parameter = self.places[name]
-            total = parameter.grad if self.dtype == torch.float32 else self.sums.get(id(parameter))
-            shape = self._part_shape(name)
+            # In float32 no separate sum is necessary.
+            total = self.sums.get(id(parameter))
+            if self.dtype == torch.float32:
+                total = parameter.grad
+            shape = self._model_shard_shape(name)
             if total is None:
-                gradients[name] = torch.zeros(shape, device=parameter.device)
+                gradient = torch.zeros(shape, device=parameter.device)
             else:
-                gradients[name] = self._view(name, total).reshape(shape)
-        of_experts = [one for name, one in gradients.items() if self.parts[name].is_divided]
-        others = [one for name, one in gradients.items() if not self.parts[name].is_divided]
-        self.processes.replicas.add_up(others)
+                gradient = self._view(name, total).reshape(shape)
+            gradients[name] = gradient
+            if self.shard_specs[name].is_divided:
+                expert_gradients.append(gradient)
+            else:
+                other_gradients.append(gradient)
+
+        self.processes.replicas.add_up(other_gradients)
+        # Ranks of an sp group have other tokens of the same rows.
         if self.processes.layout.sp > 1:
-            _along(self.processes.work, "sp").add_up(others)
-        for axis in ("dp_replicate", "edp") if of_experts else ():
-            _along(self.processes.experts, axis).add_up(of_experts)
+            _group_along(self.processes.work, "sp").add_up(other_gradients)
+        # Tokens of all ep ranks were sent to these experts already.
+        if expert_gradients:
+            for axis in ("dp_replicate", "edp"):
+                _group_along(self.processes.experts, axis).add_up(expert_gradients)
+
+        replicated = []
         for name, gradient in gradients.items():
-            self.masters[name].grad = self._own_rows(name, gradient).to(self.masters[name].device)
-        whole_tokens = not self.config.sequence_parallel
-        parts = self.parts
-        alike = [
-            name
-            for name in self.trained
-            if parts[name].tensor_dimension is None and not parts[name].is_divided
-        ]
-        self._join_copies(
-            [name for name in alike if self.places[name][0].is_partial or not whole_tokens]
-        )
+            master = self.masters[name]
+            master.grad = self._own_rows(name, gradient).to(master.device)
+            spec = self.shard_specs[name]
+            place, _ = self.places[name]
+            # Without sequence parallelism, all ranks of a tp group see all tokens, so only
+            # parameters of some heads have partial gradients.
+            is_partial = place.is_partial or self.config.sequence_parallel
+            if spec.tensor_dimension is None and not spec.is_divided and is_partial:
+                replicated.append(name)
+        self._join_copies(replicated)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
-        """Gather the masters [V/tp/fsdp, D] into the parameters that compute."""
+        """Gather the masters [V/tp/fsdp, D] into the compute parameters."""
         for name, master in self.masters.items():
-            self._compute(name, master)
+            self._write_compute(name, master)
 
-    def _compute(self, name: str, piece: torch.Tensor) -> None:
-        """Write a part [V/tp, D], of which this rank has a piece [V/tp/fsdp, D], into the parameter that computes."""
-        _, _, inner = self._axes(self.parts[name])
-        view = self._view(name, self.places[name][1].detach())
-        part = _joined(piece.to(view.device, self.dtype), inner, 0, self._part_shape(name))
-        view.copy_(part.view(view.shape))
+    def _write_compute(self, name: str, shard: torch.Tensor) -> None:
+        """Gather a model shard [V/tp, D] and write it into the compute parameter.
 
-    def part(self, name: str) -> torch.Tensor:
-        """What this rank has [V/tp/fsdp, D] of a parameter; weights that are not trained have no masters."""
+        Args:
+            name: name of the parameter.
+            shard: [V/tp/fsdp, D], this rank's shard.
+        """
+        _, parameter = self.places[name]
+        view = self._view(name, parameter.detach())
+        mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
+        local = shard.to(view.device, self.dtype)
+        model_shard = _gather_shards(local, mesh, 0, self._model_shard_shape(name))
+        # A view of queries has more dimensions: groups, heads, rows of a head.
+        view.copy_(model_shard.view(view.shape))
+
+    def shard(self, name: str) -> torch.Tensor:
+        """This rank's shard [V/tp/fsdp, D] of a parameter. A frozen one has no master."""
         if self.trained:
             return self.masters[name]
-        shape = self._part_shape(name)
-        whole = self._view(name, self.places[name][1].detach()).reshape(shape)
-        return self._own_rows(name, whole)
+        _, parameter = self.places[name]
+        shape = self._model_shard_shape(name)
+        return self._own_rows(name, self._view(name, parameter.detach()).reshape(shape))
 
-    def _own_rows(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """[V/tp/fsdp, D] of [V/tp, D]."""
-        _, _, inner = self._axes(self.parts[name])
-        return part.narrow(0, *part_of(len(part), inner.size(), inner.get_local_rank()))
+    part = shard  # an older name
+
+    def _own_rows(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
+        """This rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
+        mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
+        return model_shard.narrow(0, *_local_part(len(model_shard), mesh))
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors that may rest, by kind: `weights` that compute, and `masters`."""
-        return {"weights": list(self.parameters.values()), "masters": list(self.masters.values())}
+        """Offloadable tensors, by kind: `weights` that compute, and `masters`."""
+        return {
+            "weights": list(self.parameters.values()),
+            "masters": list(self.masters.values()),
+        }
 
 
-def _along(mesh: DeviceMesh | None, axis: str) -> ProcessGroup:
+def _describe(
+    model: PreTrainedModel, shard_specs: Mapping[str, ShardSpec], processes: Processes
+) -> dict[str, ParameterSpec]:
+    """All parameters of a full model, with the pipeline stage that holds each."""
+    layout = processes.layout
+    stages = ProcessGroup(
+        processes.place.pp, layout.pp, processes.world.device, processes.group("pp")
+    )
+    local_names = [spec.name for spec in shard_specs.values() if not spec.is_copy]
+    stage_of: dict[str, int] = {}
+    for stage, names in enumerate(stages.gather(local_names)):
+        stage_of.update(dict.fromkeys(names, stage))
+    shared_name = _EMBEDDING if is_tied_policy(model) and layout.pp > 1 else None
+    return {
+        name: ParameterSpec(parameter.shape, stage_of[name], name == shared_name)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _group_along(mesh: DeviceMesh | None, axis: str) -> ProcessGroup:
+    """The process group of this rank along one axis of a mesh."""
     assert mesh is not None, "one rank has no meshes"
     return ProcessGroup(
         mesh.get_local_rank(axis),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several ranks do for one model: each file is one way to share the work, and needs no other."""
+"""Ways to spread one model over several ranks: one file for each, independent of the others."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism, arXiv:2006.16668: each rank has some of the experts of a layer, and tokens travel to them.
+"""Expert parallelism (arXiv:2006.16668): each rank has some experts of a layer; tokens go to them.
 
-    rank 0    tokens a b c ─┐           ┌─ experts 0-3 compute what came to them ─┐           ┌─ sums of a b c
-                            ├ all-to-all ┤                                         ├ all-to-all ┤
-    rank 1    tokens d e   ─┘           └─ experts 4-7                            ─┘           └─ sums of d e
+    rank 0   tokens a b c ─┐            ┌─ experts 0-3, on received tokens ─┐            ┌─ a b c
+                           ├ all-to-all ┤                                   ├ all-to-all ┤
+    rank 1   tokens d e   ─┘            └─ experts 4-7                     ─┘            └─ d e
 
-A token goes once to each expert that it chose, and nowhere else. Its gradient comes back the way it went, so an
-expert's gradient is whole on its rank but for the ranks that hold the same experts, which FSDP adds up.
+A token is sent once to each expert that it chose. Gradients return the same way, so the gradient of
+an expert is complete on its rank, except for ranks that hold the same experts, over which FSDP sums
+it.
 
-Legend: n tokens of this rank, k experts for each, S ranks, E experts of a layer of which this rank has E/S, m pairs of
-token and expert that came here, D hidden size.
+Legend: n tokens of this rank, k experts for each, S ranks, E experts of a layer, of which this rank
+has E/S, D hidden size.
 """
 
 from collections.abc import Callable
@@ -25,64 +26,104 @@ from quadriga.models.experts import is_mixture
 
 
 def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
-    """Cut the experts [E, ...] of a model, also on "meta", to this rank's; tokens travel. Returns their names."""
+    """Shard the experts [E, ...] of a model over the ranks of a group.
+
+    Args:
+        model: the model, with values or on "meta"; changed in place.
+        group: the expert-parallel ranks.
+
+    Returns:
+        Names of the sharded parameters.
+    """
     names = set()
-    for place, module in list(model.named_modules()):
+    for path, module in list(model.named_modules()):
         if not is_mixture(module):
             continue
         experts: Any = module.experts
-        for kind, _ in list(experts.named_parameters()):
-            cut(experts, kind, 0, group)
-            names.add(f"{place}.experts.{kind}")
+        for name, _ in list(experts.named_parameters()):
+            cut(experts, name, 0, group)
+            names.add(f"{path}.experts.{name}")
         experts.num_experts //= dist.get_world_size(group)
-        experts.forward = partial(_computed_elsewhere, experts.forward, experts.num_experts, group)
+        experts.forward = partial(_forward_experts, experts.forward, experts.num_experts, group)
     return names
 
 
-def _computed_elsewhere(
+def _forward_experts(
     compute: Callable[..., Tensor],
-    num_own: int,
+    num_local: int,
     group: dist.ProcessGroup,
     hidden: Tensor,
     chosen: Tensor,
     scores: Tensor,
 ) -> Tensor:
-    """Forward of experts: [n, D], [n, k] and [n, k] -> [n, D]."""
+    """Forward pass of sharded experts.
+
+    Args:
+        compute: forward pass of the local experts.
+        num_local: E/S.
+        group: the expert-parallel ranks.
+        hidden: [n, D].
+        chosen: [n, k] int64, experts of each token.
+        scores: [n, k], their weights.
+
+    Returns:
+        [n, D], weighted sums of the experts' outputs.
+    """
     size = dist.get_world_size(group)
+    # Exchange how many tokens go to each expert: [S, E/S].
     by_expert = chosen.flatten().argsort(stable=True)
-    sent = chosen.flatten().bincount(minlength=size * num_own).view(size, num_own)
-    came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent, group=group)
-    there, here = sent.sum(1).tolist(), came.sum(1).tolist()
-    states = _Travel.apply(hidden[by_expert // chosen.shape[1]], there, here, group)
-    own = torch.arange(num_own, device=chosen.device).repeat(size).repeat_interleave(came.flatten())
-    if len(own) == 0:
-        # The weights take part, for the ranks that have the same ones add up gradients with this one.
-        states, own = states.new_zeros(1, states.shape[1]) + states.sum(), own.new_zeros(1)
-    outputs = compute(states, own[:, None], scores.new_ones(len(own), 1))[: sum(here)]
-    back = _Travel.apply(outputs, here, there, group)
+    sent_counts = chosen.flatten().bincount(minlength=size * num_local).view(size, num_local)
+    received_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(received_counts, sent_counts, group=group)
+    num_sent = sent_counts.sum(1).tolist()
+    num_received = received_counts.sum(1).tolist()
+
+    # Send the tokens, compute, and send the outputs back.
+    states = hidden[by_expert // chosen.shape[1]]
+    states = _Exchange.apply(states, num_sent, num_received, group)
+    experts = torch.arange(num_local, device=chosen.device).repeat(size)
+    experts = experts.repeat_interleave(received_counts.flatten())
+    if len(experts) == 0:
+        # Compute a zero token: other ranks with the same experts sum gradients with this one.
+        states = states.new_zeros(1, states.shape[1]) + states.sum()
+        experts = experts.new_zeros(1)
+    outputs = compute(states, experts[:, None], scores.new_ones(len(experts), 1))
+    outputs = outputs[: sum(num_received)]
+    outputs = _Exchange.apply(outputs, num_received, num_sent, group)
+
+    # Back into the order of tokens and choices.
     inverse = torch.empty_like(by_expert)
     inverse[by_expert] = torch.arange(len(by_expert), device=by_expert.device)
-    return (back[inverse].view(*chosen.shape, -1) * scores[..., None]).sum(1).to(hidden.dtype)
+    outputs = outputs[inverse].view(*chosen.shape, -1)
+    return (outputs * scores[..., None]).sum(1).to(hidden.dtype)
 
 
-class _Travel(torch.autograd.Function):
-    """Rows [sum(there), D], the first `there[0]` for rank 0 and so on -> [sum(here), D], which came from each."""
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, and the reverse for their gradients.
+
+    [sum(num_sent), D], first those for rank 0 -> [sum(num_received), D], first those from rank 0.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        rows: Tensor,
+        num_sent: list[int],
+        num_received: list[int],
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.ways = there, here, group
-        return _sent(rows, there, here, group)
+        ctx.arguments = (num_sent, num_received, group)
+        return _exchange(rows, num_sent, num_received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        there, here, group = ctx.ways
-        return _sent(gradient, here, there, group), None, None, None
+        num_sent, num_received, group = ctx.arguments
+        return _exchange(gradient, num_received, num_sent, group), None, None, None
 
 
-def _sent(rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
-    came = rows.new_empty(sum(here), rows.shape[1])
-    dist.all_to_all_single(came, rows.contiguous(), here, there, group=group)
-    return came
+def _exchange(
+    rows: Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = rows.new_empty(sum(num_received), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
+    return received

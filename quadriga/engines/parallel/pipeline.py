@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass from one to the next.
+"""Pipeline parallelism: each rank has some of the layers; micro-batches pass from rank to rank.
 
-    stage 0        embedding, layers 0-3     hidden states  --->          and the vision encoder
-    stage 1                   layers 4-7, norm, head: outputs and loss; gradients of hidden states  <---
+    stage 0     embedding, vision encoder, layers 0-3   --->   hidden states
+    stage 1     layers 4-7, norm, head, loss            <---   gradients of hidden states
 
-The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for inference. They
-want tensors of one shape, so the micro-batches of a step are extended to the longest of them. A stage keeps the model
-whole in name: layers of other stages pass on what they get, so that the architecture's own forward runs.
+The schedules are torch's: 1F1B (arXiv:2104.04473) for training, forward passes only for inference.
+They need tensors of one shape, so the micro-batches of a step are padded to the longest one. The
+model keeps its structure: layers of other stages pass their input on, so the architecture's own
+forward pass runs.
 
-Legend: n packed tokens of a micro-batch in this rank, D hidden size.
+Legend: n packed tokens of a micro-batch on this rank, M predicted tokens, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ from quadriga.models.scorers import Question, Scorer
 from quadriga.models.vision import is_vision
 
 
-class _PassOn(nn.Module):
-    """A layer of another stage. It keeps the plain attributes that architectures read of their layers."""
+class _PassThrough(nn.Module):
+    """Stands for a layer of another stage. Keeps plain attributes, which architectures read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -37,85 +38,119 @@ class _PassOn(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[1, n, D], as it came."""
+        """Return [1, n, D] unchanged."""
         return hidden
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage: even shares, one more in the first stages where they do not come out even."""
-    share, rest = divmod(num_layers, num_stages)
-    start = stage * share + min(stage, rest)
-    return range(start, start + share + (stage < rest))
+    """The layers of a stage. If stages cannot be equal, the first ones have one layer more.
+
+    Args:
+        num_layers: layers of the model.
+        stage: the stage.
+        num_stages: number of stages.
+
+    Returns:
+        Numbers of the layers.
+    """
+    share, remainder = divmod(num_layers, num_stages)
+    start = stage * share + min(stage, remainder)
+    return range(start, start + share + (stage < remainder))
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
-    """Take out of a model what other stages have. Returns names here -> names in the whole model, of parameters that
-    the first and the last stage both have: the head's weight where it is the embedding's.
-    Raises EngineError: the architecture has not the parts that are to be taken out."""
+    """Remove the modules of other stages from a model.
+
+    Args:
+        model: the model, changed in place.
+        processes: the ranks of the engine.
+
+    Returns:
+        For parameters that the last stage shares with the first one, that is, a tied head: the
+        names in this stage, and in the full model.
+
+    Raises:
+        EngineError: the architecture does not have the expected modules.
+    """
     base = backbone(model)
-    for part in ("layers", "norm"):
-        if not hasattr(base, part):
-            got, expected = (
-                f"a backbone without `{part}`",
-                "embedding, layers and norm, as in the Llama family",
-            )
-            fix = "Set pipeline_model_parallel_size=1."
+    for attribute in ("layers", "norm"):
+        if not hasattr(base, attribute):
             raise EngineError(
                 f"pipeline parallelism of {type(model).__name__}",
-                got=got,
-                expected=expected,
-                fix=fix,
+                got=f"a backbone without `{attribute}`",
+                expected="embedding, layers and norm, as in the Llama family",
+                fix="Set pipeline_model_parallel_size=1.",
             )
     layers = cast(nn.ModuleList, base.layers)
-    own = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
+    local_layers = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
     for number, layer in enumerate(layers):
-        if number not in own:
-            layers[number] = _PassOn(layer)
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
-    is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
-    tied = {f"{names[id(head)]}.weight": f"{names[id(table)]}.weight"} if is_tied else {}
+        if number not in local_layers:
+            layers[number] = _PassThrough(layer)
+
+    # Look at the table before it is removed.
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied_names: dict[str, str] = {}
+    if isinstance(head, nn.Linear) and head.weight is table.weight:
+        paths = {id(module): name for name, module in model.named_modules()}
+        tied_names[f"{paths[id(head)]}.weight"] = f"{paths[id(table)]}.weight"
+
     if not processes.is_last_stage:
         base.norm = nn.Identity()
         model.set_output_embeddings(nn.Identity())
         if hasattr(model, "value_head"):
             model.value_head = nn.Identity()
-    if not processes.is_first_stage:
-        # What the first stage has multiplied its embeddings with.
-        for name in ("embedding_multiplier", "embedding_scale"):
-            if hasattr(base, name):
-                setattr(base, name, 1.0)
-        model.set_input_embeddings(nn.Identity())
-        if is_vision(model.config):
-            cast(Any, model.base_model).visual = nn.Identity()
-    return tied if processes.is_last_stage and not processes.is_first_stage else {}
+    if processes.is_first_stage:
+        return {}
+    # The first stage has already scaled its embeddings.
+    for name in ("embedding_multiplier", "embedding_scale"):
+        if hasattr(base, name):
+            setattr(base, name, 1.0)
+    model.set_input_embeddings(nn.Identity())
+    if is_vision(model.config):
+        cast(Any, model.base_model).visual = nn.Identity()
+    return tied_names if processes.is_last_stage else {}
 
 
 class Stage(nn.Module):
-    """The module of one stage, sharded or not, as torch's schedules call it: with the number of a micro-batch."""
+    """Module of one stage, called by torch's schedules with the number of a micro-batch.
+
+    Args:
+        scorer: the model of this stage, and the head.
+        processes: the ranks of the engine.
+        dtype: dtype of hidden states.
+    """
 
     def __init__(self, scorer: Scorer, processes: Processes, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scorer, self.processes, self.dtype = scorer, processes, dtype
+        self.scorer = scorer
+        self.processes = processes
+        self.dtype = dtype
+        # Of the current call of `run`.
         self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
         self.question = Question()
         self.outputs: list[Outputs] = []
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
-        """[1, n, D] for the next stage; from the last one the loss [1]."""
+        """Compute one micro-batch in this stage.
+
+        Args:
+            received: [1, n, D] from the previous stage; ignored in the first one.
+            number: [1] int64, which micro-batch.
+
+        Returns:
+            [1, n, D] for the next stage; the loss [1] in the last one.
+        """
         batch, loss = self.work[int(number)]
         sharing = self.scorer.sharing
-        outputs = self.scorer(
-            batch, self.question, received=None if sharing.has_embedding else received
-        )
+        hidden = None if sharing.has_embedding else received
+        outputs = self.scorer(batch, self.question, received=hidden)
         if not sharing.has_head:
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
-        return (
-            next(iter(outputs.values())).new_zeros(1)
-            if loss is None
-            else torch.stack([loss(outputs)])
-        )  # no view
+        if loss is None:
+            return next(iter(outputs.values())).new_zeros(1)
+        return torch.stack([loss(outputs)])  # not a view, which the schedule refuses
 
     def run(
         self,
@@ -124,41 +159,52 @@ class Stage(nn.Module):
         *,
         is_training: bool = False,
     ) -> list[Outputs]:
-        """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages, each
-        with its loss in training. Returns the outputs [M] of each micro-batch; none but in the last stage."""
-        # A quarter of a second to import, which runs without pipeline stages save.
+        """Run a forward pass, and in training a backward pass, over all micro-batches.
+
+        Args:
+            work: micro-batches, at least as many as stages, with their losses in training.
+            question: which outputs to compute.
+            is_training: whether to run a backward pass.
+
+        Returns:
+            Outputs [M] of each micro-batch; none except in the last stage.
+        """
+        # This import takes a quarter of a second, which runs without pipeline stages save.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         longest = max(batch.num_tokens for batch, _ in work)
         self.work = [(batch.extended(longest), loss) for batch, loss in work]
-        self.question, self.outputs = question, []
-        layout, place, is_last = (
-            self.processes.layout,
-            self.processes.place,
-            self.processes.is_last_stage,
-        )
+        self.question = question
+        self.outputs = []
+        layout = self.processes.layout
+        is_first = self.processes.is_first_stage
+        is_last = self.processes.is_last_stage
         device = self.processes.world.device
         numbers = torch.arange(len(work))  # on the host, where they are read
-        size = self.scorer.model.config.get_text_config().hidden_size
-        shape = (1, longest // (layout.sp * layout.tp), size)
+
+        # Examples of what stages exchange, for shapes and dtypes.
+        hidden_size = self.scorer.model.config.get_text_config().hidden_size
+        shape = (1, longest // (layout.sp * layout.tp), hidden_size)
         hidden = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=is_training)
         loss = torch.empty(1, device=device, requires_grad=is_training)
         stage = PipelineStage(
             self,
-            place.pp,
+            self.processes.place.pp,
             layout.pp,
             device,
-            input_args=numbers[:1] if place.pp == 0 else hidden,
+            input_args=numbers[:1] if is_first else hidden,
             output_args=loss if is_last else hidden,
             group=self.processes.group("pp"),
         )
-        if is_training:
-            # The last stage returns losses already.
-            schedule: Any = Schedule1F1B(
-                stage, len(work), lambda loss, number: loss.sum(), scale_grads=False
-            )
-        else:
-            schedule = ScheduleGPipe(stage, len(work), None)
-        targets = {"target": numbers} if is_training and is_last else {}
-        schedule.step(*([numbers] if place.pp == 0 else []), number=numbers, **targets)
+
+        inputs = [numbers] if is_first else []
+        if not is_training:
+            ScheduleGPipe(stage, len(work), None).step(*inputs, number=numbers)
+            return self.outputs
+        # The last stage returns losses already.
+        schedule = Schedule1F1B(
+            stage, len(work), lambda loss, number: loss.sum(), scale_grads=False
+        )
+        targets = {"target": numbers} if is_last else {}
+        schedule.step(*inputs, number=numbers, **targets)
         return self.outputs

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of one engine, seen from one of them, and their process groups.
 
-Two views of the same ranks: `storage` says where parameters lie, `work` who computes what.
+Two views of the same ranks: `storage` says where parameters are, `work` who computes what.
 
-    storage   (pp, dp_replicate, tp, fsdp)     a parameter is cut by tp, and each part by fsdp = dp_shard x sp
-    work      (pp, dp, sp, tp)                 dp = dp_replicate x dp_shard; the order of the ranks
-    experts   (pp, dp_replicate, ep, edp)      those of a layer are cut by ep, and each part by edp = fsdp x tp / ep
+    storage   (pp, dp_replicate, tp, fsdp)   parameters: sharded by tp, then fsdp = dp_shard x sp
+    work      (pp, dp, sp, tp)               dp = dp_replicate x dp_shard; the order of the ranks
+    experts   (pp, dp_replicate, ep, edp)    experts: sharded by ep, then edp = fsdp x tp / ep
 
-Legend: N packed tokens, V vocabulary, D hidden size.
+Legend: V vocabulary, D hidden size.
 """
 
 import functools
@@ -29,29 +29,39 @@ EXPERT_NAMES = ("pp", "dp_replicate", "ep", "edp")
 class Processes:
     """The ranks of one engine, seen from one of them."""
 
-    layout: Layout  # how they are arranged
-    place: RankPlace  # of this one
-    world: ProcessGroup  # all of them
-    replicas: ProcessGroup  # those with other rows, at the same place otherwise
-    # The meshes; None where every rank has everything.
+    layout: Layout  # arrangement of the ranks
+    place: RankPlace  # coordinates of this rank
+    world: ProcessGroup  # all ranks
+    replicas: ProcessGroup  # ranks with other rows, at the same place otherwise
+    # Meshes; None if every rank holds and computes everything.
     storage: DeviceMesh | None = None
     work: DeviceMesh | None = None
     experts: DeviceMesh | None = None
 
     @classmethod
     def arrange(cls, world: ProcessGroup, layout: Layout) -> "Processes":
-        """Form the groups of a layout, meshes [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and
-        [pp, dp_replicate, ep, edp]; every rank of the world calls it, in the same order of layouts."""
+        """Form the process groups of a layout.
+
+        Every rank of the world calls it, in the same order of layouts.
+
+        Args:
+            world: all ranks.
+            layout: their arrangement.
+
+        Returns:
+            The ranks, with meshes [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and
+            [pp, dp_replicate, ep, edp].
+        """
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)
-        # Roles with the same layout on the same ranks share their groups; those of an earlier meeting are gone.
+        # Roles with the same layout share their groups. Those of an earlier meeting are invalid.
         storage, work, experts = _meshes_of(layout, world.device.type, Membership.num_meetings)
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work, experts)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The process group along one direction of `work`."""
+        """The process group along one axis of `work`."""
         assert self.work is not None, "one rank has no meshes"
         return self.work.get_group(name)
 
@@ -73,15 +83,15 @@ ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
 def _meshes_of(
     layout: Layout, device_type: str, meeting: int
 ) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
-    ranks = torch.arange(layout.world_size).view(
-        layout.pp, layout.dp_replicate, layout.fsdp, layout.tp
-    )
-    work, experts = (layout.pp, layout.dp_size, layout.sp, layout.tp), None
+    """The meshes `storage`, `work` and `experts`, cached until the next meeting."""
+    ranks = torch.arange(layout.world_size)
+    # In the order of the ranks, tp is the last axis.
+    ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
+    experts = None
     if layout.ep > 1:
-        divided = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
-        experts = DeviceMesh(device_type, divided, mesh_dim_names=EXPERT_NAMES)
-    return (
-        DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES),
-        init_device_mesh(device_type, work, mesh_dim_names=WORK_NAMES),
-        experts,
-    )
+        expert_ranks = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
+        experts = DeviceMesh(device_type, expert_ranks, mesh_dim_names=EXPERT_NAMES)
+    storage = DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES)
+    work_sizes = (layout.pp, layout.dp_size, layout.sp, layout.tp)
+    work = init_device_mesh(device_type, work_sizes, mesh_dim_names=WORK_NAMES)
+    return storage, work, experts

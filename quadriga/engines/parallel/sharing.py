@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens, heads and vocabulary entries of a packed batch each of the ranks with the same rows computes.
+"""Division of a packed batch over ranks with the same rows: tokens, heads and vocabulary.
 
-    tokens of a batch      [ . . . . | . . . . ]     sp parts of the batch
-    between the layers     [ . . | . . | . . | . . ] each of these in tp parts: norms and sums compute those alone
+    tokens of a batch      [ . . . . | . . . . ]       sp parts of the batch
+    between the layers     [ . . | . . | . . | . . ]   each in tp parts, for norms and sums
     head, vocabulary       gathered over tp; each rank has its part of the vocabulary
     head, values           each rank computes the values of its own tokens
 
-All of them end with the same outputs of all predicted tokens, and compute the same loss. Below them: collectives that
-gradients pass through; a gradient goes back the way its value came.
+All ranks end with the same outputs of all predicted tokens, and compute the same loss. The
+collectives below are differentiable: a gradient takes the way of its value in reverse.
 
-Legend: N packed tokens, n of them on this rank, M predicted tokens, D hidden size (in attention: head size), S ranks
-of sequence parallelism, H query heads, K key-value heads.
+Legend: N packed tokens, n of them on this rank, M predicted tokens, D hidden size (in attention:
+head size), S ranks of sequence parallelism, H query heads, K key-value heads.
 """
 
 import math
@@ -31,91 +31,96 @@ from quadriga.models.heads import VocabularyShard, all_gather_single
 from quadriga.models.scorers import Scored, Sharing
 from quadriga.partition import part_of
 
-_Move: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
-# Versions of torch before 2.13 have it under a name that later ones warn of.
+_Collective: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
+# Versions of torch before 2.13 have it under a name for which later ones warn.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class SharedTokens(Sharing):
-    """The share of one rank in the work on a packed batch."""
+    """This rank's part in the computation of a packed batch.
+
+    Args:
+        processes: the ranks of the engine.
+        num_vocabulary: entries of the vocabulary.
+    """
 
     def __init__(self, processes: Processes, num_vocabulary: int) -> None:
-        layout, place = processes.layout, processes.place
+        layout = processes.layout
         self.processes = processes
-        self.has_embedding, self.has_head = processes.is_first_stage, processes.is_last_stage
-        # Ranks of a tp group that have some of the tokens each where layers are not cut.
-        self.num_parts = layout.tp
+        self.has_embedding = processes.is_first_stage
+        self.has_head = processes.is_last_stage
+        self.num_parts = layout.tp  # of the tokens between layers, over a tp group
         self.vocabulary: VocabularyShard | None = None
         if layout.tp > 1:
-            start, _ = part_of(num_vocabulary, layout.tp, place.tp)
+            start, _ = part_of(num_vocabulary, layout.tp, processes.place.tp)
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
-        # Those of all ranks in the same tp group, which part them at the embedding.
-        layout, place = self.processes.layout, self.processes.place
         plan: AttentionPlan = batch.plan
+        layout = self.processes.layout
         if layout.sp == 1:
             return batch.input_ids, batch.position_ids, plan
-        start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
-        tokens, positions = (
-            whole.narrow(-1, start, size) for whole in (batch.input_ids, batch.position_ids)
-        )
+        # All ranks of a tp group get the same tokens, which the embedding divides.
+        start, size = part_of(batch.input_ids.shape[1], layout.sp, self.processes.place.sp)
+        tokens = batch.input_ids.narrow(-1, start, size)
+        positions = batch.position_ids.narrow(-1, start, size)
         return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
 
-    def _own_tokens(self, batch: PackedBatch) -> tuple[int, int]:
-        """The packed index of the first token that this rank has between the layers, and their number."""
-        start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
-        inside, size = part_of(
-            size, self.num_parts, self.processes.place.tp if self.num_parts > 1 else 0
-        )
-        return start + inside, size
+    def _tokens_of_sp_rank(self, batch: PackedBatch) -> tuple[int, int]:
+        """First packed index and number of the tokens of this rank's tp group."""
+        return part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+
+    def _local_tokens(self, batch: PackedBatch) -> tuple[int, int]:
+        """First packed index and number of the tokens of this rank between layers."""
+        start, size = self._tokens_of_sp_rank(batch)
+        part = self.processes.place.tp if self.num_parts > 1 else 0
+        offset, size = part_of(size, self.num_parts, part)
+        return start + offset, size
 
     def first_token(self, batch: PackedBatch) -> int | None:
-        return (
-            None if self.processes.layout.sp == self.num_parts == 1 else self._own_tokens(batch)[0]
-        )
+        if self.processes.layout.sp == self.num_parts == 1:
+            return None
+        start, _ = self._local_tokens(batch)
+        return start
 
     def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        start, size = self._own_tokens(batch)
+        start, size = self._local_tokens(batch)
         if self.num_parts > 1 and in_parts:
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
-            start, size = part_of(
-                batch.num_tokens, self.processes.layout.sp, self.processes.place.sp
-            )
-        # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
+            start, size = self._tokens_of_sp_rank(batch)
+        # With a sharded vocabulary, all ranks of a tp group score the same tokens.
         groups = self._groups(with_tp=not in_parts)
         if not groups:
             return super().scored(hidden, batch, in_parts=in_parts)
-        here = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
-        places = torch.from_numpy(np.flatnonzero(here)).to(
-            hidden.device
-        )  # sought on the host, which does not wait
-        states = hidden.index_select(0, batch.predictors[places] - start)
-        return (
-            states,
-            batch.targets[places],
-            partial(_Fill.apply, places, len(batch.targets), groups),
-        )
+        # Found on the host, so that nothing waits for the device.
+        is_local = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
+        indices = torch.from_numpy(np.flatnonzero(is_local)).to(hidden.device)
+        states = hidden.index_select(0, batch.predictors[indices] - start)
+        join = partial(_JoinOutputs.apply, indices, len(batch.targets), groups)
+        return states, batch.targets[indices], join
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        routed, groups = super().routed(batch, num_tokens), self._groups()
+        routed = super().routed(batch, num_tokens)
+        groups = self._groups()
         if groups:
-            start, size = self._own_tokens(batch)
-            here = (batch.predictors >= start) & (batch.predictors < start + size)
-            routed.start, routed.places, routed.rows = (
-                start,
-                batch.predictors[here] - start,
-                batch.rows[here],
-            )
+            start, size = self._local_tokens(batch)
+            is_local = (batch.predictors >= start) & (batch.predictors < start + size)
+            routed.start = start
+            routed.places = batch.predictors[is_local] - start
+            routed.rows = batch.rows[is_local]
             routed.add_up = lambda values: [
                 dist.all_reduce(values, group=group) for group in groups
             ]
         return routed
 
     def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
-        """The ranks that have other tokens of the same rows, by the axis that parts them."""
-        axes = {"tp": self.num_parts if with_tp else 1, "sp": self.processes.layout.sp}
-        return [self.processes.group(name) for name, size in axes.items() if size > 1]
+        """Groups of ranks that have other tokens of the same rows."""
+        groups = []
+        if with_tp and self.num_parts > 1:
+            groups.append(self.processes.group("tp"))
+        if self.processes.layout.sp > 1:
+            groups.append(self.processes.group("sp"))
+        return groups
 
     def joined(self, values: Tensor) -> Tensor:
         for group in self._groups():
@@ -124,15 +129,22 @@ class SharedTokens(Sharing):
 
 
 class UlyssesAttention:
-    """Ulysses sequence parallelism, arXiv:2309.14509: an attention plan for the N tokens of all S ranks, called with
-    those of one. A rank has some tokens of all heads, but for attention, where it has all tokens of some heads.
+    """Ulysses sequence parallelism (arXiv:2309.14509), as the attention plan of a rank's tokens.
+
+    A rank has some tokens and all heads, except in attention, where it has all tokens and some
+    heads.
 
         all but attention   [N/S tokens, H heads]
-        attention           [N tokens, H/S heads]      one all-to-all before, for the inputs of attention; one after
+        attention           [N tokens, H/S heads]      one all-to-all before and one after
+
+    Args:
+        plan: attention of all N tokens.
+        group: the S ranks.
     """
 
     def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
-        self.plan, self.group = plan, group
+        self.plan = plan
+        self.group = group
         self.size = dist.get_world_size(group)
 
     def attend(
@@ -144,51 +156,70 @@ class UlyssesAttention:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """[1, H, N/S, D], [1, K, N/S, D] twice -> [1, N/S, H, D]."""
-        # Each key-value head is repeated so that every rank gets as many, next to the queries they serve.
-        copies, per_kv_head = (
-            self.size // math.gcd(key.shape[1], self.size),
-            query.shape[1] // key.shape[1],
-        )
-        copies = copies if per_kv_head % copies == 0 else per_kv_head
-        if copies > 1:
-            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        heads = [part.shape[1] // self.size for part in (query, key, value)]
-        # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; the inputs of attention in one exchange.
-        parts = torch.cat(
-            [part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1
-        )
-        all_tokens = (
-            Collective.apply(parts, self.group, all_to_all).transpose(0, 1).flatten(1, 2)
-        )  # [heads, N, D]
-        queries, keys, values = (part[None] for part in all_tokens.split(heads))
+        """Compute attention of this rank's tokens.
+
+        Args:
+            layer: number of the layer.
+            query: [1, H, N/S, D].
+            key: [1, K, N/S, D].
+            value: [1, K, N/S, D].
+            scale: factor of the scores.
+            options: windows, sinks and others.
+
+        Returns:
+            [1, N/S, H, D].
+        """
+        # Repeat key-value heads until each rank gets equally many, next to the queries they serve.
+        num_copies = self.size // math.gcd(key.shape[1], self.size)
+        queries_per_head = query.shape[1] // key.shape[1]
+        if queries_per_head % num_copies:
+            num_copies = queries_per_head
+        if num_copies > 1:
+            key = key.repeat_interleave(num_copies, 1)
+            value = value.repeat_interleave(num_copies, 1)
+        # [1, H, n, D] -> [S, H/S, n, D]: part s has the heads of rank s. One exchange for all.
+        inputs = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
+        num_heads = [tensor.shape[1] for tensor in inputs]
+        received = Collective.apply(torch.cat(inputs, 1), self.group, all_to_all)
+        all_tokens = received.transpose(0, 1).flatten(1, 2)  # [heads, N, D]
+        queries, keys, values = (heads[None] for heads in all_tokens.split(num_heads))
         if options.sinks is not None:
-            options = replace(
-                options, sinks=options.sinks.chunk(self.size)[dist.get_rank(self.group)]
-            )
+            sinks = options.sinks.chunk(self.size)[dist.get_rank(self.group)]
+            options = replace(options, sinks=sinks)
         mixed = self.plan.attend(layer, queries, keys, values, scale, options)  # [1, N, H/S, D]
-        back = Collective.apply(
-            mixed[0].unflatten(0, (self.size, -1)), self.group, all_to_all
-        )  # [S, n, H/S, D]
-        return back.transpose(0, 1).flatten(1, 2)[None]
+        by_rank = mixed[0].unflatten(0, (self.size, -1))
+        outputs = Collective.apply(by_rank, self.group, all_to_all)  # [S, n, H/S, D]
+        return outputs.transpose(0, 1).flatten(1, 2)[None]
 
 
 class Collective(torch.autograd.Function):
-    """One collective for values [...], and the reverse one for their gradients: that of what was received goes back to
-    its sender; those of what all ranks have gathered are added up, and each rank gets that of its piece."""
+    """A collective for values [...], with the reverse one for their gradients.
+
+    The gradient of a value that was sent returns to the sender. Gradients of a gathered value are
+    summed, and each rank gets those of its piece.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, there: _Move) -> Tensor:
-        ctx.group, ctx.back = group, _REVERSE[there]
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, there: _Collective) -> Tensor:
+        ctx.group = group
+        ctx.reverse = _REVERSE[there]
         return there(value, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad, ctx.group), None, None
+        return ctx.reverse(grad, ctx.group), None, None
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part s of [S, ...] goes to rank s; returns the parts for this one, in the order of the senders."""
+    """Exchange parts between ranks.
+
+    Args:
+        parts: [S, ...], the part for each rank.
+        group: the S ranks.
+
+    Returns:
+        [S, ...], the part from each rank.
+    """
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
@@ -196,43 +227,61 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of each rank -> [S * n, ...] on all."""
+    """Concatenate the pieces of all ranks.
+
+    Args:
+        piece: [n, ...].
+        group: the S ranks.
+
+    Returns:
+        [S * n, ...] on all ranks.
+    """
     piece = piece.contiguous()
-    whole = piece.new_empty(dist.get_world_size(group) * piece.shape[0], *piece.shape[1:])
-    all_gather_single(whole, piece, group=group)
-    return whole
+    gathered = piece.new_empty(dist.get_world_size(group) * piece.shape[0], *piece.shape[1:])
+    all_gather_single(gathered, piece, group=group)
+    return gathered
 
 
 def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[S * n, ...] of each rank, parts of a sum -> the sum's piece [n, ...] of this one."""
+    """Sum over ranks, and divide the sum between them.
+
+    Args:
+        whole: [S * n, ...], a summand.
+        group: the S ranks.
+
+    Returns:
+        [n, ...], this rank's piece of the sum.
+    """
     piece = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
     _reduce_scatter_single(piece, whole.contiguous(), group=group)
     return piece
 
 
-_REVERSE: dict[_Move, _Move] = {
+_REVERSE: dict[_Collective, _Collective] = {
     all_to_all: all_to_all,
     all_gather: reduce_scatter,
     reduce_scatter: all_gather,
 }
 
 
-class _Fill(torch.autograd.Function):
-    """One tensor [size, ...] out of the ranks' values, each at its own places; the same on all of them. All compute the
-    same of it, so the gradient of this one's entries is what it has of them."""
+class _JoinOutputs(torch.autograd.Function):
+    """Outputs [size, ...] from those of each rank, by index; the same on all ranks.
+
+    All ranks compute the same loss of it, so the gradient of a rank's outputs is the local one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, places: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor
+        ctx: Any, indices: Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(places)
-        result = values.new_zeros(size, *values.shape[1:])
-        result[places] = values
+        ctx.save_for_backward(indices)
+        outputs = values.new_zeros(size, *values.shape[1:])
+        outputs[indices] = values
         for group in groups:
-            dist.all_reduce(result, group=group)
-        return result
+            dist.all_reduce(outputs, group=group)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
-        (places,) = ctx.saved_tensors
-        return None, None, None, grad[places]
+        (indices,) = ctx.saved_tensors
+        return None, None, None, grad[indices]

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism, arXiv:1909.08053, with the tokens parted between the layers, arXiv:2205.05198.
+"""Tensor parallelism (arXiv:1909.08053), with tokens divided between layers (arXiv:2205.05198).
 
-    norm      n tokens            every rank its own
-    gather    N tokens            before attention and MLP
-    colwise   rows of a weight    each rank computes some heads, some of the MLP's width
-    rowwise   columns of it       each has a part of every token's sum
-    scatter   n tokens            added up, and parted again
+    norm      n tokens              each rank its own
+    gather    N tokens              before attention and MLP
+    colwise   rows of a weight      each rank computes some heads, or some of the MLP's width
+    rowwise   columns of a weight   each rank has a summand of every token's output
+    scatter   n tokens              summed and divided again
 
-Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of a
-rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step. Which
-projection is shared how is what transformers declares for the architecture: where several projections stand in one
-matrix (`gate_up_proj`), or a norm reads all heads, the outputs of a colwise one are gathered, and the rowwise one
-behind takes its part of them. An adapter is cut where its projection is: B of a colwise one, and A of a rowwise one,
-whose r numbers of a token are added up and parted before B.
+Parameters become plain tensors with this rank's shard. Those that all ranks hold (norms, the bias
+of a rowwise projection) see only some of the tokens or heads, so their gradients are summed before
+a step. How a projection is sharded is what transformers declares for the architecture. If a matrix
+has several projections (`gate_up_proj`), or a norm reads all heads, the outputs of the colwise
+projection are gathered, and the rowwise one after it takes its part of them. An adapter is sharded
+as its projection: B of a colwise one, and A of a rowwise one, whose r outputs per token are summed
+and divided before B.
 
-Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank, r rank of an
-adapter.
+Legend: n tokens of this rank, N = n x tp, D hidden size, V' vocabulary entries of this rank, r rank
+of an adapter.
 """
 
 import re
@@ -40,123 +41,165 @@ _SPLIT_DIMENSION = {
     "rowwise": 1,
     "rowwise_split_input": 1,
 }
-# A projection by its name, or a part of one with an adapter.
+# Name of a projection, or of a module of one with an adapter.
 _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
-_WHOLE_FACTOR = "AB"  # of an adapter, by the dimension in which its projection is cut
+# The factor of an adapter that stays whole, by the dimension in which its projection is sharded.
+_WHOLE_FACTOR = "AB"
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
-    """Cut a model's projections, embedding and head, and join their modules by collectives. A column-wise projection
-    [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D]. Parameters may be on
-    "meta". Returns by name the dimension in which a parameter is cut; every rank has the others whole."""
-    found: dict[str, int] = {}
+    """Shard projections, embedding and head over a group, and add collectives to their modules.
+
+    A colwise projection [out, in] becomes [out / tp, in], a rowwise one [out, in / tp], the
+    vocabulary [V', D].
+
+    Args:
+        model: the model, with values or on "meta"; changed in place.
+        group: the tensor-parallel ranks.
+
+    Returns:
+        The sharded dimension by parameter. Every rank has the other parameters in full.
+
+    Raises:
+        EngineError: the embedding has a forward pass of its own.
+    """
+    dimensions: dict[str, int] = {}
+    size = dist.get_world_size(group)
     base = backbone(model)
-    prefix = "".join(
-        f"{name}." for name, module in model.named_modules() if module is base and name
-    )
-    plan = tensor_plan(model.config.get_text_config()) or {}
-    patterns = [
-        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()
-    ]
-    parents: dict[str, nn.Module] = {}
+    base_path = next(name for name, module in model.named_modules() if module is base)
+    prefix = f"{base_path}." if base_path else ""
+    styles = _declared_styles(model)
+    colwise_parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
-        if not isinstance(module, nn.Linear) or (match := _PROJECTION.fullmatch(name)) is None:
+        match = _PROJECTION.fullmatch(name)
+        if match is None or not isinstance(module, nn.Linear):
             continue
-        styles = (
-            style
-            for pattern, style in patterns
-            if style in _SPLIT_DIMENSION and pattern.fullmatch(match["name"])
-        )
-        style = next(styles, None)
-        if style is None or match["factor"] == _WHOLE_FACTOR[dimension := _SPLIT_DIMENSION[style]]:
+        matching = (style for pattern, style in styles if pattern.fullmatch(match["name"]))
+        style = next(matching, None)
+        if style is None:
+            continue
+        dimension = _SPLIT_DIMENSION[style]
+        if match["factor"] == _WHOLE_FACTOR[dimension]:
             continue
         if dimension == 0:
-            parent = match["name"].rpartition(".")[0]
-            parents[parent] = base.get_submodule(parent)
+            parent, _, _ = match["name"].rpartition(".")
+            colwise_parents[parent] = base.get_submodule(parent)
             if style != "colwise":
-                if module.out_features % dist.get_world_size(group):
-                    continue  # whole on every rank: what is gathered are equal parts
+                if module.out_features % size:
+                    # Only equal shards can be gathered: every rank keeps all outputs.
+                    continue
                 module.forward = partial(_gathered, module, group)
         else:
-            # Before a part of the outputs of others, or all of them, of which it takes its own.
-            start, size = part_of(
-                module.in_features, dist.get_world_size(group), dist.get_rank(group)
-            )
-            own = slice(None) if style == "rowwise" else slice(start, start + size)
-            module.forward = partial(_rowwise, module, group, own)
+            inputs = slice(None)
+            if style != "rowwise":
+                # The projection before it gathers all outputs: take this rank's part.
+                start, length = part_of(module.in_features, size, dist.get_rank(group))
+                inputs = slice(start, start + length)
+            module.forward = partial(_rowwise, module, group, inputs)
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if dimension < parameter.dim():
                 cut(module, kind, dimension, group)
-                found[f"{prefix}{name}.{kind}"] = dimension
-    for parent in parents.values():
+                dimensions[f"{prefix}{name}.{kind}"] = dimension
+    for parent in colwise_parents.values():
         parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
-    _share_vocabulary(model, group, found)
-    return found
+    return dimensions | _share_vocabulary(model, group)
 
 
-def _share_vocabulary(
-    model: PreTrainedModel, group: dist.ProcessGroup, found: dict[str, int]
-) -> None:
-    table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
-    if type(table).forward is not nn.Embedding.forward and not hasattr(table, "embed_scale"):
-        where, got = (
-            f"tensor parallelism of {type(model).__name__}",
-            f"an embedding of its own, {type(table).__name__}",
-        )
+def _declared_styles(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]]:
+    """Patterns of names in the backbone, with the styles in which projections are sharded."""
+    plan = tensor_plan(model.config.get_text_config()) or {}
+    return [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style)
+        for name, style in plan.items()
+        if style in _SPLIT_DIMENSION
+    ]
+
+
+def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
+    """Shard embedding and head by the vocabulary. Returns the sharded dimensions."""
+    table = cast(nn.Embedding, model.get_input_embeddings())
+    head = model.get_output_embeddings()
+    has_own_forward = type(table).forward is not nn.Embedding.forward
+    if has_own_forward and not hasattr(table, "embed_scale"):
         raise EngineError(
-            where, got, "rows of a table, which may be scaled", "Set tensor_model_parallel_size=1."
+            f"tensor parallelism of {type(model).__name__}",
+            got=f"an embedding of its own, {type(table).__name__}",
+            expected="an embedding that looks up rows of a table, and may scale them",
+            fix="Set tensor_model_parallel_size=1.",
         )
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
-    start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
-    names = {id(module): name for name, module in model.named_modules()}
+    paths = {id(module): name for name, module in model.named_modules()}
+    num_rows = table.weight.shape[0]
+    start, _ = part_of(num_rows, dist.get_world_size(group), dist.get_rank(group))
     cut(table, "weight", 0, group)
-    found[f"{names[id(table)]}.weight"] = 0
+    dimensions = {f"{paths[id(table)]}.weight": 0}
     forward: Any = partial(_embed, table, start, group)
     table.forward = forward
     if not isinstance(head, nn.Linear):
-        return
+        return dimensions
+    # A tied head computes with the shard of the table.
     if is_tied:
         head.weight = cast(nn.Parameter, table.weight)
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
             cut(head, kind, 0, group)
-        found[f"{names[id(head)]}.{kind}"] = 0
+        dimensions[f"{paths[id(head)]}.{kind}"] = 0
+    return dimensions
 
 
 def cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
-    """Let a parameter of a module be this rank's part of it: [V, D] -> [V', D] where the dimension is 0."""
-    whole = getattr(module, kind)
-    start, size = part_of(whole.shape[dimension], dist.get_world_size(group), dist.get_rank(group))
-    part = whole.detach().narrow(dimension, start, size)
-    setattr(module, kind, nn.Parameter(part.clone(), whole.requires_grad))
+    """Replace a parameter of a module by this rank's shard: [V, D] by [V', D] for dimension 0.
+
+    Args:
+        module: the module.
+        kind: name of the parameter in it.
+        dimension: the dimension to shard.
+        group: the ranks.
+    """
+    full = getattr(module, kind)
+    start, size = part_of(full.shape[dimension], dist.get_world_size(group), dist.get_rank(group))
+    # A copy, so that the full parameter can be freed.
+    shard = full.detach().narrow(dimension, start, size)
+    setattr(module, kind, nn.Parameter(shard.clone(), full.requires_grad))
 
 
 def _gather_tokens(
     group: dist.ProcessGroup, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Hook of a module whose projections are cut by rows: it reads all tokens, [1, n, D] -> [1, N, D]."""
-    own = args[0] if args else kwargs["hidden_states"]
-    whole = Collective.apply(own[0], group, all_gather)[None]
+    """Hook of a module with colwise projections: gather the tokens, [1, n, D] -> [1, N, D]."""
+    # Architectures pass hidden states by position or by name.
+    local = args[0] if args else kwargs["hidden_states"]
+    gathered = Collective.apply(local[0], group, all_gather)[None]
     if args:
-        return (whole, *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": whole}
+        return (gathered, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": gathered}
 
 
 def _gathered(module: Any, group: dist.ProcessGroup, inputs: torch.Tensor) -> torch.Tensor:
-    """Forward of a linear layer cut by rows, whose outputs all ranks need: [1, N, D] -> [1, N, all outputs]."""
-    own = linear(inputs[0], module.weight, module.bias)
-    return Collective.apply(own.t(), group, all_gather).t()[None].contiguous()
+    """Forward pass of a colwise projection with gathered outputs: [1, N, D] -> [1, N, out]."""
+    local = linear(inputs[0], module.weight, module.bias)
+    return Collective.apply(local.t(), group, all_gather).t()[None].contiguous()
 
 
 def _rowwise(
-    module: Any, group: dist.ProcessGroup, own: slice, inputs: torch.Tensor
+    module: Any, group: dist.ProcessGroup, columns: slice, inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Forward of a linear layer cut by columns: [1, N, its inputs at `own`] -> [1, n, D]."""
-    outputs = Collective.apply(linear(inputs[0, :, own], module.weight), group, reduce_scatter)[
-        None
-    ]
+    """Forward pass of a rowwise projection: [1, N, inputs] -> [1, n, D].
+
+    Args:
+        module: the projection.
+        group: the tensor-parallel ranks.
+        columns: which of the inputs are this rank's.
+        inputs: [1, N, ...].
+
+    Returns:
+        [1, n, D].
+    """
+    partial_sums = linear(inputs[0, :, columns], module.weight)
+    outputs = Collective.apply(partial_sums, group, reduce_scatter)[None]
+    # The bias is added to the sum, once.
     if module.bias is None:
         return outputs
     return outputs + module.bias
@@ -165,18 +208,31 @@ def _rowwise(
 def _embed(
     module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Forward of an embedding that has some of the vocabulary: [1, N] -> [1, n, D]."""
-    table, local = module.weight, input_ids[0] - start
-    here = (local >= 0) & (local < table.shape[0])
+    """Forward pass of an embedding with a sharded vocabulary: [1, N] -> [1, n, D].
+
+    Args:
+        module: the embedding.
+        start: first vocabulary entry of this rank.
+        group: the tensor-parallel ranks.
+        input_ids: [1, N].
+
+    Returns:
+        [1, n, D].
+    """
+    table = module.weight
+    local_ids = input_ids[0] - start
+    is_local = (local_ids >= 0) & (local_ids < table.shape[0])
     if table.shape[0] == 0:
-        rows = table.sum() + torch.zeros(
-            len(local), table.shape[1], dtype=table.dtype, device=table.device
-        )
+        # Without entries, but the weight must take part in the gradient.
+        shape = (len(local_ids), table.shape[1])
+        rows = table.sum() + torch.zeros(shape, dtype=table.dtype, device=table.device)
     else:
-        # The entry that architectures give no gradient, if it is here.
-        padding = None if module.padding_idx is None else module.padding_idx - start
-        padding = padding if padding is not None and 0 <= padding < table.shape[0] else None
-        rows = embedding(torch.where(here, local, 0), table, padding) * here[:, None]
+        # Architectures give one entry no gradient; it may be on another rank.
+        padding = None
+        if module.padding_idx is not None and 0 <= module.padding_idx - start < table.shape[0]:
+            padding = module.padding_idx - start
+        rows = embedding(torch.where(is_local, local_ids, 0), table, padding) * is_local[:, None]
     scale = getattr(module, "embed_scale", None)
-    rows = rows if scale is None else rows * scale.to(table.dtype)
+    if scale is not None:
+        rows = rows * scale.to(table.dtype)
     return Collective.apply(rows, group, reduce_scatter)[None]

@@ -158,7 +158,7 @@ def test_each_data_source_has_its_teacher(
         update={"distillation": DistillationConfig(enable=True, path=sums, **resting)}
     )
     worker = start(own, tokenizer)
-    assert "weights (0 MB) rest between phases" in worker.chosen
+    assert "weights (0 MB) offloaded between phases" in worker.chosen
     for _ in range(2):
         got = worker.compute_teacher_log_prob(answers)
         assert list(got.batch.keys()) == ["teacher_log_prob"]

@@ -119,10 +119,10 @@ def test_float16_halves_the_loss_scale_before_a_step_counts_as_broken(make_engin
         give_gradient(engine, 65504.0 * 4)
         assert not engine.optimizer_step(lr=0.1).is_applied
     assert (
-        "actor: got a gradient in float16 that is not finite, with losses times 65536"
+        "actor: got a float16 gradient that is not finite, with losses scaled by 65536"
         in caplog.text
     )
-    assert "from here on they are times 32768" in caplog.text
+    assert "now scaled by 32768" in caplog.text
     assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
     assert engine.loss_scale.tolist() == [32768.0, 0.0] and engine.num_nonfinite_steps == 0
     engine.loss_scale[1] = 398
