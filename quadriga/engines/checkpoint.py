@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an engine outside of it, written while training goes on, read on any layout: on disk as torch's
-distributed checkpoint, and in memory that outlives the process.
+"""Checkpoints of an engine's state, written while training continues and read by any layout.
+
+On disk the state is a distributed checkpoint of torch; in memory, it outlives the process.
 
     rank 0                        rank 1                        who waits
-      start                         start                       the callers, together:
+      start                         start                       all callers, together:
         plans  <---------------------->                           who writes which chunk
-        copies of its chunks          copies of its chunks        from here on the engine may change them
-          | thread: its file            | thread: its file      no rank
+        copies of its chunks          copies of its chunks        then the engine may change them
+          | thread: its file            | thread: its file      nobody
       is_written <---- outcomes ----> is_written                only with `wait`
           | thread: list of chunks,
           |         then `afterwards`
@@ -15,16 +16,17 @@ distributed checkpoint, and in memory that outlives the process.
     memory of a rank    | step | sum | chunk | chunk ... | step | sum | chunk | chunk ... |
                           slot of the even steps           slot of the odd steps
 
-Threads call no collective, so they cannot get in the way of those of training. What is equal on several ranks is
-written by one of them. Without the list of chunks, written last, a folder is no checkpoint. A copy in memory is waited
-for by the engine's next optimizer step; its `step` is 0 until the last byte is there, so a rank that dies on the way
-leaves the slot of the step before as it was.
+Threads call no collectives, so they cannot interfere with those of training. Tensors that several
+ranks hold alike are written by one of them. A folder without the list of chunks, which is written
+last, is no checkpoint. The next optimizer step of the engine waits for a copy in memory. The `step`
+of a slot is 0 until its last byte is written, so a rank that dies before leaves the slot of the
+previous step intact.
 
-Legend: [...] is the shape of a parameter, or of a rank's part of it.
+Legend: [...] is the shape of a parameter, or of a rank's shard of it.
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,115 +47,139 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
-State = Mapping[
-    str, torch.Tensor
-]  # tensors by name, plain where one rank holds them whole, DTensors where several do
-Written = list[list[WriteResult]]  # the chunks that a rank has written, folder by folder
+State = Mapping[str, torch.Tensor]
+"""Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
+Written = list[list[WriteResult]]
+"""The chunks that a rank has written, by folder."""
 _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-_OTHER_MODEL = "Resume with the model that the checkpoint was made of."
+_OTHER_MODEL = "Resume with the model that the checkpoint was made from."
 
 
 class StateWriter:
-    """Writes states in the background, one after the other. All ranks of the engine call the same in turn."""
+    """Writes states in the background, one after the other. All ranks make the same calls."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
         self._thread: Future[Written] | None = None
-        self._rest: Callable[[list[Written]], Written] | None = None
-        """What is left to do, in a thread too, once all ranks have written their chunks."""
+        # Runs in a second thread, once all ranks have written their chunks.
+        self._completion: Callable[[list[Written]], Written] | None = None
 
     def start(
         self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None
     ) -> None:
-        """Copy what this rank is to write, and begin to write it. The state may be changed when this returns.
+        """Copy this rank's chunks, and start to write them. The state may change on return.
 
         Args:
-            states: the tensors [...] of each folder; the folders are made. The same on all ranks but for the tensors.
-            afterwards: called in a thread of rank 0 when all folders are complete.
+            states: tensors [...] for each folder, which is created. Names and folders are the same
+                on all ranks.
+            afterwards: called in a thread of rank 0 once all folders are complete.
 
-        Raises CheckpointError: a folder cannot be made, or the last state could not be written."""
+        Raises:
+            CheckpointError: a folder cannot be created, or the last state could not be written.
+        """
         self.is_written(wait=True)
-        parts = [_Part(folder, state, self.world) for folder, state in states.items()]
-        rest = partial(self._complete, parts, afterwards)
+        chunks = [_Chunks(folder, state, self.world) for folder, state in states.items()]
+        completion = partial(self._complete, chunks, afterwards)
+
+        def write() -> Written:
+            return [chunks_of_folder.write() for chunks_of_folder in chunks]
+
         if self.world.size > 1:
-            self._thread = in_background(lambda: [part.write() for part in parts], "checkpoint")
-            self._rest = rest
+            self._thread = in_background(write, "checkpoint")
+            self._completion = completion
         else:
-            self._thread = in_background(
-                lambda: rest([[part.write() for part in parts]]), "checkpoint"
-            )
+            self._thread = in_background(lambda: completion([write()]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
-        """Whether the last state is complete on disk, on all ranks; with `wait`, it is when this returns. Raises
-        CheckpointError: on all processes: one of them could not write its part. There is then nothing more to do."""
-        while (thread := self._thread) is not None:
-            is_over = wait or thread.done()
-            error = thread.exception() if is_over else None
+        """Whether the last state is complete on disk, on all ranks.
+
+        Args:
+            wait: whether to wait until it is.
+
+        Returns:
+            True if it is complete.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write its chunks. The state is dropped.
+        """
+        while self._thread is not None:
+            thread = self._thread
+            is_done = wait or thread.done()
+            error = thread.exception() if is_done else None
             if error is not None and not isinstance(error, CheckpointError):
-                trace, got = "".join(format_exception(error)), f"{type(error).__name__}: {error}"
+                trace = "".join(format_exception(error))
+                got = f"{type(error).__name__}: {error}"
                 error = CheckpointError("writing a checkpoint", got=got, expected="no such error")
                 error.add_note(trace)
-            written = thread.result() if is_over and error is None else None
-            outcomes = self.world.gather((is_over, written, error))
-            if errors := [error for *_, error in outcomes if error is not None]:
-                self._thread = self._rest = None
-                raise errors[0]
-            if not all(is_over for is_over, *_ in outcomes):
+            written = thread.result() if is_done and error is None else None
+            # All ranks decide by the same outcomes, so they continue or raise together.
+            outcomes = self.world.gather((is_done, written, error))
+            for _, _, error_of_rank in outcomes:
+                if error_of_rank is not None:
+                    self._thread = None
+                    self._completion = None
+                    raise error_of_rank
+            if not all(is_done for is_done, _, _ in outcomes):
                 return False
-            rest, self._thread, self._rest = self._rest, None, None
-            if rest is not None:
-                self._thread = in_background(
-                    partial(rest, [written for _, written, _ in outcomes]), "checkpoint"
-                )
+            completion = self._completion
+            self._thread = None
+            self._completion = None
+            if completion is not None:
+                complete = partial(completion, [written for _, written, _ in outcomes])
+                self._thread = in_background(complete, "checkpoint")
         return True
 
     def _complete(
         self,
-        parts: "Sequence[_Part]",
+        chunks: "Sequence[_Chunks]",
         afterwards: Callable[[], None] | None,
         written: list[Written],
     ) -> Written:
+        """On rank 0, complete each folder and call `afterwards`."""
         if self.world.is_first:
-            for number, part in enumerate(parts):
-                part.complete([of_rank[number] for of_rank in written])
+            for number, chunks_of_folder in enumerate(chunks):
+                chunks_of_folder.complete([by_folder[number] for by_folder in written])
             if afterwards is not None:
                 afterwards()
         return []
 
 
-def _agreed(world: ProcessGroup, value: Any, error: CheckpointError | None) -> list[Any]:
-    """The values of all ranks; the first error of one is raised on all of them."""
+def _gather_or_raise(world: ProcessGroup, value: Any, error: CheckpointError | None) -> list[Any]:
+    """The values of all ranks. If a rank has an error, all ranks raise the first one."""
     outcomes = world.gather((value, error))
-    for _, error in outcomes:
-        if error is not None:
-            raise error
+    for _, error_of_rank in outcomes:
+        if error_of_rank is not None:
+            raise error_of_rank
     return [value for value, _ in outcomes]
 
 
 @contextmanager
 def explained(where: Path) -> Iterator[None]:
-    """What goes wrong while something is written becomes a CheckpointError that names it."""
+    """Context manager: turn errors of writing into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
         raise
-    # A full disk is an OSError to Python, a SafetensorError to safetensors, a RuntimeError to torch, and a bare
-    # Exception to tokenizers.
+    # A full disk is an OSError in Python, a SafetensorError in safetensors, a RuntimeError in
+    # torch, and a bare Exception in tokenizers.
     except Exception as error:
-        told: BaseException | None = error
-        # torch's writer raises an error of its own over that of the disk: "unexpected pos 64 vs 0".
-        while told is not None and not isinstance(told, OSError):
-            told = told.__context__
-        told = told or error
-        named = Path(told.filename) if isinstance(told, OSError) and told.filename else where
-        reason = f"{type(told).__name__}: {told}".strip().partition("\n")[0]
+        # torch's writer raises "unexpected pos 64 vs 0" over the error of the disk: look below it.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        path = where
+        if isinstance(cause, OSError) and cause.filename:
+            path = Path(cause.filename)
+        reported = cause or error
         raise CheckpointError(
-            str(named), got=reason, expected="room and permission to write it"
+            str(path),
+            got=f"{type(reported).__name__}: {reported}".strip().partition("\n")[0],
+            expected="space and permission to write it",
         ) from error
 
 
-class _Part(DefaultSavePlanner):
-    """This rank's part of a distributed checkpoint: planned with the engine's tensors, written from copies of them."""
+class _Chunks(DefaultSavePlanner):
+    """This rank's chunks of a distributed checkpoint, copied from the engine's tensors."""
 
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
         super().__init__(**_UNSHARDED)
@@ -161,23 +187,23 @@ class _Part(DefaultSavePlanner):
         self._writer: Any = FileSystemWriter(
             folder, single_file_per_rank=True, thread_count=1, sync_files=True
         )
-        # Files have neither a path, which changes when the checkpoint gets its name, nor a random number.
+        # Files must not contain their path, which changes later, nor a random number.
         self._writer.storage_meta = StorageMeta
         self._writer.set_up_storage_writer(world.is_first)
         self.set_up_planner(dict(state), is_coordinator=world.is_first)
-        error = None
+        folder_error = None
         try:
             with explained(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-        except CheckpointError as found:
-            error = found
-        # Every rank makes the same plan of all plans, so that nothing need be sent back.
-        plans, _ = self.create_global_plan(_agreed(world, self.create_local_plan(), error))
+        except CheckpointError as error:
+            folder_error = error
+        # Every rank makes the same global plan, so that no rank has to send it.
+        local_plans = _gather_or_raise(world, self.create_local_plan(), folder_error)
+        plans, _ = self.create_global_plan(local_plans)
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
         self._copies: dict[str, torch.Tensor] = {}
         for name in sorted({item.index.fqn for item in self.plan.items}):
-            tensor = state[name].detach()
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _local_tensor(state[name])
             self._copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.state_dict = {}
 
@@ -194,130 +220,174 @@ class _Part(DefaultSavePlanner):
         return results
 
     def complete(self, written: list[list[WriteResult]]) -> None:
-        """Write the list of chunks, after all have written theirs, and look whether all is there. In a thread."""
+        """Write the list of all chunks, and check that they exist. Called in a thread."""
         with explained(self.folder):
             self._writer.finish(self.metadata, written)
-        found = ChunkReader(self.folder)
-        num_planned = sum(len(one.chunks) for one in found.tensors.values())
-        num_written = len(found.listed.storage_data)
+        reader = ChunkReader(self.folder)
+        num_planned = sum(len(tensor.chunks) for tensor in reader.tensors.values())
+        num_written = len(reader.listed.storage_data)
         if num_written != num_planned:
-            expected = f"the {num_planned} that were planned"
             raise CheckpointError(
-                str(self.folder), got=f"{num_written} chunks written", expected=expected
+                str(self.folder),
+                got=f"{num_written} chunks written",
+                expected=f"the {num_planned} that were planned",
             )
+
+
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor, or a plain tensor itself, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
-    """Fill the tensors [...] of a state in place, whatever layout wrote them. All ranks of the engine call it.
-    `state`: room for all of it; of DTensors each rank reads the part that it holds.
+    """Load a state into its tensors, whatever layout wrote it. All ranks call it together.
 
-    Raises CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or
-    optimizer. Nothing was changed then, unless a file turns out to be damaged while it is read."""
-    reader = error = None
+    Args:
+        folder: folder of the state.
+        state: tensors [...] to fill; of a DTensor, each rank reads its shard.
+        world: all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if there is no such state, it is damaged, or it belongs to
+            another model or optimizer. No tensor was changed then, unless a file turns out to be
+            damaged while it is read.
+    """
+    reader = None
+    reader_error = None
     try:
         if not (folder / METADATA).is_file():
-            got = "no such part of the checkpoint"
-            fix = f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it."
             raise CheckpointError(
-                str(folder), got=got, expected=f"{folder.name!r}, as load_contents says", fix=fix
+                str(folder),
+                got="no such part of the checkpoint",
+                expected=f"{folder.name!r}, as load_contents says",
+                fix=f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a "
+                "checkpoint that has it.",
             )
         reader = ChunkReader(folder)
-    except CheckpointError as found:
-        error = found
+    except CheckpointError as error:
+        reader_error = error
+    # A pipeline stage has only some of the tensors.
+    local_shapes = {name: tensor.shape for name, tensor in state.items()}
     shapes: dict[str, torch.Size] = {}
-    for of_rank in _agreed(world, {name: tensor.shape for name, tensor in state.items()}, error):
-        shapes |= of_rank
+    for shapes_of_rank in _gather_or_raise(world, local_shapes, reader_error):
+        shapes |= shapes_of_rank
     assert reader is not None, "without one there was an error"
     _require_fit(folder, reader.listed, shapes)
     reader.read_into(dict(state))
 
 
 def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size]) -> None:
-    sizes = {
-        name: getattr(entry, "size", None) for name, entry in listed.state_dict_metadata.items()
-    }
-    # What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`.
-    kinds, expected_kinds = (
-        {name.split(".")[1] for name in names if name.startswith("optimizer.")}
-        for names in (sizes, shapes)
-    )
+    """Check that a checkpoint has the tensors of this model and optimizer.
+
+    Args:
+        folder: folder of the state.
+        listed: its tensors.
+        shapes: shapes of this model's tensors, by name.
+
+    Raises:
+        CheckpointError: a name or a shape differs.
+    """
+    sizes = {}
+    for name, entry in listed.state_dict_metadata.items():
+        sizes[name] = getattr(entry, "size", None)
+    kinds = _optimizer_kinds(sizes)
+    expected_kinds = _optimizer_kinds(shapes)
     if kinds != expected_kinds:
-        got = f"what another optimizer keeps: {', '.join(sorted(kinds)) or 'nothing'}"
-        fix = "Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' out of "
-        fix += "checkpoint.load_contents: it then starts anew."
         raise CheckpointError(
-            str(folder), got=got, expected=", ".join(sorted(expected_kinds)), fix=fix
+            str(folder),
+            got=f"what another optimizer keeps: {', '.join(kinds) or 'nothing'}",
+            expected=", ".join(expected_kinds),
+            fix="Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' "
+            "out of checkpoint.load_contents: it then starts anew.",
         )
-    unknown, missing = sorted(set(sizes) - set(shapes)), sorted(set(shapes) - set(sizes))
+    unknown = sorted(sizes.keys() - shapes.keys())
+    missing = sorted(shapes.keys() - sizes.keys())
     if unknown or missing:
-        got = f"{len(unknown)} unknown and {len(missing)} missing tensors, first {[*unknown, *missing][0]}"
+        first = [*unknown, *missing][0]
         raise CheckpointError(
-            str(folder), got=got, expected="the tensors of this model", fix=_OTHER_MODEL
+            str(folder),
+            got=f"{len(unknown)} unknown and {len(missing)} missing tensors, first {first}",
+            expected="the tensors of this model",
+            fix=_OTHER_MODEL,
         )
-    unlike = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
-    if unlike:
-        got = f"shape {tuple(sizes[unlike[0]])}" + (
-            f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-        )
-        raise CheckpointError(
-            f"{folder}: {unlike[0]}", got, f"{tuple(shapes[unlike[0]])}", _OTHER_MODEL
-        )
+    differing = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
+    if differing:
+        first = differing[0]
+        got = f"shape {tuple(sizes[first])}"
+        if len(differing) > 1:
+            got += f", and {len(differing) - 1} more"
+        expected = f"{tuple(shapes[first])}"
+        raise CheckpointError(f"{folder}: {first}", got, expected, _OTHER_MODEL)
+
+
+def _optimizer_kinds(names: Iterable[str]) -> list[str]:
+    """Kinds of an optimizer's tensors: `exp_avg` for `optimizer.exp_avg.lm_head.weight`."""
+    return sorted({name.split(".")[1] for name in names if name.startswith("optimizer.")})
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which rank copies which chunks of a state, and where they lie in its memory."""
+    """Assignment of a state's chunks to ranks, and their places in the memory of these."""
 
     listed: Metadata  # shape, dtype and chunks of each tensor
-    places: dict[MetadataIndex, tuple[int, int]]  # rank and first byte in a slot, of each chunk
-    slot_bytes: list[int]  # of each rank
+    places: dict[MetadataIndex, tuple[int, int]]  # rank, and first byte in a slot, of each chunk
+    slot_bytes: list[int]  # size of a slot, by rank
 
 
 class StateCopier:
-    """Copies the state of an engine, again and again, by a `plan` that is the same on all ranks; all make one together.
-    `state`: tensors [...] that the engine changes in place and never replaces."""
+    """Copies the state of an engine to memory, repeatedly. All ranks create it together.
+
+    Args:
+        state: tensors [...] that the engine changes in place and never replaces.
+        world: all ranks.
+
+    Attributes:
+        plan: what is copied where; the same on all ranks.
+    """
 
     def __init__(self, state: State, world: ProcessGroup) -> None:
         planner = DefaultSavePlanner(**_UNSHARDED)
         planner.set_up_planner(dict(state), is_coordinator=world.is_first)
-        plans, listed = planner.create_global_plan(world.gather(planner.create_local_plan()))
+        local_plans = world.gather(planner.create_local_plan())
+        plans, listed = planner.create_global_plan(local_plans)
         self.plan = CopyPlan(listed, {}, [])
-        self._rank = world.rank
-        self._pieces: list[tuple[int, torch.Tensor]] = []
+        # First byte in a slot, and tensor, of each chunk of this rank.
+        self._chunks: list[tuple[int, torch.Tensor]] = []
         for rank, plan in enumerate(plans):
             end = SLOT_HEADER_BYTES
             for item in plan.items:
-                self.plan.places[item.index] = rank, end
+                self.plan.places[item.index] = (rank, end)
                 if rank == world.rank:
-                    tensor = state[item.index.fqn].detach()
-                    self._pieces.append(
-                        (end, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-                    )
-                size = (
-                    item.tensor_data.chunk.sizes.numel()
-                    * item.tensor_data.properties.dtype.itemsize
-                )
+                    self._chunks.append((end, _local_tensor(state[item.index.fqn])))
+                data = item.tensor_data
+                size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
                 end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
             self.plan.slot_bytes.append(end)
 
     def open(self, path: str) -> None:
-        """Copy into this file, which has room for two slots. Raises OSError: it cannot be opened."""
+        """Map the file to copy into, which has space for two slots. Raises OSError."""
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def start(self, step: int) -> Future[None]:
-        """Begin to copy the state as it is after this step (from 1). It must not change until the future is done."""
+        """Start to copy the state after a step, counted from 1.
+
+        Returns a future; the state must not change until it is done.
+        """
         slot = slot_of(self._memory, step)
         header = slot[:16].view(torch.int64)
 
         @torch.no_grad()
         def copy() -> None:
+            # No step: the slot is incomplete until the last line.
             header[0] = 0
-            windows = [
-                slot[start : start + one.nbytes].view(one.dtype).view(one.shape)
-                for start, one in self._pieces
-            ]
-            torch._foreach_copy_(windows, [piece for _, piece in self._pieces])
+            windows = []
+            for start, chunk in self._chunks:
+                flat = slot[start : start + chunk.nbytes]
+                windows.append(flat.view(chunk.dtype).view(chunk.shape))
+            torch._foreach_copy_(windows, [chunk for _, chunk in self._chunks])
+            # The checksum with which a reader detects damage.
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
             header[0] = step
 
@@ -325,16 +395,24 @@ class StateCopier:
 
 
 def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State) -> None:
-    """Fill tensors [...] in place, whatever layout has copied them; of DTensors each rank reads the part that it holds.
-    `read`: gives bytes of the slot of a rank; called with the rank, the first byte, and their number."""
+    """Load a copy in memory into a state, whatever layout made it.
+
+    Args:
+        plan: the plan of the copy.
+        read: returns bytes of a rank's slot; called with the rank, the first byte, and their
+            number.
+        state: tensors [...] to fill; of a DTensor, each rank reads its shard.
+    """
     planner = DefaultLoadPlanner(**_UNSHARDED)
     planner.set_up_planner(dict(state), plan.listed, is_coordinator=True)
     for item in planner.create_local_plan().items:
         entry: Any = plan.listed.state_dict_metadata[item.storage_index.fqn]
-        chunk, dtype = entry.chunks[item.storage_index.index], entry.properties.dtype
+        chunk = entry.chunks[item.storage_index.index]
+        dtype = entry.properties.dtype
         rank, start = plan.places[item.storage_index]
         content = read(rank, start, chunk.sizes.numel() * dtype.itemsize)
         copied = torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
+        # The block of the chunk that this rank needs.
         for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             copied = copied.narrow(dim, first, length)
         planner.resolve_tensor(item).detach().copy_(copied)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives: from a model's outputs on some rows to a loss over the whole mini-batch.
+"""Objectives: from a model's outputs for some rows to a loss over the whole mini-batch.
 
-Every loss is normalised by counts of the whole mini-batch, so the losses of its micro-batches add up to it.
+Losses are normalised by counts of the whole mini-batch, so the losses of micro-batches add up to
+that of the mini-batch.
 
-Legend: B rows of a batch, b of a micro-batch, T response positions, k likeliest tokens of a teacher.
+Legend: B rows of a batch, b of a micro-batch, T response positions, k likeliest tokens of a
+teacher.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -23,68 +25,101 @@ from quadriga.config import ActorConfig, CriticConfig, DistillationConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
-from quadriga.observe.metrics import Metric
+from quadriga.observe.metrics import Metric, Reduction
 from quadriga.protocol import DataProto
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 
 
 class Objective(ABC):
-    """A loss over a mini-batch, given in pieces."""
+    """A loss over a mini-batch, computed in pieces."""
 
-    name: str  # with which the names of its metrics begin
-    columns: tuple[str, ...] = ("response_mask",)  # of the batch, which the loss reads
-    router_aux_loss_coef = router_z_loss_coef = 0.0  # of a mixture of experts
-    other_targets = (
-        ""  # column [B, T, k] of tokens whose log-probs are wanted beside those of the response
-    )
+    name: str  # prefix of its metrics
+    columns: tuple[str, ...] = ("response_mask",)  # columns of the batch that the loss reads
+    router_aux_loss_coef = router_z_loss_coef = 0.0  # for a mixture of experts
+    other_targets = ""  # column [B, T, k] of further tokens whose log-probs the loss reads
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Columns [B, ...] of this batch that the loss reads."""
         return self.columns
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: rows whose computation can change the gradient; the others count, but need not be computed."""
+        """[B] bool: rows that can change the gradient. The others count, but are not computed."""
         return data.batch["response_mask"].bool().any(-1)
 
     @abstractmethod
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        """This micro-batch's share of the loss, from outputs [b, T], and its metrics."""
+        """Compute a micro-batch's share of the loss.
+
+        Args:
+            rows: b rows.
+            outputs: outputs of the model [b, T], by name.
+            counts: counts of the whole mini-batch.
+
+        Returns:
+            The loss [], and metrics.
+        """
 
 
-TEACHER_LOG_PROB, TEACHER_TOP_LOG_PROBS = "teacher_log_prob", "teacher_top_log_probs"
+TEACHER_LOG_PROB = "teacher_log_prob"
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 TEACHER_TOP_IDS = "teacher_top_ids"
 BYPASS = "bypass_mode"
 SCORE_SLOPE = "score_slope"
-"""Column [B]: by how much the loss of a batch rises when the score of a row does, to first order."""
+"""Column [B]: derivative of the loss of a batch by the score of a row."""
+_REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
+"""Reductions of mismatch metrics that are not means."""
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def policy_loss_of(
     config: ActorConfig, correction: RolloutCorrectionConfig | None = None
 ) -> Algorithm:
-    """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T]. The
-    bypass form of `correction` brings a loss of its own.
-    Raises ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form."""
-    name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
-    if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
-        got, expected = (
-            f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
-            "vanilla, or the key left out",
-        )
-        fix = "The bypass form has a loss of its own: choose it with algorithm.rollout_correction.loss_type."
-        raise ConfigError(
-            "actor_rollout_ref.actor.policy_loss.loss_mode", got=got, expected=expected, fix=fix
-        )
-    if correction is not None and (correction.bypass_mode or name == BYPASS):
-        name, shared = BYPASS, {**shared, "correction": correction}
+    """The policy loss that an actor's section chooses, with its options bound.
+
+    Args:
+        config: the actor's section.
+        correction: the rollout correction; its bypass form is a loss of its own.
+
+    Returns:
+        The loss, from columns [b, T] to losses [b, T].
+
+    Raises:
+        ConfigError: the loss or an option is unknown, or another loss is chosen besides the bypass
+            form.
+    """
+    name = config.policy_loss.loss_mode
+    shared = {**dict(config), "config": config}
+    if correction is not None:
+        if correction.bypass_mode and name not in ("vanilla", BYPASS):
+            raise ConfigError(
+                _LOSS_MODE,
+                got=f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
+                expected="vanilla, or the key left out",
+                fix="The bypass form is a loss of its own: choose it with "
+                "algorithm.rollout_correction.loss_type.",
+            )
+        if correction.bypass_mode or name == BYPASS:
+            name = BYPASS
+            shared["correction"] = correction
     return choose_policy_loss(name, config.policy_loss.options, shared)
 
 
 class PolicyObjective(Objective):
-    """A policy loss, less an entropy bonus, plus a divergence from the reference; that from a teacher is taken off the
-    advantages, or added to the loss."""
+    """Policy loss with an entropy bonus, and KL divergences from a reference and from a teacher.
+
+    The divergence from a teacher is subtracted from the advantages, or added to the loss.
+
+    Args:
+        config: the actor's section.
+        correction: the rollout correction.
+        distillation: the section of the teacher.
+
+    Raises:
+        ConfigError: the loss cannot be used with these settings.
+    """
 
     name = "actor"
 
@@ -94,195 +129,198 @@ class PolicyObjective(Objective):
         correction: RolloutCorrectionConfig | None = None,
         distillation: DistillationConfig | None = None,
     ) -> None:
-        self.config, self.router_aux_loss_coef = config, config.router_aux_loss_coef
+        self.config = config
+        self.router_aux_loss_coef = config.router_aux_loss_coef
         self.router_z_loss_coef = config.router_z_loss_coef
         self.policy_loss = policy_loss_of(config, correction)
-        self.teacher = distillation if distillation is not None and distillation.enable else None
-        self._reward_weight = self._teacher_weight = (
-            0.0  # of the divergence from a teacher: as a reward, as a loss
-        )
-        self._diverge: Callable[..., LossAndMetrics] = lambda rows, outputs: (
-            rows.batch["response_mask"],
-            {},
-        )
-        if self.teacher is not None:
-            self._require_advantages(self.teacher)
-            self._diverge = self._from_teacher
-            self.other_targets = TEACHER_TOP_IDS if self.teacher.num_top_tokens else ""
-            weights = (self.teacher.loss_coef, 0.0)
-            self._reward_weight, self._teacher_weight = (
-                weights if self.teacher.use_policy_gradient else weights[::-1]
-            )
-        self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
-        self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
-        """Whether the loss itself multiplies by the importance weights of the rollout."""
-        function = getattr(self.policy_loss.function, "func", self.policy_loss.function)
-        self._is_users = not function.__module__.startswith("quadriga.algorithms.")
-        """Whether what the loss returns is looked at: a user's."""
-        self._columns = set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
-        """What the loss reads of the batch; `log_prob` and, where it has no old log-probs, those are the model's."""
+        self.teacher: DistillationConfig | None = None
+        # Factors of the divergence from the teacher, in the advantages and in the loss.
+        self._reward_weight = 0.0
+        self._loss_weight = 0.0
+        if distillation is not None and distillation.enable:
+            self.teacher = distillation
+            if distillation.use_policy_gradient:
+                self._require_advantages()
+                self._reward_weight = distillation.loss_coef
+            else:
+                self._loss_weight = distillation.loss_coef
+            if distillation.num_top_tokens:
+                self.other_targets = TEACHER_TOP_IDS
+        function = self.policy_loss.function
+        # Whether the loss itself applies the importance weights of the rollout.
+        self._takes_weights = "rollout_is_weights" in options(function)
+        # The results of users' functions are checked.
+        module = getattr(function, "func", function).__module__
+        self._is_users = not module.startswith("quadriga.algorithms.")
+        # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
+        self._fields = set(self.policy_loss.fields) - {"log_prob"}
 
-    def _require_advantages(self, teacher: DistillationConfig) -> None:
-        """Refuse a policy gradient of a loss without advantages, or that chooses tokens by those of the whole batch."""
-        if teacher.use_policy_gradient and (
-            self.policy_loss.columns or "advantages" not in self.policy_loss.fields
-        ):
-            got = f"{self.policy_loss.name!r}, with distillation.use_policy_gradient=True"
-            expected = "a loss that reads the advantages of each token alone"
-            fix = "Set it to vanilla, or distillation.use_policy_gradient=False."
-            where = "actor_rollout_ref.actor.policy_loss.loss_mode"
-            raise ConfigError(where, got=got, expected=expected, fix=fix)
+    def _require_advantages(self) -> None:
+        """Check that the loss reads advantages one by one, so that a teacher may change them."""
+        if self.policy_loss.columns or "advantages" not in self.policy_loss.fields:
+            raise ConfigError(
+                _LOSS_MODE,
+                got=f"{self.policy_loss.name!r}, with distillation.use_policy_gradient=True",
+                expected="a loss that reads the advantages of each token alone",
+                fix="Set it to vanilla, or distillation.use_policy_gradient=False.",
+            )
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
-            got, fix = (
-                f"a batch without {ROUTES}",
-                "Responses of the rollout cache that were kept without it need off.",
-            )
             raise EngineError(
                 "actor_rollout_ref.actor.router_replay",
-                got=got,
-                expected="the experts to take",
-                fix=fix,
+                got=f"a batch without {ROUTES}",
+                expected="the experts to replay",
+                fix="Set it to off for responses of a rollout cache that was stored without them.",
             )
-        names = {"response_mask", "advantages", *self._columns}
-        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES} & set(
-            data.batch.keys()
-        )
+        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES}
+        names = {"response_mask", "advantages"} | self._fields - {"old_log_prob"}
+        names |= optional & set(data.batch.keys())
         if self.teacher is not None:
-            optional |= {
-                TEACHER_LOG_PROB,
-                *((TEACHER_TOP_LOG_PROBS, TEACHER_TOP_IDS) if self.other_targets else ()),
-            }
-        return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
+            names.add(TEACHER_LOG_PROB)
+        if self.other_targets:
+            names |= {TEACHER_TOP_LOG_PROBS, TEACHER_TOP_IDS}
+        if self.config.use_kl_loss:
+            names.add("ref_log_prob")
+        return tuple(names)
 
     def add_batch_columns(self, data: DataProto) -> None:
-        """Compute the columns [B, ...] that the loss reads of the whole batch, before its rows are split over ranks,
-        and add them to `data`. Raises EngineError: a column that it is computed from is not there."""
+        """Add columns [B, ...] that the loss computes from the whole batch.
+
+        Call it before the rows are split over ranks. Raises EngineError if a column is missing from
+        which they are computed.
+        """
         if not self.policy_loss.columns:
             return
         columns = dict(data.batch.items())
-        # Without a pass of their own, old log-probs are those of the rollout: the same policy.
-        if "old_log_probs" in columns or "rollout_log_probs" in columns:
-            columns["old_log_prob"] = columns.get("old_log_probs", columns.get("rollout_log_probs"))
-        if missing := self.policy_loss.column_fields - columns.keys():
-            self._miss(missing, data)
+        # Without a pass for old log-probs, the rollout's are those of the same policy.
+        for name in ("rollout_log_probs", "old_log_probs"):
+            if name in columns:
+                columns["old_log_prob"] = columns[name]
+        missing = self.policy_loss.column_fields - columns.keys()
+        if missing:
+            raise self._missing_error(missing, data)
         for name, column in self.policy_loss.compute_columns(columns).items():
             data.batch[name] = column
 
-    def _miss(self, names: set[str] | frozenset[str], data: DataProto) -> None:
-        got = f"a batch without {', '.join(sorted(names))}"
-        expected = f"it beside {', '.join(sorted(data.batch.keys()))}"
-        fix = "Name fields of the batch as positional parameters, and options behind a `*`."
-        raise EngineError(
-            f"policy loss {self.policy_loss.name}", got=got, expected=expected, fix=fix
+    def _missing_error(self, names: Iterable[str], data: DataProto) -> EngineError:
+        return EngineError(
+            f"policy loss {self.policy_loss.name}",
+            got=f"a batch without {', '.join(sorted(names))}",
+            expected=f"it besides {', '.join(sorted(data.batch.keys()))}",
+            fix="Name fields of the batch as positional parameters, and options after a `*`.",
         )
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only. With
-        `calculate_entropy` all rows are computed: metrics are then of all of them."""
-        mask, config = data.batch["response_mask"].bool(), self.config
-        moves_all = (
-            config.use_kl_loss
+        """[B] bool: rows that can change the gradient.
+
+        With most losses, only a divergence or an entropy bonus moves a row without an advantage.
+        With `calculate_entropy` all rows are computed, so that metrics cover all of them.
+        """
+        mask = data.batch["response_mask"].bool()
+        config = self.config
+        moves_all_rows = (
+            not self.policy_loss.needs_advantage
+            or self.teacher is not None
+            or config.use_kl_loss
             or config.entropy_coeff
-            or not self.policy_loss.needs_advantage
-            or self.teacher
-        )
-        if (
-            moves_all
-            or config.calculate_entropy
             or config.router_aux_loss_coef
             or config.router_z_loss_coef
-        ):
+        )
+        if moves_all_rows or config.calculate_entropy:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        log_prob, entropy = outputs["log_probs"], outputs["entropy"]
+        config = self.config
         mask = rows.batch["response_mask"]
-        if missing := self._columns - set(rows.batch.keys()):
-            self._miss(missing, rows)
-        fields = {name: rows.batch[name] for name in self._columns}
-        weights = rows.batch.get("rollout_is_weights", None)
-        # Without old log-probs in the batch this is the only update since it was sampled: they are the current ones.
-        old = rows.batch.get("old_log_probs", log_prob.detach())
-        optional = (
-            ("old_log_prob", old, self._needs_old_log_prob),
-            ("rollout_is_weights", weights, self._takes_weights),
-        )
-        fields |= {
-            name: values for name, values, is_read in optional if is_read and values is not None
-        }
-        divergence, metrics = self._diverge(rows, outputs)
-        if self._reward_weight:
-            fields["advantages"] = fields["advantages"] - self._reward_weight * divergence.detach()
+        log_prob = outputs["log_probs"]
+        # Without old log-probs this is the only update since sampling: the current ones are equal.
+        old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
+        columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
+        if not self._fields <= columns.keys():
+            raise self._missing_error(self._fields - columns.keys(), rows)
+        fields = {name: columns[name] for name in self._fields}
+        weights = columns.get("rollout_is_weights")
+        if weights is not None and self._takes_weights:
+            fields["rollout_is_weights"] = weights
+        metrics: dict[str, Metric] = {}
+        divergence = None
+        if self.teacher is not None:
+            divergence, metrics = self._divergence_from(self.teacher, rows, outputs)
+            if self._reward_weight:
+                # As a reward: gradients reach the model through the policy loss only.
+                reward = self._reward_weight * divergence.detach()
+                fields["advantages"] = fields["advantages"] - reward
+
         result = self.policy_loss.function(**fields, log_prob=log_prob)
-        losses, diagnostics = (
-            check_losses(self.policy_loss.name, result, mask) if self._is_users else result
-        )
+        name = self.policy_loss.name
+        losses, diagnostics = check_losses(name, result, mask) if self._is_users else result
+        # Importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights
-        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
         aggregate = partial(
-            agg_loss, loss_mask=mask, loss_agg_mode=self.config.loss_agg_mode, **settings
+            agg_loss,
+            loss_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            loss_scale_factor=config.loss_scale_factor,
+            **asdict(counts),
         )
-        loss = policy = aggregate(losses)
-        metrics["actor/pg_loss"] = Metric(policy.detach(), "sum")
+        loss = aggregate(losses)
+        metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
         num_tokens = mask.sum()
-        for name, per_token in diagnostics.items():
-            metrics[f"actor/{name}"] = Metric(
-                (per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens
-            )
-        if "old_log_probs" not in rows.batch.keys():
-            # The pass for old log-probs has measured it, over all rows.
-            metrics["actor/entropy"] = Metric(
-                (entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens
-            )
-            sampled = rows.batch.get("rollout_log_probs", old)
-            mismatch = log_prob_mismatch(old, sampled, mask) if sampled is not old else {}
-            for name, value in mismatch.items():
-                metrics[f"rollout/{name}"] = Metric(
-                    value, "max" if name.endswith("max") else "mean", num_tokens
-                )
-        if self.config.entropy_coeff:
-            loss = loss - self.config.entropy_coeff * aggregate(entropy)
-        if self.config.use_kl_loss:
-            kl_loss = aggregate(
-                kl_penalty(log_prob, rows.batch["ref_log_prob"], self.config.kl_loss_type)
-            )
-            loss = loss + self.config.kl_loss_coef * kl_loss
+        measures = dict(diagnostics)
+        mismatch = {}
+        if "old_log_probs" not in columns:
+            # Otherwise the pass for old log-probs has measured both, over all rows.
+            measures["entropy"] = outputs["entropy"]
+            sampled = columns.get("rollout_log_probs")
+            mismatch = {} if sampled is None else log_prob_mismatch(old_log_prob, sampled, mask)
+        for name, values in measures.items():
+            mean = (values.detach() * mask).sum() / num_tokens
+            metrics[f"actor/{name}"] = Metric(mean, "mean", num_tokens)
+        for name, value in mismatch.items():
+            metrics[f"rollout/{name}"] = Metric(value, _REDUCTIONS.get(name, "mean"), num_tokens)
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * aggregate(outputs["entropy"])
+        if config.use_kl_loss:
+            kl_loss = aggregate(kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type))
+            loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
-        if self._teacher_weight:
+        if divergence is not None and self._loss_weight:
             teacher_loss = aggregate(divergence)
-            loss = loss + self._teacher_weight * teacher_loss
+            loss = loss + self._loss_weight * teacher_loss
             metrics["actor/distillation_loss"] = Metric(teacher_loss.detach(), "sum")
         return loss, metrics
 
-    def _from_teacher(self, rows: DataProto, outputs: Mapping[str, torch.Tensor]) -> LossAndMetrics:
-        """The divergence from the teacher, [b, T], and metrics."""
-        teacher, log_prob, mask = self.teacher, outputs["log_probs"], rows.batch["response_mask"]
-        told, limit = rows.batch[TEACHER_LOG_PROB], teacher.loss_max_clamp
-        found = {"teacher_kl": log_prob - told}
+    def _divergence_from(
+        self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, torch.Tensor]
+    ) -> LossAndMetrics:
+        """The divergence from the teacher [b, T], and metrics."""
+        mask = rows.batch["response_mask"]
+        log_prob = outputs["log_probs"]
+        teacher_log_prob = rows.batch[TEACHER_LOG_PROB]
+        # The log-ratio of sampled tokens, whose mean estimates the reverse KL (k1).
+        measures = {"teacher_kl": log_prob - teacher_log_prob}
         if self.other_targets:
-            own, of_teacher = outputs["other_log_probs"], rows.batch[TEACHER_TOP_LOG_PROBS]
-            divergence = forward_kl(own, of_teacher, floor=teacher.log_prob_min_clamp)
-            found |= {
-                "student_top_mass": own.exp().sum(-1),
-                "teacher_top_mass": of_teacher.exp().sum(-1),
-            }
+            student_top = outputs["other_log_probs"]
+            teacher_top = rows.batch[TEACHER_TOP_LOG_PROBS]
+            divergence = forward_kl(student_top, teacher_top, floor=teacher.log_prob_min_clamp)
+            measures["student_top_mass"] = student_top.exp().sum(-1)
+            measures["teacher_top_mass"] = teacher_top.exp().sum(-1)
         else:
-            divergence = kl_penalty(log_prob, told, teacher.loss_mode)
+            divergence = kl_penalty(log_prob, teacher_log_prob, teacher.loss_mode)
+        # Metrics are not clamped.
+        limit = teacher.loss_max_clamp
         if limit is not None:
             divergence = divergence.clamp(-limit, limit)
         num_tokens = mask.sum()
-        means = {
-            name: (values.detach() * mask).sum() / num_tokens for name, values in found.items()
-        }
-        metrics = {
-            f"actor/{name}": Metric(mean, "mean", num_tokens) for name, mean in means.items()
-        }
+        metrics = {}
+        for name, values in measures.items():
+            mean = (values.detach() * mask).sum() / num_tokens
+            metrics[f"actor/{name}"] = Metric(mean, "mean", num_tokens)
         return divergence, metrics
 
 
@@ -298,7 +336,8 @@ class ValueObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        mask, predicted = rows.batch["response_mask"], outputs["values"]
+        mask = rows.batch["response_mask"]
+        predicted = outputs["values"]
         losses, diagnostics = clipped_value_loss(
             predicted,
             rows.batch["returns"],
@@ -306,22 +345,25 @@ class ValueObjective(Objective):
             mask,
             cliprange_value=self.config.cliprange_value,
         )
-        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
-        loss = agg_loss(losses, mask, self.config.loss_agg_mode, **settings)
+        loss = agg_loss(
+            losses,
+            mask,
+            self.config.loss_agg_mode,
+            loss_scale_factor=self.config.loss_scale_factor,
+            **asdict(counts),
+        )
         num_tokens = mask.sum()
+        clip_fraction = (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens
+        mean_value = (predicted.detach() * mask).sum() / num_tokens
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
-            "critic/vf_clipfrac": Metric(
-                (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens, "mean", num_tokens
-            ),
-            "critic/vpred_mean": Metric(
-                (predicted.detach() * mask).sum() / num_tokens, "mean", num_tokens
-            ),
+            "critic/vf_clipfrac": Metric(clip_fraction, "mean", num_tokens),
+            "critic/vpred_mean": Metric(mean_value, "mean", num_tokens),
         }
 
 
 class LikelihoodObjective(Objective):
-    """The negative log-likelihood of the tokens under the mask."""
+    """Negative log-likelihood of the tokens under the mask."""
 
     name = "train"
 
@@ -332,8 +374,13 @@ class LikelihoodObjective(Objective):
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
-        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
-        loss = agg_loss(-outputs["log_probs"], mask, self.config.loss_agg_mode, **settings)
+        loss = agg_loss(
+            -outputs["log_probs"],
+            mask,
+            self.config.loss_agg_mode,
+            loss_scale_factor=self.config.loss_scale_factor,
+            **asdict(counts),
+        )
         num_tokens = mask.sum()
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {
@@ -343,20 +390,22 @@ class LikelihoodObjective(Objective):
 
 
 class ScoreObjective(Objective):
-    """Moves the score of each row against its slope: the derivative of the loss by its score, taken at the scores
-    before the step. The gradient of slope x score is then that of the loss itself, and the responses that a loss
-    compares need not be in one micro-batch, nor on one rank."""
+    """A loss on scores, through its derivative by the score of each row before the step.
+
+    The gradient of slope x score is that of the loss itself. So the responses that a loss compares
+    need not be in one micro-batch, nor on one rank.
+    """
 
     name = "train"
     columns = ("response_mask", SCORE_SLOPE)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: rows whose score matters to the loss."""
+        """[B] bool: rows whose score affects the loss."""
         return super().rows_with_gradient(data) & (data.batch[SCORE_SLOPE] != 0)
 
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        # The value means nothing, its gradient is what counts.
+        # Only the gradient of the result has a meaning, not its value.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)
         return (rows.batch[SCORE_SLOPE] * scores).sum(), {}

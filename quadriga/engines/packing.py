@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded rows become one packed run of tokens.
+"""Packing: padded rows become one sequence of tokens.
 
-A packed micro-batch holds no padding, holds the prompt of a group of samples once, and leaves out what nothing is
-predicted from: the last token of every response and all that follows the last trained one.
+A packed micro-batch has no padding and has the prompt of a group of samples once. It leaves out
+tokens from which nothing is predicted: the last token of every response, and all after the last
+trained one.
 
-Legend: b rows, P prompt positions, T response positions, L tokens of a row, N packed tokens, M predicted tokens.
+Legend: b rows, P prompt positions, T response positions, L tokens of a row, N packed tokens, M
+predicted tokens.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,80 +25,93 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 
 Outputs = Mapping[str, torch.Tensor]
-"""Of a packed batch, for each predicted token, float32 [M] each: `values`, or `log_probs` and what else is wanted."""
+"""Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and others."""
 LossFunction = Callable[[Outputs], torch.Tensor]
-"""From outputs to a scalar that is already normalised over the whole mini-batch."""
+"""Computes a loss [] from outputs, normalised over the whole mini-batch."""
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of one row: of its prompt, and of what others said behind it."""
+    """The images of one row, in its prompt and in the turns of others after it."""
 
-    # As the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and those of videos.
+    # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and those
+    # of videos.
     inputs: Mapping[str, torch.Tensor]
-    places: np.ndarray  # their tokens' indices in the row, among those that nothing is learned from
+    places: np.ndarray  # indices in the row of their tokens, which are never trained
     key: bytes  # equal for equal images
 
 
 @dataclass(frozen=True)
 class RowTokens(RowLength):
-    """One padded row without its padding."""
+    """A row without its padding."""
 
-    # Token ids.
-    prompt: np.ndarray
-    response: np.ndarray
-    positions: np.ndarray  # [L] of both, or [3, L]
-    trained: np.ndarray  # the response positions that are predicted
+    prompt: np.ndarray  # token ids
+    response: np.ndarray  # token ids
+    positions: np.ndarray  # [L] or [3, L], of both
+    trained: np.ndarray  # response positions that are predicted
     images: RowImages | None = None
 
 
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
-    """The rows of a batch without their padding; `num_response_tokens` are those that something is predicted from.
-    `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs
-    and routed_experts [b, P + T, L, k]. Raises EngineError: a prompt is empty, or a row does not fit its images."""
-    input_ids, attention, positions, trained = (
-        data.batch[key].cpu().numpy()
-        for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
-    )
+    """Remove the padding of the rows of a batch.
+
+    Args:
+        data: input_ids, attention_mask, position_ids [b, P + T] and response_mask [b, T];
+            optionally multi_modal_inputs and routed_experts [b, P + T, L, k].
+        image_tokens: image tokens of a vision-language model.
+
+    Returns:
+        The rows. Their `num_response_tokens` counts tokens from which something is predicted.
+
+    Raises:
+        EngineError: a prompt is empty, or a row does not match its images.
+    """
+    keys = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    arrays = (data.batch[key].cpu().numpy() for key in keys)
+    input_ids, attention, positions, trained = arrays
     width = input_ids.shape[1] - trained.shape[1]
-    column = data.non_tensor_batch.get("multi_modal_inputs")
-    routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
-    keys: dict[int, bytes] = {}  # the samples of a prompt hold the same object
+    images_column = data.non_tensor_batch.get("multi_modal_inputs")
+    routes = None
+    if ROUTES in data.batch.keys():
+        routes = data.batch[ROUTES].cpu().numpy()
+    image_keys: dict[int, bytes] = {}  # by object, which the samples of a prompt share
     rows = []
-    for row, valid in enumerate(attention != 0):
-        prompt, response = (
-            input_ids[row, :width][valid[:width]],
-            input_ids[row, width:][valid[width:]],
-        )
-        size, predicted = len(prompt), np.flatnonzero(trained[row])
+    for row, is_valid in enumerate(attention != 0):
+        prompt = input_ids[row, :width][is_valid[:width]]
+        response = input_ids[row, width:][is_valid[width:]]
+        num_prompt_tokens = len(prompt)
+        if not num_prompt_tokens:
+            where = f"row {row} of a batch"
+            raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
+        predicted = np.flatnonzero(trained[row])
         num_response_tokens = int(predicted[-1]) if len(predicted) else 0
-        if not len(prompt):
-            raise EngineError(
-                f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
-            )
+        # Rows share the computation of a prompt if tokens, images and routes are the same.
+        prompt_key = prompt.tobytes()
         images = None
-        if image_tokens is not None or column is not None:
-            # What the model wrote is a token like others.
-            given = np.concatenate([prompt, np.where(trained[row][: len(response)], -1, response)])
-            images = _row_images(
-                row, {} if column is None else column[row] or {}, given, size, image_tokens, keys
-            )
-        # A prompt is computed once for those rows whose routes through it are the same.
-        told = b"" if routes is None else routes[row, :width][valid[:width]].tobytes()
-        if images is not None and (last := int(images.places.max())) >= size:
-            # It has its prompt for itself, and is read as far as its last image.
-            told, num_response_tokens = (
-                told + row.to_bytes(8),
-                max(num_response_tokens, last + 1 - size),
-            )
+        if image_tokens is not None or images_column is not None:
+            # Tokens that the model generated are not images, even with the id of an image token.
+            unpredicted = np.where(trained[row][: len(response)], -1, response)
+            tokens = np.concatenate([prompt, unpredicted])
+            inputs = {} if images_column is None else images_column[row] or {}
+            images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
+        if images is not None:
+            prompt_key += images.key
+        if routes is not None:
+            prompt_key += routes[row, :width][is_valid[:width]].tobytes()
+        if images is not None:
+            last_image = int(images.places.max())
+            if last_image >= num_prompt_tokens:
+                # With images in the response, the row shares nothing and includes all of them.
+                prompt_key += row.to_bytes(8)
+                num_response_tokens = max(num_response_tokens, last_image + 1 - num_prompt_tokens)
         rows.append(
             RowTokens(
-                prompt_key=prompt.tobytes() + (images.key if images else b"") + told,
-                num_prompt_tokens=size,
+                prompt_key=prompt_key,
+                num_prompt_tokens=num_prompt_tokens,
                 num_response_tokens=num_response_tokens,
                 prompt=prompt,
                 response=response,
-                positions=positions[row][..., valid],
+                positions=positions[row][..., is_valid],
                 trained=predicted,
                 images=images,
             )
@@ -107,113 +122,156 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
 def _row_images(
     row: int,
     inputs: dict[str, Any],
-    given: np.ndarray,
-    size: int,
-    tokens: ImageTokens | None,
-    keys: dict[int, bytes],
+    tokens: np.ndarray,
+    num_prompt_tokens: int,
+    image_tokens: ImageTokens | None,
+    image_keys: dict[int, bytes],
 ) -> RowImages | None:
-    """The images of a row out of `multi_modal_inputs`, in `given` tokens, the prompt's `size` first; None: none."""
+    """Find the images of a row.
+
+    Args:
+        row: number of the row, for an error.
+        inputs: its entry of `multi_modal_inputs`.
+        tokens: [L] ids of its tokens, -1 where the model generated them.
+        num_prompt_tokens: number of tokens of the prompt.
+        image_tokens: image tokens of the model; None for a text model.
+        image_keys: keys by the identity of `inputs`; extended here.
+
+    Returns:
+        The images, or None.
+
+    Raises:
+        EngineError: the tokens do not match the images.
+    """
     where = f"row {row} of a batch"
-    if tokens is None:
+    if image_tokens is None:
         if inputs:
-            raise EngineError(
-                where, got="images", expected="text: the model is no vision-language model"
-            )
+            expected = "text: the model is not a vision-language model"
+            raise EngineError(where, got="images", expected=expected)
         return None
-    places, problem = tokens.places(given, inputs, size)
+    places, problem = image_tokens.places(tokens, inputs, num_prompt_tokens)
     if problem:
-        fix = "Let data.image_key and video_key name the columns; a row is never cut inside of an image or a video."
-        raise EngineError(where, got=problem, expected="one for each embedding", fix=fix)
+        raise EngineError(
+            where,
+            got=problem,
+            expected="one for each embedding",
+            fix="Let data.image_key and video_key name the columns. A row must not be cut within "
+            "an image or a video.",
+        )
     if not inputs:
         return None
-    if id(inputs) not in keys:
-        keys[id(inputs)] = images_key(inputs).encode()
-    return RowImages(inputs, places, keys[id(inputs)])
+    if id(inputs) not in image_keys:
+        image_keys[id(inputs)] = images_key(inputs).encode()
+    return RowImages(inputs, places, image_keys[id(inputs)])
 
 
 def pack(
     rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device
 ) -> PackedBatch:
-    """Pack b rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
-    `num_columns`: T. `share_prompts`: compute a prompt once for all rows that have it."""
+    """Pack rows into tokens [1, N] and targets [M].
+
+    Args:
+        rows: b rows. Those without a trained token are left out, and unpack to zeros.
+        num_columns: T.
+        share_prompts: whether to compute a prompt once for all rows that have it.
+        device: device of the result.
+
+    Returns:
+        The packed batch.
+    """
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         if len(row.trained):
             groups.setdefault(row.prompt_key if share_prompts else number, []).append(number)
-    run, tokens_of = _Run(), {}
-    sources, targets, places, columns = [], [], [], []
+    sequence = _Sequence()
+    tokens_of = {}  # packed index of each token, by row
+    predictors = []
+    targets = []
+    row_numbers = []
+    columns = []
     for members in groups.values():
-        first, size = rows[members[0]], rows[members[0]].num_prompt_tokens
+        first = rows[members[0]]
+        size = first.num_prompt_tokens
         if len(members) == 1:
             # A prompt that no other row has: one causal segment.
             length = size + first.num_response_tokens
             tokens = np.concatenate([first.prompt, first.response])[:length]
-            prompt = run.append(tokens, first.positions[..., :length])
+            prompt = sequence.append(tokens, first.positions[..., :length])
         else:
             # The prompt once, then each response as its continuation.
-            prompt = run.append(first.prompt, first.positions[..., :size])
+            prompt = sequence.append(first.prompt, first.positions[..., :size])
         if first.images is not None:
-            run.images.append((first.images.inputs, prompt.start + first.images.places))
+            places = prompt.start + first.images.places
+            sequence.images.append((first.images.inputs, places))
         for number in members:
-            row, stop = rows[number], rows[number].num_response_tokens
-            before = np.arange(
-                prompt.start + size - 1, prompt.start + prompt.length
-            )  # of each response token
-            if len(members) > 1 and stop:
-                segment = run.append(
-                    row.response[:stop], row.positions[..., size : size + stop], prompt
-                )
-                before = np.concatenate([before, np.arange(segment.start, segment.start + stop)])
-            tokens_of[number] = np.concatenate(
-                [np.arange(prompt.start, prompt.start + size), before[1:]]
-            )
-            sources.append(before[row.trained])
+            row = rows[number]
+            end = row.num_response_tokens
+            # Packed index of the token before each response token.
+            before = np.arange(prompt.start + size - 1, prompt.start + prompt.length)
+            if len(members) > 1 and end:
+                positions = row.positions[..., size : size + end]
+                segment = sequence.append(row.response[:end], positions, prompt)
+                before = np.concatenate([before, np.arange(segment.start, segment.start + end)])
+            prompt_places = np.arange(prompt.start, prompt.start + size)
+            tokens_of[number] = np.concatenate([prompt_places, before[1:]])
+            predictors.append(before[row.trained])
             targets.append(row.response[row.trained])
-            places.append(np.full(len(row.trained), number))
+            row_numbers.append(np.full(len(row.trained), number))
             columns.append(row.trained)
-    parts = (run.input_ids, run.positions, sources, targets, places, columns)
-    tensors = (
-        torch.from_numpy(np.concatenate(arrays, axis=-1)).long().to(device) for arrays in parts
+
+    lists = (sequence.input_ids, sequence.positions, predictors, targets, row_numbers, columns)
+    arrays = [np.concatenate(parts, axis=-1) for parts in lists]
+    tensors = [torch.from_numpy(array).long().to(device) for array in arrays]
+    input_ids, position_ids, packed_predictors, packed_targets, packed_rows, packed_columns = (
+        tensors
     )
-    tokens, positions, predictors, targets, places, columns = tensors
     return PackedBatch(
-        input_ids=tokens[None],
-        position_ids=positions.unsqueeze(-2),
-        segments=tuple(run.segments),
-        predictors=predictors,
-        host_predictors=np.concatenate(sources),
-        targets=targets,
-        rows=places,
-        columns=columns,
+        input_ids=input_ids[None],
+        position_ids=position_ids.unsqueeze(-2),
+        segments=tuple(sequence.segments),
+        predictors=packed_predictors,
+        host_predictors=np.concatenate(predictors),
+        targets=packed_targets,
+        rows=packed_rows,
+        columns=packed_columns,
         shape=(len(rows), num_columns),
-        sum_of_squared_lengths=run.sum_of_squares,
-        images=packed_images(run.images, device) if run.images else None,
+        sum_of_squared_lengths=sequence.sum_of_squares,
+        images=packed_images(sequence.images, device) if sequence.images else None,
         places=tokens_of,
     )
 
 
 @dataclass
-class _Run:
-    """Segments, one after the other: token ids [N], positions [N] or [3, N], and images with their packed places."""
+class _Sequence:
+    """Segments in a row, with token ids [N], positions [N] or [3, N], and images."""
 
     num_tokens: int = 0
-    sum_of_squares: int = 0
+    sum_of_squares: int = 0  # pairs that attention computes, up to a factor
     segments: list[Segment] = field(default_factory=list)
     input_ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
+    # Inputs of images with the packed indices of their tokens.
     images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = field(default_factory=list)
 
     def append(
         self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None
     ) -> Segment:
-        """A segment of these tokens, which may continue a prefix."""
+        """Append a segment.
+
+        Args:
+            input_ids: its token ids.
+            positions: their positions, [length] or [3, length].
+            prefix: the segment that it continues.
+
+        Returns:
+            The segment.
+        """
         segment = Segment(self.num_tokens, len(input_ids), prefix)
         self.segments.append(segment)
         self.input_ids.append(input_ids)
         self.positions.append(positions)
         self.num_tokens += segment.length
-        # What attention computes: a token sees those before it in its segment, and all of the prefix.
-        self.sum_of_squares += segment.length * (
-            segment.length + 2 * (prefix.length if prefix else 0)
-        )
+        # A token attends to those before it in its segment, and to the prefix.
+        prefix_length = prefix.length if prefix else 0
+        self.sum_of_squares += segment.length * (segment.length + 2 * prefix_length)
         return segment

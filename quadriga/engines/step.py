@@ -31,25 +31,29 @@ from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
-_MOST_DIFFERING = (
-    0.5  # of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ
-)
+# Share of replayed routes that may differ in the first mini-batch. In bfloat16, a few per cent do.
+_MOST_DIFFERING = 0.5
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
-    """Learning rate of one training step: warm-up, then constant, linear or cosine; all its optimizer steps have it.
+    """Learning rate of a training step, for all its optimizer steps.
+
+    Warm-up is linear: the first of w steps has 1/w of the rate, or 0 with `zero_indexed_step`. Then
+    the rate is constant, or decays linearly or as a cosine.
 
     Args:
-        step: counted from 1; the first step of a warm-up of w steps has 1/w of the rate, or with `zero_indexed_step`
-            none of it.
-        total_steps: training steps of the run, where cosine and linear end without `optim.total_training_steps`.
+        step: training step, from 1.
+        config: the section `optim`.
+        total_steps: training steps of the run, at which the decay ends unless
+            `optim.total_training_steps` is set.
+
+    Returns:
+        The learning rate.
     """
     total_steps = config.total_training_steps or total_steps
-    warmup = (
-        config.lr_warmup_steps
-        if config.lr_warmup_steps >= 0
-        else int(config.lr_warmup_steps_ratio * total_steps)
-    )
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
     step -= config.zero_indexed_step
     if 0 < warmup >= step:
         return config.lr * step / warmup
@@ -74,38 +78,56 @@ def infer(
     with_routes: bool = False,
     top_k: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's outputs for every response token of a batch, without gradients.
+    """Compute the model's outputs for every response token of a batch, without gradients.
 
     Args:
-        data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]; for a vision-language model
-            position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs. Routers go where routed_experts
-            [B, P + T, L, k] tells, if it is there.
-        with_routes: return the experts that each token went through, as routed_experts.
-        top_k: return the likeliest tokens of each place, top_ids int32 [B, T, k], and their top_log_probs [B, T, k].
+        engine: the model.
+        data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]; for a
+            vision-language model, position_ids [B, 3, P + T] and multi_modal_inputs. Routers replay
+            routed_experts [B, P + T, L, k] if the batch has it.
+        micro: division into micro-batches.
+        temperature: sampling temperature, which divides the logits.
+        with_entropy: return `entropy`.
+        with_sum_pi_squared: return `sum_pi_squared`.
+        with_routes: return `routed_experts`, the experts of each token.
+        top_k: return the likeliest tokens at each place, `top_ids` int32 [B, T, k], and their
+            `top_log_probs` [B, T, k].
 
-    Returns float32 [B, T] by name, on the CPU, zero where the response mask is."""
+    Returns:
+        Float32 [B, T] by name, on the CPU, zero outside of the response mask.
+    """
     question = Question(temperature, with_entropy, with_sum_pi_squared, top_k)
-    shape, results = data.batch["response_mask"].shape, {}
+    results = {}
     for name in engine.output_names(question):
-        size = (*shape, top_k or 0) if name.startswith("top_") else shape
-        results[name] = torch.zeros(size, dtype=torch.int32 if name == "top_ids" else torch.float32)
-    routers, has_routes = engine.scorer.routers, with_routes or ROUTES in data.batch.keys()
+        shape = data.batch["response_mask"].shape
+        if name.startswith("top_"):
+            shape = (*shape, top_k or 0)
+        dtype = torch.int32 if name == "top_ids" else torch.float32
+        results[name] = torch.zeros(shape, dtype=dtype)
+    routers = engine.scorer.routers
     if with_routes:
         shape = (*data.batch["input_ids"].shape, routers.count, routers.top_k)
         results[ROUTES] = torch.full(shape, -1, dtype=dtype_of_routes(routers.num_experts))
-    pieces = list(_packed(engine, data, micro, Routing(keeps=with_routes) if has_routes else None))
+    routing = None
+    if with_routes or ROUTES in data.batch.keys():
+        routing = Routing(keeps=with_routes)
+
+    pieces = list(_packed(engine, data, micro, routing))
     with engine.awake("weights"):
         outputs = engine.forward([packed for _, packed in pieces], question)
     # A pipeline stage without the head has no outputs: its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
             results[name][indices] = packed.unpack(values).cpu().to(results[name].dtype)
-    for indices, packed in pieces if with_routes else ():
-        chosen, valid = packed.routing.chosen.cpu(), data.batch["attention_mask"].bool().cpu()
-        for number, places in packed.places.items():
-            row = indices[number]
-            here = valid[row].nonzero()[: len(places), 0]
-            results[ROUTES][row, here] = chosen[places].to(results[ROUTES].dtype)
+    if with_routes:
+        is_valid = data.batch["attention_mask"].bool().cpu()
+        for indices, packed in pieces:
+            chosen = packed.routing.chosen.cpu()
+            for number, places in packed.places.items():
+                row = indices[number]
+                # The packed tokens of a row are the first ones of its valid tokens.
+                columns = is_valid[row].nonzero()[: len(places), 0]
+                results[ROUTES][row, columns] = chosen[places].to(results[ROUTES].dtype)
     return results
 
 
@@ -118,47 +140,61 @@ def update(
     lr: float,
     temperature: float = 1.0,
 ) -> dict[str, Metric]:
-    """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch. Every rank of the engine
-    calls it with its own rows, which may be none.
-    `data`: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
-    ranks, one below the other, are not in the order of the whole batch.
-    Returns metrics, averaged over optimizer steps; those of all ranks are yet to be combined."""
-    steps, updater = [], _Updater(engine, objective, passes.micro, temperature)
+    """Train the model on a batch, with one optimizer step per mini-batch of each epoch.
+
+    Args:
+        engine: the model and its optimizer. All its ranks call this, even without rows.
+        data: rows of this rank, with the columns that `infer` and the objective read; and
+            `row_index` [B] if the ranks' rows, concatenated, are not in the order of the batch.
+        objective: the loss.
+        passes: epochs, mini-batches and micro-batches.
+        lr: learning rate.
+        temperature: sampling temperature.
+
+    Returns:
+        Metrics, averaged over optimizer steps; those of all ranks are still to be combined.
+    """
+    updater = _Updater(engine, objective, passes.micro, temperature)
+    steps = []
     with engine.awake(*ALL_KINDS):
         for rows, places in mini_batches(data, engine.replicas, passes):
+            # Selecting rows copies them: use the batch itself if it has all rows in order.
             is_all = torch.equal(rows, torch.arange(len(data)))
             mini = data if is_all else data.select_idxs(rows)
             steps.append(updater.step(mini, places, lr))
-    # Shares are averaged over steps and stay sums for the ranks to add up; a rank that computed nothing in some step
-    # has a share of nothing there.
+
+    # Shares of sums over all ranks: average them over steps, as 0 for a step in which this rank
+    # computed nothing, and let the ranks add them up.
     names = dict.fromkeys(name for shares, _ in steps for name in shares)
-    complete = [{name: shares.get(name, Metric(0.0)) for name in names} for shares, _ in steps]
-    averages = {
-        name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()
-    }
-    metrics = averages | merge_metrics(others for _, others in steps)
+    complete_shares = []
+    for shares, _ in steps:
+        complete_shares.append({name: shares.get(name, Metric(0.0)) for name in names})
+    metrics = merge_metrics(complete_shares)
+    for name, metric in metrics.items():
+        metrics[name] = Metric(metric.value, "sum")
+    metrics |= merge_metrics(step_metrics for _, step_metrics in steps)
+
     if engine.replicas.size > 1:
-        # How much longer the steps take than if all ranks had the same work: the largest share over the mean one.
-        of_ranks = engine.replicas.gather(
-            [others[f"perf/flops/{objective.name}"].value for _, others in steps]
-        )
-        total, longest = (
-            math.fsum(map(math.fsum, of_ranks)),
-            math.fsum(map(max, zip(*of_ranks, strict=True))),
-        )
+        # How much longer steps take than with equal work on all ranks: largest over mean work.
+        name = f"perf/flops/{objective.name}"
+        flops = [step_metrics[name].value for _, step_metrics in steps]
+        flops_by_rank = engine.replicas.gather(flops)
+        total = math.fsum(map(math.fsum, flops_by_rank))
+        largest = math.fsum(map(max, zip(*flops_by_rank, strict=True)))
         if total and engine.replicas.is_first:
-            metrics[f"perf/imbalance/{objective.name}"] = Metric(longest * len(of_ranks) / total)
+            imbalance = largest * len(flops_by_rank) / total
+            metrics[f"perf/imbalance/{objective.name}"] = Metric(imbalance)
     return metrics
 
 
 @dataclass
 class MicroBatchLoss:
-    """An objective on a micro-batch, as an engine calls it: packed outputs [M] in, a scalar out; keeps the metrics."""
+    """The loss of a micro-batch as an engine calls it: packed outputs [M] to a scalar."""
 
     objective: Objective
-    rows: DataProto  # b of them, on the engine's device
+    rows: DataProto  # b rows, on the engine's device
     packed: PackedBatch
-    counts: LossCounts  # of the whole mini-batch, by which the loss is normalised
+    counts: LossCounts  # of the whole mini-batch, which normalise the loss
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
 
     def __call__(self, outputs: Outputs) -> torch.Tensor:
@@ -169,6 +205,8 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True)
 class _Updater:
+    """Makes the optimizer steps of an update."""
+
     engine: FSDPEngine
     objective: Objective
     micro: MicroBatching
@@ -177,91 +215,110 @@ class _Updater:
     def step(
         self, mini: DataProto, places: torch.Tensor, lr: float
     ) -> tuple[dict[str, Metric], dict[str, Metric]]:
-        """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the order of the whole
-        batch. Returns metrics that are shares of sums over the mini-batch, and the others."""
-        engine, objective = self.engine, self.objective
-        here = LossCounts.of(mini.batch["response_mask"])
-        computed = objective.rows_with_gradient(mini)
-        num_tokens, num_sequences, num_computed = engine.replicas.totals(
-            here.batch_num_tokens, here.global_batch_size, int(computed.sum())
-        )
-        counts, routers = LossCounts(num_tokens, num_sequences), engine.scorer.routers
-        rows = mini if bool(computed.all()) else mini.select_idxs(computed)
-        routing = None
-        if routers.count:
-            weight, z_weight = (
-                objective.router_aux_loss_coef / routers.count,
-                objective.router_z_loss_coef,
-            )
-            share = float(engine.loss_scale[0]) / max(num_tokens, 1)
-            weights = {"loss_weight": weight * share, "z_weight": z_weight * share}
-            routing = Routing(**weights, sums=routers.new_sums(engine.device))
-        losses = list(self._losses(rows, counts, routing))
-        engine.backward([loss.packed for loss in losses], losses, temperature=self.temperature)
-        parts = _read([loss.metrics for loss in losses])
-        # Ranks with the same rows share their cost.
-        sharers = engine.world.size / engine.replicas.size
-        flops = math.fsum(engine.cost.update_flops_of(loss.packed) for loss in losses) / sharers
-        if num_computed == 0:
-            parts = _read(self._look_at_some(mini, places, counts, routing))
-        of_routers = {} if routing is None else _router_metrics(engine, routing)
-        # After the look: momentum moves the weights even where no row does.
-        result = engine.optimizer_step(lr)
-        prefix, merged, is_scaled = (
-            objective.name,
-            merge_metrics(parts),
-            engine.dtype == torch.float16,
-        )
-        of_first_rank = {
-            f"{prefix}/grad_norm": Metric(result.grad_norm),
-            f"{prefix}/lr": Metric(lr, "last"),
-            f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
-            **(
-                {f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")}
-                if is_scaled
-                else {}
-            ),
-            **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
-        }
-        of_this_rank = {
-            f"{prefix}/packed_tokens": Metric(
-                sum(loss.packed.num_tokens for loss in losses), "sum"
-            ),
-            f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
-            f"perf/flops/{prefix}": Metric(flops, "sum"),
-        }
-        shares = {
-            name: Metric(metric.value)
-            for name, metric in merged.items()
-            if metric.reduction == "sum"
-        }
-        others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
-        return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
+        """Make one optimizer step.
 
-    def _look_at_some(
+        Args:
+            mini: rows [b] of the mini-batch on this rank.
+            places: [b], their places in the order of the whole batch.
+            lr: learning rate.
+
+        Returns:
+            Metrics that are shares of sums over the mini-batch, and the others.
+        """
+        engine = self.engine
+        # Losses are normalised by the whole mini-batch, so all ranks count it before the first
+        # backward pass. Rows without a gradient count too, but need not be computed.
+        local_counts = LossCounts.of(mini.batch["response_mask"])
+        has_gradient = self.objective.rows_with_gradient(mini)
+        num_tokens, num_sequences, num_computed = engine.replicas.totals(
+            local_counts.batch_num_tokens,
+            local_counts.global_batch_size,
+            int(has_gradient.sum()),
+        )
+        counts = LossCounts(num_tokens, num_sequences)
+        rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
+        routing = None
+        routers = engine.scorer.routers
+        if routers.count:
+            # Router losses are sums over the tokens of the mini-batch, like the other losses.
+            share = float(engine.loss_scale[0]) / max(num_tokens, 1)
+            routing = Routing(
+                loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
+                z_weight=self.objective.router_z_loss_coef * share,
+                sums=routers.new_sums(engine.device),
+            )
+        losses = list(self._losses(rows, counts, routing))
+        packed_batches = [loss.packed for loss in losses]
+        engine.backward(packed_batches, losses, temperature=self.temperature)
+        parts = _read([loss.metrics for loss in losses])
+        if num_computed == 0:
+            parts = _read(self._sample_metrics(mini, places, counts, routing))
+        router_metrics = {} if routing is None else _router_metrics(engine, routing)
+        # After the sample: momentum moves the weights even if no row does.
+        result = engine.optimizer_step(lr)
+
+        shares: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
+        for name, metric in merge_metrics(parts).items():
+            if metric.reduction == "sum":
+                shares[name] = Metric(metric.value)
+            else:
+                metrics[name] = metric
+        prefix = self.objective.name
+        # The same on all ranks, so one of them reports it.
+        if engine.replicas.is_first:
+            metrics[f"{prefix}/grad_norm"] = Metric(result.grad_norm)
+            metrics[f"{prefix}/lr"] = Metric(lr, "last")
+            metrics[f"{prefix}/nonfinite_steps"] = Metric(float(not result.is_applied), "sum")
+            if engine.dtype == torch.float16:
+                metrics[f"{prefix}/loss_scale"] = Metric(float(engine.loss_scale[0]), "last")
+            for name, value in router_metrics.items():
+                metrics[f"{prefix}/router_{name}"] = Metric(value)
+        num_packed = sum(packed.num_tokens for packed in packed_batches)
+        # Ranks with the same rows share their cost.
+        num_sharers = engine.world.size / engine.replicas.size
+        flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
+        metrics[f"{prefix}/packed_tokens"] = Metric(num_packed, "sum")
+        metrics[f"{prefix}/computed_sequences"] = Metric(len(rows), "sum")
+        metrics[f"perf/flops/{prefix}"] = Metric(flops / num_sharers, "sum")
+        return shares, metrics
+
+    def _sample_metrics(
         self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None
     ) -> list[dict[str, Metric]]:
-        """The metrics of the rows that would be the first micro-batch of one rank alone, without gradients: where no
-        row has one, entropy and mismatch are still reported, and are the same however the rows are spread."""
-        rows = [
-            (place, RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens))
-            for place, row in zip(
-                places.tolist(), row_tokens(mini, self.engine.image_tokens), strict=True
-            )
-            if len(row.trained)
-        ]
-        everywhere = sorted(
-            chain.from_iterable(self.engine.replicas.gather(rows)), key=itemgetter(0)
-        )
-        first, *_ = micro_batches([length for _, length in everywhere], self.micro) or [[]]
+        """Compute metrics of some rows without gradients, if no row has one.
+
+        The rows are those of the first micro-batch that a single rank would make. So entropy and
+        mismatch are reported, and do not depend on how rows are spread over ranks.
+
+        Args:
+            mini: rows [b] of the mini-batch on this rank.
+            places: [b], their places in the order of the whole batch.
+            counts: counts of the mini-batch.
+            routing: counts of the routers.
+
+        Returns:
+            Metrics of this rank's rows among them.
+        """
         row_at = {place: row for row, place in enumerate(places.tolist())}
-        looked_at = [
-            row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at
-        ]
-        losses = list(self._losses(mini.select_idxs(looked_at), counts, routing))
-        outputs = self.engine.forward(
-            [loss.packed for loss in losses], Question(self.temperature, with_entropy=True)
-        )
+        lengths = []
+        tokens = row_tokens(mini, self.engine.image_tokens)
+        for place, row in zip(places.tolist(), tokens, strict=True):
+            if len(row.trained):
+                length = RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens)
+                lengths.append((place, length))
+        all_lengths = list(chain.from_iterable(self.engine.replicas.gather(lengths)))
+        # In the order of the batch, every rank finds the same first micro-batch.
+        all_lengths.sort(key=itemgetter(0))
+        batches = micro_batches([length for _, length in all_lengths], self.micro)
+        sampled_rows = []
+        for index in batches[0] if batches else []:
+            place, _ = all_lengths[index]
+            if place in row_at:
+                sampled_rows.append(row_at[place])
+        losses = list(self._losses(mini.select_idxs(sampled_rows), counts, routing))
+        question = Question(self.temperature, with_entropy=True)
+        outputs = self.engine.forward([loss.packed for loss in losses], question)
         for loss, scores in zip(losses, outputs, strict=False):
             loss(scores)
         return [loss.metrics for loss in losses]
@@ -269,96 +326,147 @@ class _Updater:
     def _losses(
         self, rows: DataProto, counts: LossCounts, routing: Routing | None
     ) -> Iterator[MicroBatchLoss]:
+        """The loss of each micro-batch, with its rows."""
         objective = self.objective
         fields = objective.fields(rows)
         for indices, packed in _packed(self.engine, rows, self.micro, routing):
-            own = rows.select_idxs(indices).select(fields).to(self.engine.device)
+            micro_rows = rows.select_idxs(indices).select(fields).to(self.engine.device)
             if objective.other_targets:
-                others = own.batch[objective.other_targets][packed.rows, packed.columns].long()
-                packed = replace(packed, targets=torch.cat([packed.targets[:, None], others], 1))
-            yield MicroBatchLoss(objective, own, packed, counts)
+                column = micro_rows.batch[objective.other_targets]
+                top_ids = column[packed.rows, packed.columns].long()
+                targets = torch.cat([packed.targets[:, None], top_ids], 1)
+                packed = replace(packed, targets=targets)
+            yield MicroBatchLoss(objective, micro_rows, packed, counts)
 
 
 def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
-    """What the routers chose for the predicted tokens of a mini-batch, by all ranks: the largest and the smallest load
-    of an expert in any layer, as a multiple of the mean one; the entropy of a router in nats. Experts have no capacity
-    that a token could exceed: none is dropped.
-    Raises EngineError: in the first mini-batch that is replayed, routes that have little to do with this model."""
+    """Statistics of the routers for the predicted tokens of a mini-batch, over all ranks.
+
+    Args:
+        engine: the model.
+        routing: counts of this rank.
+
+    Returns:
+        Largest and smallest load of an expert in any layer, as a multiple of the mean load; the
+        entropy of a router in nats; losses; the share of replayed routes that differ. No token is
+        dropped, since experts have no capacity limit.
+
+    Raises:
+        EngineError: most routes of the first replayed mini-batch differ from this model's.
+    """
     engine.world.add_up([routing.sums])
-    sums, routers = routing.sums.cpu(), engine.scorer.routers
-    loads, facts = sums.split((routers.num_experts, sums.shape[1] - routers.num_experts), 1)
-    tokens, entropy, loss, z_loss, told, differing = facts.sum(0).tolist()
-    if not tokens:
+    sums = routing.sums.cpu()
+    routers = engine.scorer.routers
+    num_experts = routers.num_experts
+    # By layer: tokens [L, E] of each expert, and other sums [L, 6].
+    loads, facts = sums.split((num_experts, sums.shape[1] - num_experts), 1)
+    num_tokens, entropy, loss, z_loss, num_replayed, num_differing = facts.sum(0).tolist()
+    if not num_tokens:
         return {}
-    loads = loads / (facts[:, :1] * routers.top_k / routers.num_experts)
-    metrics = {"load_max": float(loads.max()), "load_min": float(loads.min())}
-    metrics |= {"entropy": entropy / tokens, "dropped": 0.0}
+    # A load of 1 is an equal share of the layer's tokens.
+    loads = loads / (facts[:, :1] * routers.top_k / num_experts)
+    metrics = {
+        "load_max": float(loads.max()),
+        "load_min": float(loads.min()),
+        "entropy": entropy / num_tokens,
+        "dropped": 0.0,
+    }
     if routing.loss_weight:
-        metrics["aux_loss"] = loss / tokens
+        metrics["aux_loss"] = loss / num_tokens
     if routing.z_weight:
-        metrics["z_loss"] = z_loss / tokens
-    if told:
-        share = metrics["replay_differs"] = differing / told
+        metrics["z_loss"] = z_loss / num_tokens
+    if num_replayed:
+        share = num_differing / num_replayed
+        metrics["replay_differs"] = share
         if not routers.is_checked and share > _MOST_DIFFERING:
-            got = f"routes of which {share:.0%} differ from what training's own routers choose"
-            expected = f"at most {_MOST_DIFFERING:.0%} in the first mini-batch"
-            fix = "The engine does not report what it chooses, or generates with other weights: set router_replay=off."
             raise EngineError(
-                "actor_rollout_ref.actor.router_replay", got=got, expected=expected, fix=fix
+                "actor_rollout_ref.actor.router_replay",
+                got=f"routes of which {share:.0%} differ from what training's own routers choose",
+                expected=f"at most {_MOST_DIFFERING:.0%} in the first mini-batch",
+                fix="The rollout engine does not report its choices, or generates with other "
+                "weights: set router_replay=off.",
             )
         routers.is_checked = True
     return metrics
 
 
 def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
-    """The metrics of micro-batches in plain numbers; those that an accelerator has are read at once."""
-    metrics = [metric for part in parts for metric in part.values()]
-    numbers: list[Any] = [number for metric in metrics for number in (metric.value, metric.weight)]
-    waiting = [number.double() for number in numbers if isinstance(number, torch.Tensor)]
-    if not waiting:
+    """Metrics of micro-batches as plain numbers. All tensors are read in one transfer."""
+    tensors = []
+    for part in parts:
+        for metric in part.values():
+            for number in (metric.value, metric.weight):
+                if isinstance(number, torch.Tensor):
+                    tensors.append(number.double())
+    if not tensors:
         return parts
-    read = iter(torch.stack(waiting).tolist())
-    plain = iter([next(read) if isinstance(number, torch.Tensor) else number for number in numbers])
-    return [
-        {name: Metric(next(plain), one.reduction, next(plain)) for name, one in part.items()}
-        for part in parts
-    ]
+    numbers = iter(torch.stack(tensors).tolist())
+
+    def plain(number: Any) -> Any:
+        return next(numbers) if isinstance(number, torch.Tensor) else number
+
+    plain_parts = []
+    for part in parts:
+        plain_part = {}
+        for name, metric in part.items():
+            # In the order in which tensors were collected.
+            value = plain(metric.value)
+            plain_part[name] = Metric(value, metric.reduction, plain(metric.weight))
+        plain_parts.append(plain_part)
+    return plain_parts
 
 
 def _packed(
     engine: FSDPEngine, data: DataProto, micro: MicroBatching, routing: Routing | None
 ) -> Iterator[tuple[list[int], PackedBatch]]:
-    """The micro-batches of some rows, packed; rows with nothing to predict are in none. `routing`: of each of them, but
-    for what its routers are told."""
-    routes = data.batch[ROUTES] if routing is not None and ROUTES in data.batch.keys() else None
-    if routes is not None:
+    """Pack rows into micro-batches, except rows without a predicted token.
+
+    Args:
+        engine: the model.
+        data: the rows.
+        micro: division into micro-batches.
+        routing: of all micro-batches; replayed routes are added to each.
+
+    Returns:
+        Indices of the rows, and the packed rows, of each micro-batch.
+    """
+    routes = None
+    if routing is not None and ROUTES in data.batch.keys():
+        routes = data.batch[ROUTES]
         engine.scorer.routers.require(routes)
     tokens = row_tokens(data, engine.image_tokens)
-    wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
-    lengths = [tokens[number] for number in wanted]
-    cost = engine.cost.attention_tokens
-    if any(one.num_prompt_tokens + one.num_response_tokens > engine.packs_up_to for one in lengths):
+    predicted_rows = [number for number, row in enumerate(tokens) if len(row.trained)]
+    lengths = [tokens[number] for number in predicted_rows]
+    longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
+    if longest > engine.packs_up_to:
+        # Such a row cannot be packed with others, so each one is alone.
         micro = replace(micro, num_sequences=1, share_prompts=False)
+    cost = engine.cost.attention_tokens
     batches = micro_batches(lengths, micro, attention_tokens=cost)
     if not engine.has_replicated_weights:
-        # Ranks that share weights wait for each other at each micro-batch: all make as many, if there are the rows.
+        # Ranks that share weights wait for each other at each micro-batch: make equally many.
         most = max(engine.replicas.gather(len(batches)))
         if most > len(batches):
             batches = micro_batches(lengths, micro, num_at_least=most, attention_tokens=cost)
     for batch in batches:
-        indices = [wanted[position] for position in batch]
-        rows = [tokens[index] for index in indices]
-        packed = pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)
+        indices = [predicted_rows[position] for position in batch]
+        packed = pack(
+            [tokens[index] for index in indices],
+            num_columns,
+            share_prompts=micro.share_prompts,
+            device=engine.device,
+        )
         if routing is not None:
-            told = None
+            replayed = None
             if routes is not None:
-                told = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
+                # -1 lets routers choose, for instance for padding.
+                replayed = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
                 for number, places in packed.places.items():
-                    own = routes[indices[number]][
-                        data.batch["attention_mask"][indices[number]] != 0
-                    ]
-                    told[torch.from_numpy(places)] = own[: len(places)]
-                told = told.to(engine.device)
-            packed = replace(packed, routing=replace(routing, replayed=told))
+                    index = indices[number]
+                    # Without padding, as in `row_tokens`.
+                    row_routes = routes[index][data.batch["attention_mask"][index] != 0]
+                    replayed[torch.from_numpy(places)] = row_routes[: len(places)]
+                replayed = replayed.to(engine.device)
+            packed = replace(packed, routing=replace(routing, replayed=replayed))
         yield indices, packed

@@ -131,7 +131,7 @@ def test_full_disk_is_named_as_what_it_is(size: int, tmp_path: Path) -> None:
     writer.start({tmp_path / "model": {"model.weight": torch.ones(size)}})
     with pytest.raises(
         CheckpointError,
-        match=r"/model: got OSError: \[Errno 28\] No space left on device, expected room",
+        match=r"/model: got OSError: \[Errno 28\] No space left on device, expected space",
     ):
         writer.is_written(wait=True)
 
