@@ -20,7 +20,7 @@ SIZES: dict[str, int] = {
     "compat": 19150,
     "config": 27110,
     "data": 35120,
-    "engines": 34600,
+    "engines": 34810,
     "models": 32140,
     "observe": 12210,
     "protocol": 13130,
@@ -29,7 +29,7 @@ SIZES: dict[str, int] = {
     "single_controller": 24550,
     "trainer": 52820,
     "verl": 15850,
-    "weight_sync": 7180,
+    "weight_sync": 7200,
     "workers": 19540,
     "": 15090,
 }
