@@ -21,7 +21,7 @@ Shapes: B sequences, T response positions.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -195,13 +195,16 @@ class Registry(dict[str, Callable[..., Any]]):
                 field. Raised by the decorator.
         """
 
+        # str() of a member of `class E(str, Enum)`, such as verl's own, would be "E.NAME".
+        key = str(name.value) if isinstance(name, Enum) else name
+
         def decorate(function: Function) -> Function:
-            where = f"{self.key} {str(name)!r}"
+            where = f"{self.key} {key!r}"
             _check_signature(function, where)
             # A module that is run twice registers its functions anew: compare where they are
             # defined instead of the objects.
             new_home = _home_of(function)
-            old_home = _home_of(self.get(str(name), function))
+            old_home = _home_of(self.get(key, function))
             if new_home != old_home:
                 raise ConfigError(
                     where,
@@ -209,9 +212,9 @@ class Registry(dict[str, Callable[..., Any]]):
                     expected="one function per name",
                     fix="Register yours under another name.",
                 )
-            self[str(name)] = function
+            self[key] = function
             if needs_advantage:
-                self.needing_advantage.add(str(name))
+                self.needing_advantage.add(key)
             return function
 
         return decorate

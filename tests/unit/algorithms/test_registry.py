@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of algorithms: names, signatures, options, columns, and calling an estimator on a batch."""
 
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_register_and_get() -> None:
     assert registry.register("mine")(estimator) is estimator
     assert registry.register("mine")(estimator) is estimator
     assert registry.find("mine") is estimator and list(registry) == ["mine"]
+
+
+def test_the_name_may_be_a_member_of_a_string_enum() -> None:
+    """Its value is the name, as in verl, whose enum is `class AdvantageEstimator(str, Enum)`."""
+
+    class Name(str, Enum):  # noqa: UP042
+        MINE = "mine"
+
+    registry = Registry("key")
+    registry.register(Name.MINE)(estimator)
+    assert list(registry) == ["mine"] and registry.find(Name.MINE) is estimator
 
 
 def test_unknown_name() -> None:
