@@ -26,6 +26,7 @@ from quadriga.rollout.native.generation import Generation
 from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.async_schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
+from quadriga.trainer.saving import RUN_STATE
 from tests.limits import COMMAND_S
 
 ON = "async_training.enable=True"
@@ -314,16 +315,17 @@ def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpo
     """In one sentence; with room again the run goes on from there."""
     options = (*LONG, ON, "async_training.max_staleness=2", "trainer.save_freq=1")
 
-    def full(rows: DataProto, path: Path) -> None:
-        raise OSError(28, "No space left on device", str(path))
+    write_bytes = Path.write_bytes
+    states: list[Path] = []
 
-    def until_step_3(batches: AsyncBatches) -> dict[str, Any]:
-        if batches.schedule is not None and batches.schedule.step == 3:
-            monkeypatch.setattr(DataProto, "save_to_disk", full)
-        return state_dict(batches)
+    def write_until_step_3(path: Path, content: bytes) -> int:
+        if path.name == RUN_STATE:
+            states.append(path)
+            if len(states) == 3:
+                raise OSError(28, "No space left on device", str(path))
+        return write_bytes(path, content)
 
-    state_dict = AsyncBatches.state_dict
-    monkeypatch.setattr(AsyncBatches, "state_dict", until_step_3)
+    monkeypatch.setattr(Path, "write_bytes", write_until_step_3)
     assert main(["train", *arguments(*options)]) == 1
     told = capsys.readouterr().err
     assert (
