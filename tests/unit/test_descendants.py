@@ -15,7 +15,7 @@ import pytest
 from tests.limits import PROGRAM_S, SOON_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MARK = "4311.25"
+MARK = f"4311.{os.getpid()}"  # seconds to sleep, by which the processes of this test run are known
 STARTS = f"""
 import os, subprocess, sys, tempfile, time
 from multiprocessing import Process, set_start_method

@@ -100,14 +100,15 @@ def test_hung_processes_end_with_their_driver(run, tmp_path, end):
     assert errors.rstrip().endswith("KeyboardInterrupt") if end == signal.SIGINT else errors == ""
 
 
-HOSTILE = """
+MARK = f"300.{os.getpid()}"  # seconds to sleep, by which the processes of this test run are known
+HOSTILE = f"""
 import os, signal, subprocess, sys, time
 
 def compute_score(solution_str, ground_truth, **kwargs):
-    subprocess.Popen(["sleep", "300.25"], start_new_session=True, env={}, close_fds=False)
+    subprocess.Popen(["sleep", "{MARK}"], start_new_session=True, env={{}}, close_fds=False)
     if os.fork() == 0:
         os.setsid()
-        subprocess.run(["sleep", "300.25"], env={})
+        subprocess.run(["sleep", "{MARK}"], env={{}})
         os._exit(0)
     if solution_str == "fork":
         os.fork()  # both come back
@@ -126,7 +127,7 @@ def sleepers():
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                found += [int(entry.name)] if b"300.25" in file.read().split(b"\0") else []
+                found += [int(entry.name)] if MARK.encode() in file.read().split(b"\0") else []
     return found
 
 
