@@ -132,6 +132,7 @@ class MixtureSampler(PassSampler):
                 rows.append(items[positions % len(items)])
             # Rows of an entry are spread evenly; all entries end at about the same time.
             times.append((np.arange(count) + 0.5) / share)
+        # Rows sorted by these times are the mixture.
         by_time = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(rows)[by_time]
 
@@ -160,6 +161,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
 
     def __iter__(self) -> Iterator[int]:
         while self._position < len(self):
+            # Weights are those after the batch before, so one batch is drawn at a time.
             if not self._drawn:
                 self._drawn = self._draw()
             self._position += 1
@@ -182,6 +184,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         """
         batch_size = self.data_config.gen_batch_size or self.data_config.train_batch_size
         size = min(batch_size, len(self) - self._position)
+        # Rows that no batch had count as half solved, which is the largest weight.
         rates = self.rates.nan_to_num(nan=0.5).numpy()
         weights = self.FLOOR + rates * (1 - rates)
         rng = np.random.default_rng([self.data_config.seed, self._draws])
@@ -202,10 +205,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
                 "data.sampler",
                 got="a batch without it",
                 expected="a column `item`, the number of each row in its data set",
-                fix=(
-                    "A data set of your own that derives from RLHFDataset has it; else return it"
-                    " from __getitem__."
-                ),
+                fix="Derive the data set from RLHFDataset, or return it from __getitem__.",
             )
         scores = batch.non_tensor_batch.get("acc")
         if scores is None:
@@ -215,8 +215,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         rows, places = np.unique(items.astype(np.int64), return_inverse=True)
         success = torch.from_numpy(np.bincount(places, scores) / np.bincount(places))
         old_rates = self.rates[rows]
-        new_rates = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
-        self._rates[rows] = new_rates
+        self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
 
     def state_dict(self) -> dict[str, Any]:
         """The rates, and the rows that are drawn and not yet taken."""

@@ -61,6 +61,7 @@ class FileDataset(Dataset, ABC):
 
         self.encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
         has_template = "chat_template" in self.encoder.template_kwargs
+        # A wrong tokenizer is reported before the files are read, which may take long.
         check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
 
         self.bad_rows: list[DataError] = []

@@ -120,6 +120,7 @@ class RowTable:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` with every column; None where it has no value."""
+        # One batch with one row.
         [[values]] = self.batches(self.columns, 1, range(row, row + 1))
         return values
 
@@ -138,10 +139,12 @@ class RowTable:
         """
         if rows is None:
             rows = range(len(self))
+        # Texts in JSON have all columns in one.
         table = self._rows if self._is_json else self._rows.select(columns)
         for start in range(rows.start, rows.stop, size):
             batch = table.slice(start, min(size, rows.stop - start))
             if self._is_json:
+                # Parsed on the way: rows of a large file would not fit in memory as objects.
                 json_rows = map(json.loads, batch.column(0).to_pylist())
                 yield [{column: row.get(column) for column in columns} for row in json_rows]
                 continue
@@ -178,6 +181,7 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
         columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep their nulls.
     """
     for name in columns:
+        # A column may have a dot in its name.
         *path, field_name = [name] if name in row else name.split(".")
         struct: Any = row
         for part in path:
@@ -188,11 +192,9 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
 
 def _without_null_fields(value: Any) -> Any:
     if isinstance(value, Mapping):
-        fields = {}
-        for key, field_value in value.items():
-            if field_value is not None:
-                fields[key] = _without_null_fields(field_value)
-        return fields
+        return {
+            key: _without_null_fields(field) for key, field in value.items() if field is not None
+        }
     if isinstance(value, list | np.ndarray):  # pandas has arrays in the place of lists
         return [_without_null_fields(item) for item in value]
     return value
@@ -249,9 +251,11 @@ def read_table(
             parquet = pq.ParquetFile(path)
             num_bytes = _parquet_bytes(parquet)
             schema = parquet.schema_arrow
+            # Rows with images are large, so fewer of them make a batch.
             rows_by_size = _BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
             batches = parquet.iter_batches(max(1, min(_ROWS, rows_by_size)))
         else:
+            # The size of the texts stands for the size of the rows.
             num_bytes = path.stat().st_size
             schema = _TEXTS
             batches = _json_batches(
@@ -260,6 +264,7 @@ def read_table(
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
+            # The content is the key, so a copy of the file leads to the same entry.
             digest = _digest(path)
             identity = f"{digest} {path.suffix} {pa.__version__}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -268,6 +273,7 @@ def read_table(
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
+    # Entries in the cache hold the bad lines too.
     errors = _bad_lines(path, facts)
     if bad_lines is not None:
         bad_lines += errors
@@ -313,6 +319,7 @@ def reopen_table(
     if entry is not None:
         rows, facts = _opened(entry)
         return _whole_table(path, rows, facts, digest, entry, chat_columns)
+    # Bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
         raise DataError(
@@ -372,6 +379,7 @@ def read_blocks(
                 # The group need not be decoded.
                 first = end
                 continue
+            # A block ends with its row group, so that a later start need not decode earlier groups.
             for batch in parquet.iter_batches(num_rows, row_groups=[group]):
                 if first >= start:
                     rows = pa.Table.from_batches([batch])
@@ -400,18 +408,19 @@ def _read_json_blocks(
             if len(batch):
                 rows = pa.Table.from_batches([batch])
                 yield RowTable(path, rows, list(facts.columns), first=first)
+        # Bad lines belong to the block that they were read with.
         facts.bad.clear()
         first += len(batch)
 
 
 def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
-    errors = []
-    for line, got, expected in facts.bad:
-        errors.append(DataError(f"{path} {line}", got=got, expected=expected))
-    return errors
+    return [
+        DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
+    ]
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
+    # Errors of Arrow have several lines.
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
@@ -525,6 +534,7 @@ def _json_batches(
 def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
     """The text of each row of a JSON file, after its number in words."""
     with path.open("rb") as file:
+        # Editors on Windows put a byte order mark in front.
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
@@ -595,6 +605,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         if not paths:
             got = f"{name!r}, which matches no file"
             raise DataError(where, got=got, expected="at least one file")
+        # Arrow maps local files, so others are copied first.
         if not isinstance(filesystem, LocalFileSystem):
             return [_copy(filesystem, path, cache) for path in paths]
     except DataError:
@@ -602,10 +613,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     except Exception as error:
         # Each store has exceptions of its own. Whatever it says, users need to know which file it is about.
         got = f"{name!r}: {type(error).__name__}: {error}"
-        fix = (
-            "Check the address, the credentials, and that the package for this kind of store is"
-            " installed."
-        )
+        fix = "Check the address, the credentials, and the package for this kind of store."
         raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
     files = [Path(path) for path in paths]
     for file in files:
@@ -622,8 +630,10 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
     """Copy a document from the web into the cache, unless its headers say that it is there already."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):
+            # Servers differ in which of these headers they send.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
             target = cache / _cache_name(url, (url, version))
+            # Without any version the document may have changed, so it is copied again.
             if target.is_file() and any(version):
                 return target
             num_bytes = 0
@@ -633,6 +643,7 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
                 draft.open("wb") as file,
             ):
                 for chunk in chunks:
+                    # The first bytes tell a page from data.
                     if num_bytes == 0:
                         _refuse_web_page(chunk, url, where)
                     file.write(chunk)
@@ -661,11 +672,10 @@ def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path
     """Copy a remote file into the cache, unless this version of it is there already."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    version = []
-    for key, value in info.items():
-        if key.lower() in _VERSION_FIELDS:
-            version.append((key, str(value)))
-    target = cache / _cache_name(url, (url, info.get("size"), sorted(version)))
+    version = sorted(
+        (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
+    )
+    target = cache / _cache_name(url, (url, info.get("size"), version))
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:
@@ -715,6 +725,7 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
         DataError: the disk is full, or the place cannot be written.
     """
     make_directory(target.parent, where=where)
+    # In the same folder, so that the rename stays on one disk and is atomic.
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         yield draft

@@ -90,6 +90,7 @@ class DynamicGenDataset(Dataset):
         self.config = config
         self.batch: DataProto | None = None  # of the last step, with rewards and advantages
         datagen = config.datagen
+        # The generator is created first: its errors come before the files are read.
         module = import_file(str(datagen.path), _WHERE)
         cls = member_of(module, str(datagen.name), _WHERE, base=AbstractDataGenerator)
         self.data_generator = cls(datagen)
@@ -110,6 +111,7 @@ class DynamicGenDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, as `RLHFDataset` returns it."""
+        # The part whose end is the first behind the item.
         part = bisect_right(self._ends, item)
         first = self._ends[part - 1] if part else 0
         return {**self.parts[part][item - first], "item": item}
@@ -117,6 +119,7 @@ class DynamicGenDataset(Dataset):
     @property
     def dataframe(self) -> "datasets.Dataset":
         """All rows as they were read and generated."""
+        # Parts may differ in their columns and in the types of these.
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
         return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
@@ -142,6 +145,7 @@ class DynamicGenDataset(Dataset):
             if not isinstance(row, Mapping):
                 expected = "rows, each a dictionary of columns"
                 raise DataError(where, got=shortened(row), expected=expected)
+            # Arrow would take the columns of the first row only.
             columns |= dict.fromkeys(row)
         if not rows:
             return
@@ -155,6 +159,7 @@ class DynamicGenDataset(Dataset):
 
     def _append(self, content: bytes) -> None:
         """Write a Parquet file into the cache and add its rows."""
+        # A resumed run finds the file of the same rows, or writes it again.
         name = f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
         file = Path(self.config.cache_dir).expanduser() / "generated" / name
         if not file.is_file():
@@ -186,6 +191,7 @@ class DynamicGenDataset(Dataset):
             DataError: the files have other rows than those of the state.
         """
         self.parts[0].load_state_dict(state["files"])
+        # The rows of the files are the same, so only the generated ones are replaced.
         del self.parts[1:]
         del self._ends[1:]
         self._contents.clear()

@@ -53,6 +53,7 @@ class RowLoader(StatefulDataLoader):
     these to the batch."""
 
     def __iter__(self) -> Any:
+        # The processor works in this process, on whole batches.
         batches = super().__iter__()
         processor = getattr(self.dataset, "processor", None)
         if isinstance(processor, VisionProcessor):
@@ -71,6 +72,7 @@ class RowLoader(StatefulDataLoader):
             rows = rows.block
         if type(rows).__getitem__ is not RLHFDataset.__getitem__:
             return False
+        # A sampler of another class may learn from each step.
         if type(self.sampler) not in _SAMPLERS or hasattr(rows, "on_batch_end"):
             return False
         if getattr(tokenizer, "backend_tokenizer", None) is None or self.num_workers > 0:
@@ -92,6 +94,7 @@ class RowLoader(StatefulDataLoader):
         Raises:
             DataError: it is a position in other rows.
         """
+        # The caller may load its state again.
         state = dict(state_dict)
         rows = state.pop("rows", None)
         if rows is not None and isinstance(self.dataset, FileDataset):
@@ -161,6 +164,7 @@ def create_rl_dataset(
         module = import_file(custom.path, custom_key)
         cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
+    # Classes of users need not take all of these.
     options = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
     if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
@@ -194,10 +198,10 @@ def _check_hooks(cls: type, where: str) -> None:
     The latter are methods of verl's class `RLHFDataset`, in a subclass of the class of that name of this package.
     """
     methods = ("__len__", "__getitem__")
-    missing_methods = []
-    for name in methods:
-        if getattr(cls, name, None) is getattr(Dataset, name, None):
-            missing_methods.append(name)
+    # torch's class has no length, and an item that only raises.
+    missing_methods = [
+        name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)
+    ]
     if missing_methods:
         raise ConfigError(
             where,
@@ -207,6 +211,7 @@ def _check_hooks(cls: type, where: str) -> None:
         )
     if not issubclass(cls, RLHFDataset):
         return
+    # A hook that is never called would change nothing, in silence.
     overridden_hooks: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("quadriga.compat."):
@@ -218,10 +223,7 @@ def _check_hooks(cls: type, where: str) -> None:
             where,
             got=f"{cls.__name__}, which overrides {', '.join(sorted(overridden_hooks))}",
             expected="methods that quadriga.data.RLHFDataset has",
-            fix=(
-                "Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with"
-                " QUADRIGA_VERL=1."
-            ),
+            fix="Override __getitem__, or use verl.utils.dataset.RLHFDataset with QUADRIGA_VERL=1.",
         )
 
 
@@ -266,6 +268,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     if is_train and isinstance(dataset, DynamicGenDataset):
         return PassSampler(dataset, data_config)
     is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
+    # A generator of its own: what else draws random numbers does not change the order.
     if is_shuffled:
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
@@ -284,10 +287,7 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
             "data.dataloader_num_workers",
             got=str(num_workers),
             expected=f"0 with {cls.__name__}, which learns from each batch",
-            fix=(
-                "Worker processes would fetch rows before the sampler has seen the batch before"
-                " them."
-            ),
+            fix="Worker processes would fetch rows ahead of the batches that the sampler learns from.",
         )
     if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
         print(

@@ -10,7 +10,7 @@ from typing import Any
 
 from quadriga.config import DataConfig
 from quadriga.data.pictures import as_list
-from quadriga.data.tokenizing import Messages, as_messages
+from quadriga.data.tokenizing import Messages, as_messages, without_nulls
 from quadriga.errors import DataError
 
 IMAGE = "<image>"
@@ -42,6 +42,7 @@ def read_prompt(
     messages = as_messages(row.get(config.prompt_key), where=at_prompt)
     media = media_of(row, config)
     if not is_vision:
+        # Places without an image, and images without a place, would be lost in silence.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     row_images = media.get("image", ())
@@ -92,13 +93,14 @@ def with_parts(
     tags = {"image": IMAGE}
     if videos is not None:
         tags["video"] = VIDEO
-    new_messages: Messages = []
+    new_messages = []
     parts: list[dict[str, Any]] = []
     for message in messages:
         content = _as_parts(message.get("content"), tags, where)
         new_messages.append({**message, "content": content})
         if isinstance(content, list):
             parts += content
+    # Places are counted over the whole chat: a row has one list of images.
     all_images = _take_media(parts, "image", images, where)
     all_videos = _take_media(parts, "video", videos or (), where)
     return new_messages, all_images, all_videos
@@ -108,6 +110,7 @@ def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
     """Remove the media of one kind from their parts; parts without one get the next of `row_media`."""
+    # Chat templates know only the place, not the image or video.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
     num_open = media.count(None)
     if num_open != len(row_media):
@@ -116,11 +119,9 @@ def _take_media(
             where,
             got=f"{num_open} {tag} in the prompt, and {len(row_media)} {kind}s",
             expected="one for each, where it stands",
-            fix=(
-                f"Write {tag} into the text for each {kind}, and set data.{kind}_key to the column"
-                " that holds them."
-            ),
+            fix=f"Write {tag} into the text for each {kind}, and set data.{kind}_key to their column.",
         )
+    # Parts with an image of their own take none from the columns.
     remaining = iter(row_media)
     return [next(remaining) if medium is None else medium for medium in media]
 
@@ -149,6 +150,7 @@ def refuse_media(
     text = " ".join(content for content in contents if isinstance(content, str))
     at_prompt = f"{where}, column {column or config.prompt_key!r}"
     expected = "text, or a vision-language model"
+    # The first fault is reported at the place where the user finds it.
     for kind, row_media in media.items():
         place = at_prompt
         if row_media:
@@ -159,9 +161,7 @@ def refuse_media(
         else:
             continue
         got = f"{name}, for a text-only model"
-        fix = (
-            f"Use a vision-language model, or set data.{kind}_key=null to train on the text alone."
-        )
+        fix = f"Use such a model, or set data.{kind}_key=null to train on the text alone."
         raise DataError(place, got=got, expected=expected, fix=fix)
     if any(isinstance(content, list) for content in contents):
         raise DataError(
@@ -176,6 +176,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     """The content of a message as a list of parts; text without tags stays text."""
     if not isinstance(content, Sequence):
         return content
+    # Tags of videos are text where videos are not looked for.
     kinds = {tag: kind for kind, tag in tags.items()}
     if isinstance(content, str):
         has_tags = any(tag in content for tag in kinds)
@@ -184,8 +185,8 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     for part in content:
         fields = {}
         if isinstance(part, Mapping):
-            # A column of a parquet file gives each part the keys of all parts, with null values.
-            fields = {key: value for key, value in part.items() if value is not None}
+            fields = without_nulls(part)
+        # OpenAI's form has the type image_url; other parts name their kind only by the key.
         kind = fields.pop("type", None) or next(iter(fields), None)
         kind = str(kind).removesuffix("_url")
         text = fields.get("text")
@@ -211,6 +212,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
     """Parts of a text: one for each tag, of the kind that `kinds` gives it, and the text between them."""
     parts: list[dict[str, Any]] = []
+    # A group in the expression makes `split` return the tags too.
     for piece in re.split(f"({'|'.join(kinds)})", text):
         if piece in kinds:
             parts.append({"type": kinds[piece]})
@@ -229,6 +231,7 @@ def _medium_of_part(kind: str, fields: dict[str, Any]) -> dict[str, Any] | None:
     Returns:
         Empty if the part is a place for an image or video of the row. None: it has unknown keys.
     """
+    # A medium may stand under one of several keys, but not under two.
     value_keys = {kind, f"{kind}_url", *_FILE_KEYS}
     values = [value for key, value in fields.items() if key in value_keys]
     has_fps = kind == "video" and "fps" in fields
@@ -236,6 +239,7 @@ def _medium_of_part(kind: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not values:
         return {}
+    # Frames of a list need their rate, so it stays beside them.
     if has_fps:
         return {kind: {"video": values[0], "fps": fields["fps"]}}
     return {kind: values[0]}

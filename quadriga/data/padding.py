@@ -38,6 +38,7 @@ def truncate(
     Raises:
         DataError: the ids are too long and the mode is `error`, or there is no such mode.
     """
+    # `ids[-tail:]` would be everything for a tail of 0.
     head, tail = _lengths_of_ends(len(ids), max_length, mode, where)
     return [*ids[:head], *ids[len(ids) - tail :]]
 
@@ -87,11 +88,10 @@ def postprocess_data(
     length = input_ids.shape[-1]
     head, tail = _lengths_of_ends(length, max_length, truncation, where)
     if head + tail < length:
-        tail_start = length - tail
-        input_ids = torch.cat([input_ids[:, :head], input_ids[:, tail_start:]], dim=-1)
-        attention_mask = torch.cat(
-            [attention_mask[:, :head], attention_mask[:, tail_start:]], dim=-1
-        )
+        positions = torch.arange(length)
+        remaining = torch.cat([positions[:head], positions[length - tail :]])
+        input_ids = input_ids[:, remaining]
+        attention_mask = attention_mask[:, remaining]
     num_padding = max(max_length - length, 0)
     padding = (num_padding, 0) if left_pad else (0, num_padding)
     return F.pad(input_ids, padding, value=pad_token_id), F.pad(attention_mask, padding)
@@ -117,11 +117,13 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
         head = max_length
     elif mode == "middle":
         head = max_length // 2
+    # The end gets the odd token.
     return head, max_length - head
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]; padding, on either side, gets 0."""
+    # Positions are integers whatever the type of the mask is.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
@@ -139,6 +141,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     columns: dict[str, Tensor | np.ndarray] = {}
     for key in data_list[0]:
         values = [row[key] for row in data_list]
+        # Values that are not all tensors stay as they are.
         if not all(isinstance(value, Tensor) for value in values):
             columns[key] = object_array(values)
             continue
@@ -162,6 +165,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(row, Mapping):
             got = f"a {type(row).__name__}"
             raise DataError("collate_fn", got=got, expected="rows, each a dictionary of columns")
+    # The first row is the measure for all others.
     keys = set(rows[0])
     for position, row in enumerate(rows):
         differing_keys = set(row) ^ keys

@@ -17,7 +17,7 @@ try:
 except ImportError:  # `require_pillow` reports it, where images are used
     Image = None
 
-from quadriga.data.tokenizing import shortened
+from quadriga.data.tokenizing import shortened, without_nulls
 from quadriga.errors import DataError
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -58,6 +58,7 @@ class Decoded:
             The result of `decode()`, now or in an earlier call.
         """
         if isinstance(source, Path):
+            # A file that was written again has another time or size.
             status = source.stat()
             key: Any = (source, status.st_mtime_ns, status.st_size, how)
         elif isinstance(source, io.BytesIO):
@@ -73,6 +74,7 @@ class Decoded:
             value = decode()
         num_bytes = size(value)
         with self._lock:
+            # Another thread may have decoded the same file meanwhile.
             if key not in self._values and num_bytes <= self.max_bytes:
                 self._values[key] = (value, num_bytes)
                 self.num_bytes += num_bytes
@@ -99,6 +101,7 @@ def require_pillow(where: str) -> None:
 
 def as_list(value: Any) -> list[Any]:
     """The images or videos of a row: nothing, one, or a list of them, without those that are null."""
+    # A text is a sequence too, of characters.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     values = value if is_list else [value]
     return [medium for medium in values if medium is not None]
@@ -126,6 +129,7 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
         with _opened(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
+                # Transparent pixels may have any color underneath; processors drop only the transparency.
                 upright = upright.convert("RGBA")
                 ground = Image.new("RGBA", upright.size, "white")
                 upright = Image.alpha_composite(ground, upright)
@@ -151,6 +155,7 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     source = source_of(value, folder, where, "image", _FORMS)
     with _opened(source, where) as picture:
         width, height = picture.size
+        # The size in the header is that of the stored pixels, before they are turned.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
     return (width, height) if orientation in _TURNED else (height, width)
 
@@ -163,7 +168,9 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
             yield source
             return
         with warnings.catch_warnings():
+            # `_check_picture` has a limit of its own, and raises instead of warning.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # Pillow registers rare formats only on demand.
             Image.init()
             formats = [name for name in _FORMATS if name in Image.OPEN]
             with Image.open(source, formats=formats) as picture:
@@ -177,6 +184,7 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
 
 def _check_picture(picture: Any, where: str) -> None:
     """Refuse an image that is too large or animated."""
+    # The header is enough to refuse an image that would fill the memory.
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
     num_frames = getattr(picture, "n_frames", 1)
@@ -185,15 +193,13 @@ def _check_picture(picture: Any, where: str) -> None:
             where,
             got=f"an image of {num_frames} frames ({picture.format})",
             expected="an image of one frame",
-            fix=(
-                "Save the frame that is meant, or make it a video: <video> in the prompt and"
-                " data.video_key."
-            ),
+            fix="Save one frame, or give it as a video: <video> and data.video_key.",
         )
 
 
 def _unreadable(error: Exception, source: Any, where: str) -> DataError:
     """The DataError for an error of Pillow."""
+    # Some errors have no text, some have several lines.
     reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
     if isinstance(error, Image.DecompressionBombError):
         got = f"an image that is too large ({reason})"
@@ -205,15 +211,19 @@ def _unreadable(error: Exception, source: Any, where: str) -> DataError:
             got = f"an image in {name}"
             expected = ", ".join(_FORMATS)
             return DataError(where, got=got, expected=expected, fix="Save it as one of these.")
-    described = str(source)
-    if isinstance(source, io.BytesIO):
-        described = f"{source.getbuffer().nbytes} bytes"
     return DataError(
         where,
-        got=f"{described}, which is no image that can be read ({reason})",
+        got=f"{described(source)}, which is no image that can be read ({reason})",
         expected="a whole image file of a format that Pillow knows",
         fix="Correct or leave out the row.",
     )
+
+
+def described(source: Any) -> str:
+    """Text that identifies a file, or its bytes, in an error."""
+    if isinstance(source, io.BytesIO):
+        return f"{source.getbuffer().nbytes} bytes"
+    return str(source)
 
 
 def _format_of(source: Path | io.BytesIO) -> str:
@@ -260,7 +270,7 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
 
 def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
     """The image or video of a dictionary. Without one: a dictionary of its keys, to be reported."""
-    values = {name: value for name, value in fields.items() if value is not None}
+    values = without_nulls(fields)
     size_keys = [name for name in values if "pixels" in name or "resized" in name]
     if size_keys:
         raise DataError(
@@ -269,6 +279,7 @@ def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
             expected="no size of its own",
             fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {kind}s.",
         )
+    # Bytes first: files of Hugging Face datasets have both, and paths of another machine.
     for name in ("bytes", "path", kind, "url"):
         if name in values:
             return values[name]
@@ -293,6 +304,7 @@ def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
             expected="a path below the data file's folder, or an absolute one",
             fix="Write the path from the root.",
         )
+    # Data files that travel with their images name them relative to themselves.
     candidates = [path] if path.is_absolute() else [folder / path, path]
     for candidate in candidates:
         if candidate.is_file():
@@ -301,8 +313,5 @@ def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
         where,
         got=f"the {kind} {shortened(text)}, which is not there",
         expected=f"a file, here: {' or '.join(map(str, candidates))}",
-        fix=(
-            "Correct the path. A relative path starts at the data file's folder, or else at the"
-            " working directory."
-        ),
+        fix="Correct the path. A relative one starts at the data file's folder or the working one.",
     )

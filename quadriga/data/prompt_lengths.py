@@ -131,8 +131,9 @@ class PromptMeter:
         Returns:
             The measured prompts, and the errors of bad rows.
         """
-        prompts: list[_Rendered] = []
-        errors: list[DataError] = []
+        prompts = []
+        errors = []
+        # One batch has all the rows.
         values = next(table.batches(self._columns(table), len(rows), rows))
         for number, row in enumerate(values, start=table.first + rows.start):
             try:
@@ -194,6 +195,7 @@ class PromptMeter:
                 fix="Correct the row: it holds other facts about the row, by name.",
             )
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
+        # The text has one token for each image and video already.
         num_further_tokens = 0
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
@@ -202,8 +204,8 @@ class PromptMeter:
 
         at_prompt = f"{where}, column {config.prompt_key!r}"
         tools = self.context.tools_of(row)
-        options: dict[str, Any] = {"tools": tools} if tools else {}
-        text = self.encoder.render(messages, where=at_prompt, **options)
+        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        # A template that ignores tools would train the model to call functions that it was never told of.
         tool_names = [tool["function"]["name"] for tool in tools]
         missing_names = [name for name in tool_names if name not in text]
         if missing_names:
@@ -211,11 +213,9 @@ class PromptMeter:
                 at_prompt,
                 got=f"a prompt that does not name the tools {', '.join(missing_names)}",
                 expected="one that names the tools of its agent loop",
-                fix=(
-                    "Use a chat template that writes tools, or describe them in the row's system"
-                    " message."
-                ),
+                fix="Use a chat template that writes tools, or describe them in a system message.",
             )
+        # An id without a row in the embedding would fail in the middle of a run.
         vocabulary_size = self.context.vocabulary_size
         if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
@@ -223,6 +223,7 @@ class PromptMeter:
         notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
         notes += CONTINUED * self.encoder.continues(messages)
         notes += WITH_TOOLS * bool(tools)
+        # Hashes of the orders can be stored and counted over processes.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
 
@@ -278,6 +279,7 @@ def prompt_lengths(
     """
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
+    # Everything that decides about a length, or about whether a row is bad.
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
     facts = (
         table.digest,
@@ -325,9 +327,10 @@ def _errors_of_bad_rows(
 
 def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
     """Measure every prompt of a file, batch by batch."""
-    batches: list[range] = []
+    batches = []
     for start in range(0, len(table), BATCH_ROWS):
         batches.append(range(start, min(start + BATCH_ROWS, len(table))))
+    # A process without a batch would start for nothing.
     num_workers = min(num_workers, len(batches))
     counted: dict[int, Counts] = {}  # by number of the batch
 
@@ -341,7 +344,8 @@ def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
         for number, rows in enumerate(batches):
             if number not in counted:
                 counted[number] = meter.measure(table, rows)
-    parts: list[np.ndarray] = []
+    # In the order of the rows, whoever was faster.
+    parts = []
     errors: list[DataError] = []
     for number in range(len(batches)):
         measured, batch_errors = counted[number]
@@ -393,6 +397,7 @@ def _measure_elsewhere(
         DataError: a process has died, or counting has failed there.
     """
     try:
+        # Pickled once for all processes.
         work = pickle.dumps((meter, table), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         # Classes may raise anything when they are pickled.
@@ -409,6 +414,7 @@ def _measure_elsewhere(
             # The program may have died already, which `recv` reports below.
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(work)
+        # Batches go to whichever process is free next.
         numbers = iter(range(len(batches)))
         while len(counted) < len(batches):
             for connection in wait(list(programs)):
@@ -416,6 +422,7 @@ def _measure_elsewhere(
                 try:
                     answer = connection.recv()
                 except (EOFError, ConnectionResetError):
+                    # The process ended without an answer.
                     raise _died(programs[connection], batches, sent[connection]) from None
                 if isinstance(answer, Unusable):
                     _tell_unusable(answer.reason)
@@ -442,14 +449,12 @@ def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> 
         _WORKERS,
         got=f"a process that ended with {program.close(patience_s=1.0)} while it {task}",
         expected="processes that count to the end",
-        fix=(
-            f"Its output above may say why. With {_WORKERS}=1 this process counts, which needs less"
-            " memory in all."
-        ),
+        fix=f"Its output above may say why. With {_WORKERS}=1 this process counts, in less memory.",
     )
 
 
 def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
+    # Numbers of the rows in the file.
     first = table.first + rows.start
     last = table.first + rows.stop - 1
     error = DataError(
@@ -492,6 +497,7 @@ def _serve(connection: Connection) -> None:
         # This process may be unable to import a class, and classes may raise anything.
         connection.send(Unusable(f"{type(error).__name__}: {error}"))
         return
+    # The driver sends rows only to a process that can count them.
     connection.send(Ready())
     while True:
         rows = connection.recv()

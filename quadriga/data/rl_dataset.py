@@ -9,7 +9,7 @@ travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,10 +132,12 @@ class RLHFDataset(FileDataset):
         config = self.config
         number = int(self._rows[item])
         table, file_row, where = self._place(number)
+        # Rows of all files have the same columns, for they meet in batches.
         row = dict.fromkeys(self._columns) | table[file_row]
         messages, media = read_prompt(
             row, config, is_vision=self.processor is not None, where=where
         )
+        # The agent loop is named in a column of the row.
         tools = self.context.tools_of(row)
         used_columns = {config.prompt_key}
         if self.processor is not None:
@@ -144,12 +146,12 @@ class RLHFDataset(FileDataset):
 
         folder = table.path.parent
         pictures, clips = read_media(media, self.processor, config, folder=folder, where=where)
-        options: dict[str, Any] = {"tools": tools} if tools else {}
         at_prompt = f"{where}, column {config.prompt_key!r}"
-        text = self.encoder.render(messages, where=at_prompt, **options)
+        text = self.encoder.render(messages, where=at_prompt, tools=tools)
         row |= prompt_columns(
             text, pictures, clips, self.encoder, self.processor, config, where=where
         )
+        # The loader makes them for whole batches then, which sends less between processes.
         if not config.return_multi_modal_inputs:
             row.pop("multi_modal_inputs", None)
         if config.return_raw_chat:
@@ -177,6 +179,7 @@ class RLHFDataset(FileDataset):
         """The number of the file of each item, and of its row in that file."""
         numbers = self._rows[np.asarray(items, dtype=np.int64)]
         files = np.searchsorted(self._ends, numbers, side="right")
+        # The number of the first row of each file among all rows.
         first_rows = np.concatenate([[0], self._ends])[files]
         return list(zip(files.tolist(), (numbers - first_rows).tolist(), strict=True))
 
@@ -190,6 +193,7 @@ class RLHFDataset(FileDataset):
     @property
     def digest(self) -> str:
         """Hash of the files' contents and of the numbers of the rows in use."""
+        # A sample or a filter with other settings has other rows of the same files.
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
@@ -202,13 +206,13 @@ class RLHFDataset(FileDataset):
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
         """The place in words and the value of a column of each row in use; None where it has none."""
+        # Files are read once, in order, so the rows are found by a mask.
         is_used = np.zeros(self._ends[-1], dtype=bool)
         is_used[self._rows] = True
         first = 0
         for table in self._tables:
-            batches: Iterable[list[dict[str, Any]]] = [[{}] * len(table)]
-            if name in table.columns:
-                batches = table.batches([name], BATCH_ROWS)
+            has_column = name in table.columns
+            batches = table.batches([name], BATCH_ROWS) if has_column else [[{}] * len(table)]
             for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
                     yield f"{table.path} row {table.first + number}", row.get(name)
@@ -244,6 +248,7 @@ class RLHFDataset(FileDataset):
         if 0 <= max_samples < len(rows):
             if is_shuffled:
                 rng = np.random.default_rng(config.seed)
+                # In the order of the files, as without a sample; the sampler shuffles.
                 rows = np.sort(rng.choice(rows, size=max_samples, replace=False))
             rows = rows[:max_samples]
         if is_plain and not is_measured and len(rows):
@@ -253,6 +258,7 @@ class RLHFDataset(FileDataset):
                 table, file_row, _ = self._place(number)
                 measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
             rows = rows[measured["tokens"][rows] != BAD]
+        # Errors of bad rows are printed before one that says that no row is left.
         self._tell(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
@@ -371,6 +377,7 @@ class RLHFDataset(FileDataset):
                 num_workers=config.filter_overlong_prompts_workers,
             )
         else:
+            # Blocks and single rows come once, so their counts are not stored.
             measured, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
             raise errors[0]
@@ -419,6 +426,7 @@ def prompt_columns(
     """
     limit = config.max_prompt_length
     ids = encoder.encode([text])[0]
+    # The expanded length of a prompt with images is only known below, and such a prompt is not cut.
     if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
     prompt_ids = ids
@@ -429,6 +437,7 @@ def prompt_columns(
         )
         prompt_ids = vision_prompt.ids
     input_ids = torch.tensor([prompt_ids], dtype=torch.int64)
+    # The ids fit already, so this only pads.
     input_ids, mask = postprocess_data(
         input_ids,
         torch.ones_like(input_ids),
@@ -441,6 +450,7 @@ def prompt_columns(
         columns["position_ids"] = compute_position_id_with_mask(mask)[0]
         columns["raw_prompt_ids"] = ids
         return columns
+    # Positions of padding are 0 along each axis.
     columns["position_ids"] = pad_left(vision_prompt.positions, limit, 0)
     return columns | vision_prompt.columns()
 
@@ -453,6 +463,7 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
         "reward_model": 'give each row reward_model={"style": "rule", "ground_truth": "..."}',
     }
     problems = []
+    # All files are checked before the first error is raised.
     for table in tables:
         got = f"the columns {', '.join(table.columns)}"
         for column in required:

@@ -60,11 +60,12 @@ class RMDataset(TokenizedRows[Pair]):
             np.concatenate([pair.prompt, pair.chosen]),
             np.concatenate([pair.prompt, pair.rejected]),
         ]
+        # Both sequences repeat the prompt, which is in memory once.
         columns = self.padded(sequences, pair.media)
         return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
-        chats: list[tuple[str, Messages]] = []
+        chats = []
         for key in self.columns:
             column = getattr(self.config, key)
             place = f"{where}, {column}"
@@ -100,6 +101,7 @@ class RMDataset(TokenizedRows[Pair]):
         # Each chat has two parts: the prompt and the last turn of the assistant.
         prompt, chosen, rejected_prompt, _ = parts
         prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
+        # One prompt is stored for both, so it must be the same.
         if prompt.text != rejected_prompt.text:
             raise DataError(
                 where,
@@ -117,6 +119,7 @@ class RMDataset(TokenizedRows[Pair]):
                     fix="Leave the row out.",
                 )
         responses = []
+        # Ends of turns are treated as in supervised training.
         for part_ids in ([prompt_ids, chosen_ids], [rejected_prompt_ids, rejected_ids]):
             joined = conversation(
                 part_ids, [False, True], self.tokenizer.eos_token_id, self.stop_token_ids

@@ -23,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -142,6 +142,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables = self._tables
         self._tables = []  # the tokens are held in memory, the files are not
+        # Tokenizing takes long, so files with other columns are refused before it.
         for table in tables:
             self._check_columns(table)
 
@@ -163,6 +164,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             )
 
         limit = config.max_length
+        # Rows over the limit are still here if they are to be left out.
         lengths = [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows and not self.may_be_empty:
@@ -243,6 +245,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             Pieces of text. Each is tokenized by itself.
         """
         *earlier_parts, response = text_parts(chat, self.encoder, where=where)
+        # Only the last response is learned; earlier ones are part of its prompt.
         prompt = "".join(part.text for part in earlier_parts)
         return [TextPart(prompt, False), response]
 
@@ -311,15 +314,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
             attention_mask[number, : len(tokens)] = 1
         columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.processor is None:
+            # Positions of padding are 0.
             columns["position_ids"] = torch.arange(length) * attention_mask
             return columns
+        # Batches have the same columns with and without images.
         inputs: dict[str, torch.Tensor] = {}
         if media is not None:
             inputs = self._media_inputs(media)
-        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
         positions = []
         for tokens in sequences:
-            token_positions, _ = self.processor.get_rope_index(tokens.tolist(), **grids)
+            token_positions = self.processor.positions(tokens.tolist(), inputs)
             positions.append(F.pad(token_positions, (0, length - len(tokens))))
         columns["position_ids"] = torch.stack(positions)
         columns["multi_modal_inputs"] = inputs
@@ -330,6 +334,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         assert self.processor is not None
         table = media.table
         where = f"{table.path} row {media.number}"
+        # The row is read again as it was when it was tokenized.
         row = self._row(table[media.number], where)
         chats = self.chats_of(row, where)
         _, chat = chats[0]
@@ -373,6 +378,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         for place, row_chat in self.chats_of(row, where):
             chat, images, videos = self._shown(row, row_chat, place)
             parts += self.parts_of(row, chat, place)
+            # Media behind the last response are never seen by the model.
             num_images, num_videos = _count_media(chat)
             media_by_chat.append([images[:num_images], videos[:num_videos]])
         media = media_by_chat[0]
@@ -385,9 +391,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             )
         if self.processor is None or not any(media):
             return parts, None
+        # Headers of the files are enough for now; pixels would not fit in memory.
         counts, clips = self.processor.media_sizes(
             media, self.config, folder=table.path.parent, where=where
         )
+        # Each chat has the tokens of all images again.
         num_chats = len(media_by_chat)
         return parts, RowMedia(table, number, counts * num_chats, clips * num_chats)
 
@@ -401,6 +409,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         images = [] if media is None else media.images
         clips = [] if media is None else media.clips
         processor.check_places(list(chain.from_iterable(tokens)), images, clips, where=where)
+        # The pieces share the iterators: an image belongs to the piece that has its token.
         next_counts = iter(images)
         next_clips = iter(clips)
         encode = self.encoder.encode
@@ -410,14 +419,15 @@ class TokenizedRows(FileDataset, Generic[Row]):
         """Tokenize the rows of a file, a batch at a time."""
         first = 0
         for batch in table.batches(table.columns, BATCH_ROWS):
-            rows: list[tuple[str, list[TextPart], RowMedia | None]] = []
-            texts: list[str] = []
+            rows = []
+            texts = []
             for number, row in enumerate(batch, start=first):
                 with self._skips():
                     parts, media = self._parts(table, number, row)
                     rows.append((f"{table.path} row {number}", parts, media))
                     texts += [part.text for part in parts]
             first += len(batch)
+            # One call for many texts: fast tokenizers work on them in parallel.
             tokens = iter(self.encoder.encode(texts))
             for where, parts, media in rows:
                 part_ids = list(islice(tokens, len(parts)))
@@ -458,8 +468,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
+        # Rows that are left out for their length are counted later.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
+        # Half an image has no meaning, so such rows are never cut.
         has_media = row[-1] is not None
         if has_media or truncation == "error":
             expected = f"at most data.max_length={limit}"
@@ -486,6 +498,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 def _count_media(chat: Messages) -> tuple[int, int]:
     """Number of images and of videos up to the last response. No token behind it is learned."""
     roles = [message["role"] for message in chat]
+    # The position behind the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
     kinds: list[str] = []
     for message in chat[:end]:
@@ -509,6 +522,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         """
         row = self.rows[item]
         columns = self.padded([row.ids], row.media)
+        # A row has one sequence.
         for name in ("input_ids", "attention_mask", "position_ids"):
             columns[name] = columns[name][0]
         is_learned = torch.from_numpy(row.is_learned).long()
@@ -540,11 +554,13 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         joined = conversation(tokens, is_response, eos, self.stop_token_ids)
         num_ends = 0
         if eos is not None:
+            # Each response should have one end among its learned tokens.
             learned_ids = joined.ids[joined.is_learned]
             num_ends = int(np.isin(learned_ids, [eos, *self.stop_token_ids]).sum())
         self.num_open_turns += max(0, sum(is_response) - num_ends)
         if media is None or self.processor is None:
             return joined
+        # A model reads images and videos, but never generates them.
         is_medium = np.isin(joined.ids, self.processor.media_ids)
         return Conversation(joined.ids, joined.is_learned & ~is_medium, media)
 
@@ -553,6 +569,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
     def cut(self, row: Conversation) -> Conversation | None:
         limit = self.config.max_length
+        # The mode names the side that loses tokens.
         remaining = slice(-limit, None) if self.config.truncation == "left" else slice(limit)
         shorter = Conversation(row.ids[remaining], row.is_learned[remaining])
         # Nothing predicts the first token.
@@ -572,6 +589,7 @@ class SFTDataset(MultiTurnSFTDataset):
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
+    # Only the response is learned, whatever turns the prompt has.
     parts_of = TokenizedRows.parts_of
 
 
@@ -610,17 +628,15 @@ def text_parts(
     if turns[0] == 0:
         got = "a chat that begins with the assistant"
         raise DataError(where, got=got, expected="a prompt before the response")
-    parts: list[TextPart] = []
+    render = partial(encoder.render, where=where, tools=tools, **options)
+    parts = []
     written = ""
     for turn in turns:
         place = f"{where}, message {turn}"
         _check_turn(messages[turn], place)
-        before = encoder.render(
-            messages[:turn], where=where, tools=tools, add_generation_prompt=True, **options
-        )
-        after = encoder.render(
-            messages[: turn + 1], where=where, tools=tools, add_generation_prompt=False, **options
-        )
+        # The prompt as a rollout renders it, and the same with the response.
+        before = render(messages[:turn], add_generation_prompt=True)
+        after = render(messages[: turn + 1], add_generation_prompt=False)
         _check_prefix(written, before, place)
         _check_prefix(before, after, place)
         parts.append(TextPart(before[len(written) :], False))
@@ -632,6 +648,7 @@ def text_parts(
 def _check_turn(message: Mapping[str, Any], where: str) -> None:
     """Raise a DataError if a turn of the assistant is empty."""
     content = message.get("content")
+    # A turn may consist of tool calls alone.
     is_empty = not content.strip() if isinstance(content, str) else not content
     if is_empty and not message.get("tool_calls"):
         raise DataError(
@@ -646,6 +663,7 @@ def _check_prefix(shorter: str, longer: str, where: str) -> None:
     """Raise a DataError if a chat, rendered with one more turn, does not begin as it did without."""
     if longer.startswith(shorter):
         return
+    # The first character that differs.
     place = 0
     while place < len(longer) and shorter[place] == longer[place]:
         place += 1
@@ -653,13 +671,8 @@ def _check_prefix(shorter: str, longer: str, where: str) -> None:
     new = longer[place : place + 40]
     raise DataError(
         where,
-        got=(
-            f"a chat template that changes earlier turns: {old!r} became {new!r} when the turn was"
-            " added"
-        ),
-        expected=(
-            "turns that stay as they were written, each learned as the model would have generated it"
-        ),
+        got=f"a chat template that changes earlier turns: {old!r} became {new!r} in this turn",
+        expected="turns that stay as the model would have generated them",
         fix=(
             "Give each response a row of its own that ends with it, change"
             " data.apply_chat_template_kwargs, or set model.custom_chat_template to a template that"
@@ -703,6 +716,7 @@ def conversation(
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]
                 num_learned = len(tokens)
         ids += tokens
+        # The learned tokens of a part stand at its beginning.
         learned += [position < num_learned for position in range(len(tokens))]
     return Conversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
@@ -721,6 +735,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
         DataError: the value has another form.
     """
     try:
+        # Parquet cannot hold schemas of different forms in one column, so many files have them as JSON.
         schemas = json.loads(value) if isinstance(value, str) and value else value
         tools = [
             json.loads(schema) if isinstance(schema, str) else schema for schema in schemas or ()

@@ -46,6 +46,7 @@ class _Block(RLHFDataset):
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
         """Replace the rows by those of another block, whose bad lines are reported with it."""
+        # A batch has the columns of all files, which were fixed when the run began.
         new_columns = sorted({*table.columns}.difference(self._columns))
         if new_columns:
             raise DataError(
@@ -114,6 +115,7 @@ class StreamedDataset(Dataset):
         while item >= self._first + len(self.block):
             self._first += len(self.block)
             self._open_next()
+        # The item numbers of a stream go on over blocks and passes.
         number = self._order[item - self._first]
         return {**self.block[int(number)], "item": item}
 
@@ -142,6 +144,7 @@ class StreamedDataset(Dataset):
                 )
                 for table in blocks:
                     yield passes, number, table
+                # Only the first file begins in the middle.
                 row = 0
             passes += 1
             file = 0
@@ -153,6 +156,7 @@ class StreamedDataset(Dataset):
             DataError: a whole pass had no row that can be used.
         """
         passes, number, table = next(self._blocks)
+        # The pass behind the last one with a row is over, and had none.
         if passes > self._used_pass + 1:
             raise DataError(
                 "data.train_files",
@@ -160,6 +164,7 @@ class StreamedDataset(Dataset):
                 expected="at least one",
                 fix="Raise data.max_prompt_length.",
             )
+        # A copy: the generator of blocks goes on to fill this list.
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
         self._place = {"passes": passes, "file": number, "row": table.first}
@@ -194,5 +199,6 @@ class StreamedDataset(Dataset):
 
     def _facts(self) -> list[int]:
         """Rows of a block and the sizes of the files in bytes."""
+        # Sizes instead of hashes: files that are streamed are large.
         sizes = [file.stat().st_size for file in self._files]
         return [self.config.streaming or 0, *sizes]

@@ -113,10 +113,7 @@ def check_tokenizer(
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise DataError(
             where,
-            got=(
-                "a vocabulary without a token: transformers returns it for a folder without a"
-                " tokenizer"
-            ),
+            got="a vocabulary without a token, which transformers makes of a folder without one",
             expected="tokenizer.json, or the files of another kind of tokenizer",
             fix="Copy them there, or set data.tokenizer to a folder that has them.",
         )
@@ -128,6 +125,7 @@ def check_tokenizer(
                 expected="at least one of them",
                 fix='Set "pad_token" in its tokenizer_config.json.',
             )
+        # Padding is masked, so any token may pad.
         tokenizer.pad_token = tokenizer.eos_token
         print(
             f"{where}: it has no pad token; its end-of-sequence token {tokenizer.eos_token!r} is"
@@ -163,6 +161,7 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
             rendered = set()
             for content in contents:
                 chat = [{"role": "user", "content": content}]
+                # The words are compared in the text that the template makes, not in its source.
                 rendered.add(encoder.written(chat, encoder.template_kwargs))
         except DataError:
             return False  # a template that refuses messages reads them
@@ -198,12 +197,12 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
             expected='text, or a list of messages such as [{"role": "user", "content": "..."}]',
             fix=f"Correct the row, or set data.{key} to the column that holds the chat.",
         )
-    messages: Messages = []
+    messages = []
     for number, row_message in enumerate(prompt):
-        # A column of a parquet file gives each message the keys of all messages, with null values.
-        message = {name: value for name, value in row_message.items() if value is not None}
+        message = without_nulls(row_message)
         content = message.get("content")
         is_call = content is None and message.get("tool_calls")
+        # A message with nothing but tool calls may lack a content.
         if not isinstance(content, Sequence) and not is_call:
             raise DataError(
                 f"{where}, message {number}",
@@ -211,7 +210,9 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
                 expected="a content that is text, or a list of parts",
                 fix='Give it a text, "" if need be.',
             )
-        if isinstance(content, list) and all(map(_is_text_part, content)):
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
+        ):
             message["content"] = "".join(str(part.get("text") or "") for part in content)
         messages.append(message)
     return messages
@@ -226,19 +227,17 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
-
-
 def chat_in_json(value: Any) -> Messages:
     """The messages of a text such as '[{"role": "user", "content": "Hi"}]'; none of any other value."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return []
     try:
+        # A prompt may be a text that merely begins with a bracket.
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return []
     for message in chat:
+        # A list in JSON may be any text, such as an exercise about lists.
         if not isinstance(message, dict) or "content" not in message:
             return []
         if not isinstance(message.get("role"), str):
@@ -267,10 +266,7 @@ class ChatEncoder:
                     f"data.apply_chat_template_kwargs.{key}",
                     got=repr(template_kwargs[key]),
                     expected="arguments for the template only",
-                    fix=(
-                        "Remove it: the keys of `data` decide how prompts are tokenized, cut and"
-                        " padded."
-                    ),
+                    fix="Remove it: keys of `data` set how prompts are tokenized, cut and padded.",
                 )
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
@@ -343,6 +339,7 @@ class ChatEncoder:
                 fix="Correct the row or the template, or change data.apply_chat_template_kwargs.",
             ) from error
         try:
+            # Half of a surrogate pair would only fail later, in the tokenizer.
             str(text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
@@ -365,12 +362,14 @@ class ChatEncoder:
         """
         order = role_order(messages, has_tools=bool(options.get("tools")))
         if order not in self._left_out:
+            # Data with ever new orders would double the time of a start.
             if len(self._left_out) >= MAX_ROLE_ORDERS:
                 return
             self._left_out[order] = self._find_left_out(messages, options, text)
         missing_pair = self._left_out[order]
         if missing_pair is None:
             return
+        # A chat of the same role order has the same pairs.
         number = _first_messages(messages)[missing_pair]
         raise DataError(
             f"{where}, message {number}",
@@ -386,6 +385,7 @@ class ChatEncoder:
         for pair, number in _first_messages(messages).items():
             message = messages[number]
             content: Any = message.get("content") or ""
+            # The message is changed: if the text stays the same, the template leaves it out.
             probed: Any = [*content, {"type": "text", "text": _PROBE}]
             if isinstance(content, str):
                 probed = content + _PROBE
@@ -427,6 +427,7 @@ class ChatEncoder:
                 sorted(tokenizer.get_vocab().items()),
                 tokenizer.special_tokens_map,
             ]
+        # The tokenizer's own description does not include the template.
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         facts = {
             "rows": 3,  # raised when rows become messages in another way, or are refused for other reasons
@@ -496,11 +497,13 @@ def require_embedded(
         where,
         got=f"the token {tokenizer.convert_ids_to_tokens(token_id)!r} with the id {token_id}",
         expected=f"ids below {vocabulary_size}, the rows of the model's embedding",
-        fix=(
-            "Use the model's own tokenizer (data.tokenizer), or add rows to the embedding with"
-            " transformers first."
-        ),
+        fix="Use the model's own tokenizer (data.tokenizer), or add rows with transformers.",
     )
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value. Parquet gives each struct the fields of all others, with null as their value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def shortened(value: Any) -> str:

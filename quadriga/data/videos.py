@@ -24,8 +24,8 @@ import torch
 from torch.nn.functional import interpolate
 from transformers.utils import cached_file
 
-from quadriga.data.pictures import DECODED, picture_size, read_picture, source_of
-from quadriga.data.tokenizing import shortened
+from quadriga.data.pictures import DECODED, described, picture_size, read_picture, source_of
+from quadriga.data.tokenizing import shortened, without_nulls
 from quadriga.errors import DataError
 
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
@@ -171,10 +171,12 @@ class FrameRules:
             DataError: an option has no effect in this model.
         """
         is_glm = kind == "glm4v"
-        is_qwen3 = kind.startswith("qwen3_vl")
-        patch_size = 16 if is_qwen3 else 14
-        mean = (0.5, 0.5, 0.5) if is_qwen3 else _CLIP_MEAN
-        std = (0.5, 0.5, 0.5) if is_qwen3 else _CLIP_STD
+        patch_size = 14
+        mean = _CLIP_MEAN
+        std = _CLIP_STD
+        if kind.startswith("qwen3_vl"):
+            patch_size = 16
+            mean = std = (0.5, 0.5, 0.5)
         # Pixels of the square that makes one embedding.
         square = (2 * patch_size) ** 2
         min_pixels = 128 * square
@@ -192,6 +194,7 @@ class FrameRules:
                     expected="fps, by which alone it takes frames",
                     fix="Leave the key out.",
                 )
+        # Some files have the bounds of a frame under `size`.
         size = told.get("size") or {}
         rules = cls(
             patch_size=told.get("patch_size") or patch_size,
@@ -256,6 +259,7 @@ class FrameRules:
             frames = [self._resized(frame, clip.size) for frame in video.read(clip.indices)]
             return torch.cat(frames)
 
+        # A video is decoded again for other rules.
         way = (clip.indices, clip.size)
         frames = DECODED.get(video.source, way, decode, lambda tensor: tensor.nbytes)
         return replace(clip, frames=frames)
@@ -293,6 +297,7 @@ class FrameRules:
         mean = torch.tensor(self.mean)[:, None, None] * (1.0 / self.scale)
         std = torch.tensor(self.std)[:, None, None] * (1.0 / self.scale)
         frames = (frames - mean) / std
+        # The view cuts each axis into blocks; the permutation puts the blocks in order.
         blocks = frames.view(
             time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels
         )
@@ -310,7 +315,9 @@ class FrameRules:
             places = np.arange(video.num_frames)
         else:
             places = np.ceil(np.linspace(0, seconds, count) * fps)
+        # A short video repeats frames, which are taken once.
         indices = np.unique(places.clip(max=last).astype(int)).tolist()
+        # Patches have two frames.
         if len(indices) % 2:
             indices.append(indices[-1])
         return indices
@@ -324,6 +331,7 @@ class FrameRules:
     def _indices_in_patches(self, num_frames: int, fps: float) -> list[int]:
         """Numbers of the frames for Qwen2-VL and Qwen2.5-VL: enough for whole patches along time."""
         size = self.temporal_patch_size
+        # The number of frames is a multiple of those of a patch.
         most = min(self.max_frames, num_frames) // size * size
         target = max(num_frames / fps * self.fps, self.min_frames)
         count = int(min(target, most, num_frames) // size * size)
@@ -346,6 +354,7 @@ class FrameRules:
             if not self.counts_all:
                 low *= num_rounded
                 high *= num_rounded
+            # A frame has at least one square along each side.
             if min(height, width) < factor:
                 scale = max(factor / height, factor / width)
                 height = int(height * scale)
@@ -357,6 +366,7 @@ class FrameRules:
                 expected=f"sides that differ at most {_MAX_RATIO} times",
                 fix="Crop or leave out the video.",
             )
+        # First the nearest multiples; then both sides are scaled alike if the bounds are not met.
         rows = round(height / factor) * factor
         columns = round(width / factor) * factor
         if num_rounded * rows * columns > high:
@@ -383,11 +393,13 @@ def video_settings(path: str | Path) -> dict[str, Any]:
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
+    # Older models have the settings in one file, newer ones in another.
     for name in FILES:
         file = cached_file(path, name, **quiet)
         if file is None:
             continue
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
+        # This file has the settings of all processors of the model.
         if name == FILES[0]:
             settings = settings.get("video_processor")
         if settings:
@@ -412,9 +424,10 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
         DataError: the value has none of these forms, does not exist, is no video that can be read, or has no frame.
     """
     fps = None
-    # Dictionaries with a file are left to `source_of`.
-    while isinstance(value, Mapping) and not _has_file(value):
-        fields = {name: field for name, field in value.items() if field is not None}
+    while isinstance(value, Mapping):
+        fields = without_nulls(value)
+        if not fields.keys().isdisjoint(("bytes", "path", "url")):
+            break  # `source_of` reads a dictionary with a file
         fps = fields.pop("fps", fps)
         names = list(fields)
         if names not in (["video"], ["frames"]):
@@ -422,10 +435,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
                 where,
                 got=f"a video with {', '.join(names) or 'nothing'}",
                 expected=_FORMS,
-                fix=(
-                    "Set number and size of the frames with data.mm_processor_kwargs, for all"
-                    " videos."
-                ),
+                fix="data.mm_processor_kwargs sets number and size of the frames, for all videos.",
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
@@ -445,16 +455,13 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
     return _from_file(source_of(value, folder, where, "video", _FORMS), where)
 
 
-def _has_file(fields: Mapping[str, Any]) -> bool:
-    return any(fields.get(name) is not None for name in ("bytes", "path", "url"))
-
-
 def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
     """A video of images, or of an array as nested lists."""
     if not values:
         raise DataError(
             where, got="a video without frames", expected="at least one frame", fix="Leave it out."
         )
+    # Arrow returns an array as nested lists.
     if isinstance(values[0], Sequence | np.ndarray) and not isinstance(values[0], str | bytes):
         try:
             array = np.asarray(values)
@@ -463,7 +470,7 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
             raise DataError(where, got=got, expected=_FORMS) from error
         return _from_array(array, fps, where)
     places = [f"{where}, frame {number}" for number in range(len(values))]
-    sizes: set[tuple[int, int]] = set()
+    sizes = set()
     for value, place in zip(values, places, strict=True):
         sizes.add(picture_size(value, folder=folder, where=place))
     if len(sizes) > 1:
@@ -482,7 +489,9 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
 def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
     """A video of an array [T, H, W, 3] or [T, 3, H, W]."""
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
+        # Channels go last.
         array = array.transpose(0, 2, 3, 1)
+    # Nested lists become arrays of larger integers.
     if array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() <= 255:
         array = array.astype(np.uint8)
     is_video = array.ndim == 4 and array.shape[-1] == 3 and array.dtype == np.uint8
@@ -490,9 +499,7 @@ def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
         raise DataError(
             where,
             got=f"an array {list(array.shape)} of {array.dtype}",
-            expected=(
-                "[T, H, W, 3] or [T, 3, H, W] of numbers from 0 to 255, with at least one frame"
-            ),
+            expected="[T, H, W, 3] or [T, 3, H, W] of numbers from 0 to 255, with at least one frame",
             fix="Correct or leave out the row.",
         )
     num_frames, height, width, _ = array.shape
@@ -511,9 +518,10 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
     with _decoding(source, where) as (container, stream):
+        # A header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
         if first_frame is None or not count or not fps:
-            got = f"a video without frames ({_described(source)})"
+            got = f"a video without frames ({described(source)})"
             raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
         height, width, _ = _upright(first_frame).shape
 
@@ -528,6 +536,7 @@ def _frames(
 ) -> Iterator[np.ndarray]:
     """Decode the frames with some numbers, which rise. Stretches without any are skipped by seeking."""
     with _decoding(source, where) as (container, stream):
+        # Frames are decoded by several threads.
         stream.thread_type = "AUTO"
         start = stream.start_time or 0
         unit = float(stream.time_base)
@@ -544,9 +553,11 @@ def _frames(
             seek_place = index - _SEEK_S * fps
             if key_frames:
                 seek_place = key_frames[max(bisect_right(key_frames, index), 1) - 1]
+            # Less than a second ahead, going on is faster than seeking.
             if seek_place > place + fps:
                 container.seek(start + int(index / fps / unit), stream=stream)
                 frames = container.decode(stream)
+            # After a seek decoding begins at a key frame before the index.
             while place < index:
                 next_frame = next(frames, None)
                 if next_frame is None:
@@ -560,7 +571,7 @@ def _frames(
                     where,
                     got=(
                         f"a video that breaks off at frame {place + 1}, before frame {index}"
-                        f" ({_described(source)})"
+                        f" ({described(source)})"
                     ),
                     expected="a whole file",
                     fix="Correct or leave out the row.",
@@ -597,7 +608,7 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
             if not container.streams.video:
                 raise DataError(
                     where,
-                    got=f"a file without a video stream ({_described(source)})",
+                    got=f"a file without a video stream ({described(source)})",
                     expected="a video",
                     fix="Correct or leave out the row.",
                 )
@@ -607,14 +618,7 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise DataError(
             where,
-            got=f"{_described(source)}, which is no video that can be read ({error})",
+            got=f"{described(source)}, which is no video that can be read ({error})",
             expected="a whole file of a format that FFmpeg knows",
             fix="Correct or leave out the row.",
         ) from error
-
-
-def _described(source: Path | io.BytesIO) -> str:
-    """A file in words."""
-    if isinstance(source, io.BytesIO):
-        return f"{source.getbuffer().nbytes} bytes"
-    return str(source)

@@ -62,6 +62,7 @@ class VisionPrompt:
         if self.pictures:
             data["image"] = list(self.pictures)
         if self.clips:
+            # Frames travel as arrays, with the facts that `Clip.of` needs.
             data["video"] = [clip.frames.numpy() for clip in self.clips if clip.frames is not None]
             data["video_metadata"] = [clip.metadata() for clip in self.clips]
         return {
@@ -99,6 +100,7 @@ class VisionProcessor:
     def __post_init__(self) -> None:
         kind = type(self.image_processor).__name__
         known = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
+        # Other processors cut patches in another order.
         if not kind.startswith(known):
             expected = f"{' or '.join(known)}, those of {', '.join(VISION_TYPES)}"
             raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
@@ -149,6 +151,7 @@ class VisionProcessor:
             if self.tokens_per_second is not None:
                 seconds = []
                 for clip in clips:
+                    # Frames per second of those that were taken, not of the file.
                     rate = len(clip.indices) / clip.num_frames * clip.fps
                     seconds.append(rules.temporal_patch_size / rate)
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
@@ -157,6 +160,7 @@ class VisionProcessor:
     def add_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `multi_modal_inputs` to a batch with `multi_modal_data`, unless they are there."""
         rows = batch.get("multi_modal_data")
+        # With `data.return_multi_modal_inputs` the data set has made them.
         if "multi_modal_inputs" in batch or rows is None:
             return batch
         inputs = []
@@ -194,6 +198,7 @@ class VisionProcessor:
         for number, image in enumerate(images):
             place = f"{where}, image {number}"
             pictures.append(read_picture(image, folder=Path(), where=place))
+        # Frames of the conversation were resized when they were read.
         clips = clips_of(videos)
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
 
@@ -220,11 +225,11 @@ class VisionProcessor:
             # Damage behind the header of a file is only found by decoding it.
             read_media(given, self, config, folder=folder, where=where)
         images, videos = given
-        counts: list[int] = []
+        counts = []
         for image, place in _with_places(images, "image", config.image_key, where):
             height, width = picture_size(image, folder=folder, where=place)
             counts.append(self.num_tokens(height, width, where=place))
-        clips: list[Clip] = []
+        clips = []
         for value, place in _with_places(videos, "video", config.video_key, where):
             rules = self.frame_rules(place)
             video = open_video(value, folder=folder, where=place)
@@ -305,33 +310,38 @@ class VisionProcessor:
                 where,
                 got="a prompt that ends with an image or a video",
                 expected="text behind it, as chat templates write it",
-                fix=(
-                    "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt"
-                    " with text."
-                ),
+                fix="Set data.apply_chat_template_kwargs.add_generation_prompt, or end with text.",
             )
         inputs = self.inputs(pictures, clips, where=where)
         image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
+        # Each square of patches becomes one embedding.
         counts = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
         expanded = self.expand(ids, iter(counts), iter(clips), encode)
         if inputs and len(expanded) > limit:
             raise self._too_long(expanded, limit, where, has_videos=bool(clips))
+        positions = self.positions(expanded, inputs)
+        return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
+
+    def positions(self, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The positions of expanded tokens.
+
+        Args:
+            ids: token ids, [P].
+            inputs: tensors for the model, from `inputs`.
+
+        Returns:
+            Positions along time, height and width, [3, P] int64.
+        """
         grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
-        positions, _ = self.get_rope_index(expanded, **grids)
-        return VisionPrompt(
-            short_ids=ids,
-            ids=expanded,
-            positions=positions,
-            pictures=tuple(pictures),
-            clips=tuple(clips),
-            inputs=inputs,
-        )
+        positions, _ = self.get_rope_index(ids, **grids)
+        return positions
 
     def _too_long(
         self, expanded: list[int], limit: int, where: str, *, has_videos: bool
     ) -> DataError:
         """The error for a prompt that is too long; it says how many of the tokens are images and videos."""
         got = f"{len(expanded)} tokens"
+        # Users have to know whether shorter texts or smaller images would help.
         kinds = self._kinds(expanded)
         for name, kind in (("images", 1), ("videos", 2)):
             count = kinds.count(kind)
@@ -341,10 +351,7 @@ class VisionProcessor:
         return DataError(
             where,
             got=got,
-            expected=(
-                f"at most data.max_prompt_length={limit}, for a prompt with images or videos is not"
-                " cut"
-            ),
+            expected=f"at most data.max_prompt_length={limit}; prompts with media are not cut",
             fix=(
                 f"Raise that length, lower data.mm_processor_kwargs.{keys}, or leave such rows out"
                 " with data.filter_overlong_prompts=true."
@@ -365,19 +372,17 @@ class VisionProcessor:
         Raises:
             DataError: there are more or fewer tokens.
         """
-        tokens = {"image": self.image_token_id, "video": self.video_token_id}
-        num_media = {"image": len(images), "video": len(videos)}
-        for kind, token in tokens.items():
+        for kind, token, media in (
+            ("image", self.image_token_id, images),
+            ("video", self.video_token_id, videos),
+        ):
             count = 0 if token is None else ids.count(token)
-            if count != num_media[kind]:
+            if count != len(media):
                 raise DataError(
                     where,
-                    got=f"{count} {kind} tokens in the rendered chat, for {num_media[kind]} {kind}s",
+                    got=f"{count} {kind} tokens in the rendered chat, for {len(media)} {kind}s",
                     expected="one for each",
-                    fix=(
-                        f"Use a chat template that renders content of type {kind}, and no text with"
-                        " the token itself."
-                    ),
+                    fix=f"Use a chat template that renders {kind}s, and no text with the token itself.",
                 )
 
     def expand(
@@ -421,11 +426,14 @@ class VisionProcessor:
         rules = self.frame_rules("a prompt")
         token = self.video_token_id
         assert token is not None
+        # Patches, of which `count` embeddings are made for each time.
         time, height, width = rules.grid(clip)
         count = height * width // rules.merge_size**2
         if not rules.are_apart:
+            # All times together; positions tell them apart.
             return [token] * (time * count)
         assert encode is not None, "times are tokenized"
+        # The tokens around the patches of each time.
         before, behind = self.bounds
         times = rules.times(clip)
         ids: list[int] = []
@@ -467,17 +475,20 @@ class VisionProcessor:
             ((grid, 1.0) for grid in image_grids),
             self._video_grids(video_grid_thw, second_per_grid_ts),
         )
-        parts: list[torch.Tensor] = []
+        parts = []
         end = 0  # place behind the last image or video
         position = 0  # of the token at that place
         for place, kind in enumerate(self._kinds(ids)):
+            # Inside of an image or video.
             if place < end:
                 continue
+            # Text, or a token of an image without a grid.
             entry = next(grids_by_kind[kind], None)
             if entry is None:
                 continue
             grid, interval = entry
             time, height, width = grid.tolist()
+            # Text between the last image or video and this one.
             num_text = place - end
             parts.append((torch.arange(num_text) + position).expand(3, -1))
             position += num_text
@@ -486,10 +497,13 @@ class VisionProcessor:
                 torch.arange(height // self.merge_size),
                 torch.arange(width // self.merge_size),
             ]
+            # Each embedding has its place along time, height and width.
             places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
             parts.append(places + position)
             end = place + places.shape[1]
+            # Text behind starts after the longest axis.
             position += 1 + max(int(axis[-1]) for axis in axes)
+        # Text behind the last image or video.
         parts.append((torch.arange(len(ids) - end) + position).expand(3, -1))
         return torch.cat(parts, dim=1), position - end
 
@@ -508,6 +522,7 @@ class VisionProcessor:
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
     ) -> Iterator[tuple[Any, Any]]:
         """The grid of each stretch of video tokens, and its positions per patch along time."""
+        # Each yield belongs to one stretch of video tokens in the prompt.
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.are_apart:
                 # The patches of each time stand by themselves, like an image.
@@ -546,6 +561,7 @@ def load_processor(
     """
     kind = ""
     if not Path(path).is_file():
+        # The type is read without code of the model.
         model_config, _ = PretrainedConfig.get_config_dict(path)
         kind = model_config.get("model_type", "")
     options = dict(options or {})
@@ -561,6 +577,7 @@ def load_processor(
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    # The image processor takes only these; the others are about videos.
     sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
     try:
         image_processor = AutoImageProcessor.from_pretrained(
@@ -575,7 +592,12 @@ def load_processor(
         ) from error
     video_bounds = None
     if kind == "glm4v":
-        _set_glm_sizes(image_processor, sizes)
+        # Its processor bounds both frames of a patch together, under other names.
+        edges = dict(image_processor.size)
+        for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if option in sizes:
+                edges[edge] = sizes[option] * image_processor.temporal_patch_size
+        image_processor.size = type(image_processor.size)(**edges)
         bounds = (settings.image_start_token_id, settings.image_end_token_id)
         video_bounds = (settings.video_start_token_id, settings.video_end_token_id)
     else:
@@ -590,18 +612,6 @@ def load_processor(
         bounds=bounds,
         video_bounds=video_bounds,
     )
-
-
-def _set_glm_sizes(image_processor: Any, sizes: Mapping[str, int]) -> None:
-    """Set `min_pixels` and `max_pixels` of GLM-4V's image processor.
-
-    It bounds both frames of a patch together, under other names.
-    """
-    edges = dict(image_processor.size)
-    for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        if option in sizes:
-            edges[edge] = sizes[option] * image_processor.temporal_patch_size
-    image_processor.size = type(image_processor.size)(**edges)
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:
@@ -622,6 +632,7 @@ def as_vision(processor: Any) -> VisionProcessor | None:
             got="no image processor",
             expected="a processor from quadriga.data.load_processor, or None",
         )
+    # Its rules for videos are not known, so prompts with videos are refused.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 
@@ -655,6 +666,7 @@ def read_media(
         pictures.append(read_picture(image, folder=folder, where=place))
     clips = []
     for value, place in _with_places(videos, "video", config.video_key, where):
+        # Without a processor there are no videos.
         assert processor is not None
         rules = processor.frame_rules(place)
         video = open_video(value, folder=folder, where=place)
@@ -666,5 +678,6 @@ def _with_places(
     media: Sequence[Any], kind: str, key: str | None, where: str
 ) -> list[tuple[Any, str]]:
     """Images or videos of a row, each with its place in words."""
+    # A message may bring its image, so the column is only one of two places.
     column = f"{where}, column {key!r} or a message"
     return [(medium, f"{column}, {kind} {number}") for number, medium in enumerate(media)]
