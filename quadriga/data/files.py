@@ -249,7 +249,8 @@ def read_table(
         if suffix in _PARQUET:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
             parquet = pq.ParquetFile(path)
-            num_bytes = _parquet_bytes(parquet)
+            groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+            num_bytes = sum(group.total_byte_size for group in groups)  # uncompressed
             schema = parquet.schema_arrow
             # Rows with images are large, so fewer of them make a batch.
             rows_by_size = _BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
@@ -290,13 +291,6 @@ def read_table(
             fix="Write the file again or leave it out.",
         )
     return _whole_table(path, rows, facts, digest, entry, chat_columns)
-
-
-def _parquet_bytes(parquet: pq.ParquetFile) -> int:
-    """Uncompressed bytes of the rows of a Parquet file."""
-    metadata = parquet.metadata
-    groups = map(metadata.row_group, range(parquet.num_row_groups))
-    return sum(group.total_byte_size for group in groups)
 
 
 def reopen_table(

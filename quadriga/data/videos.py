@@ -324,9 +324,10 @@ class FrameRules:
 
     def _indices_apart(self, num_frames: int, fps: float) -> list[int]:
         """Numbers of the frames for Qwen3-VL: evenly from the first to the last frame."""
-        count = max(int(num_frames / fps * self.fps), self.min_frames)
-        count = min(count, self.max_frames, num_frames)
-        return np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+        count = int(num_frames / fps * self.fps)
+        count = min(max(count, self.min_frames), self.max_frames, num_frames)
+        places = np.linspace(0, num_frames - 1, count).round()
+        return places.astype(int).tolist()
 
     def _indices_in_patches(self, num_frames: int, fps: float) -> list[int]:
         """Numbers of the frames for Qwen2-VL and Qwen2.5-VL: enough for whole patches along time."""
