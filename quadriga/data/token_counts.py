@@ -118,11 +118,12 @@ class TokenCounter:
         ends = np.cumsum([len(text) + 1 for text in texts]) - 1
         starts = self._piece_starts(together, ends)
         owners = np.searchsorted(ends, starts)  # the text of each piece
+        # The byte between two texts is a piece of its own, which belongs to neither.
         is_counted = starts != ends[owners]
         num_pieces = np.bincount(owners[is_counted], minlength=len(texts))
         bounds = np.stack([num_pieces, [_most_tokens(text) for text in texts]], axis=1)
         if limit is not None:
-            # Texts of more pieces are above the limit.
+            # Texts of more pieces are above the limit, so their pieces need not be looked up.
             is_counted &= (num_pieces <= limit)[owners]
         owners = owners[is_counted]
         codes, pieces = _distinct_pieces(together, starts, is_counted)
@@ -136,6 +137,7 @@ class TokenCounter:
             """Sums over the pieces of each text, int64 [texts], of a value of each distinct piece."""
             return np.bincount(owners, values[codes], minlength=len(texts)).astype(np.int64)
 
+        # Counts of known pieces narrow the bounds.
         is_open = np.bincount(owners, minlength=len(texts)) > 0
         by_counts = np.stack([sums(np.maximum(counts, 1)), sums(most)], axis=1)
         bounds[is_open] = by_counts[is_open]
@@ -185,6 +187,7 @@ class TokenCounter:
                 is_start[start + 1 : token.end()] = False
                 # White space in front of the token does not belong to it.
                 is_start[start - 1 : start] &= together[start - 1 : start] != b" "
+        # Each text begins with a piece, and so does the byte behind it.
         is_start[0] = True
         is_start[ends] = True
         is_start[ends[:-1] + 1] = True
@@ -265,6 +268,7 @@ def _pattern(description: Mapping[str, Any]) -> str:
     *splits, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return ""
+    # Exactly one of these steps cuts the text.
     if len(splits) + last["use_regex"] != 1:
         return ""
     if not splits:

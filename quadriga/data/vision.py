@@ -479,13 +479,11 @@ class VisionProcessor:
         end = 0  # place behind the last image or video
         position = 0  # of the token at that place
         for place, kind in enumerate(self._kinds(ids)):
-            # Inside of an image or video.
             if place < end:
-                continue
-            # Text, or a token of an image without a grid.
+                continue  # inside of an image or video
             entry = next(grids_by_kind[kind], None)
             if entry is None:
-                continue
+                continue  # text, or the token of an image without a grid
             grid, interval = entry
             time, height, width = grid.tolist()
             # Text between the last image or video and this one.
