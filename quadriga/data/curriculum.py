@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers for data that change between batches, for mixtures, and for curricula, which learn from each batch.
+"""Samplers for growing data, for mixtures, and for curricula, which learn from each batch.
 
     SuccessRateSampler     rates of the rows ── weights ──> a batch of rows ── update(batch) ──> rates
 
@@ -138,12 +138,13 @@ class MixtureSampler(PassSampler):
 
 
 class SuccessRateSampler(AbstractCurriculumSampler):
-    """Draws rows that the policy solves sometimes most often, those that it always or never solves least.
+    """Draws rows most often that the policy solves sometimes, least often those always or never.
 
     The weight of a row is `FLOOR + p (1 - p)`, p its success rate ("Learning to Reason at the
-    Frontier of Learnability", Foster et al., 2025). The success of a row in a batch is the mean over
-    its responses of `acc`, or else of the score, clipped to [0, 1]. Its rate is the mean of the
-    success in the last batch that had the row and of its rate before; p = 1/2 before any batch had it.
+    Frontier of Learnability", Foster et al., 2025). The success of a row in a batch is the mean
+    over its responses of `acc`, or else of the score, clipped to [0, 1]. Its rate is the mean of
+    the success in the last batch that had the row and of its rate before; p = 1/2 before any batch
+    had it.
 
     The rows of a batch are drawn without replacement. A pass has as many rows as the data set, and
     may have a row several times. With `algorithm.filter_groups` the sampler learns only from groups
@@ -170,7 +171,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
 
     @property
     def rates(self) -> torch.Tensor:
-        """The success rate of each row, [rows]; nan if no batch had it. Rows may be added to the data set."""
+        """The success rate of each row, [rows]; nan if no batch had it. The data set may grow."""
         num_new = len(self) - len(self._rates)
         if num_new:
             new_rates = torch.full((num_new,), torch.nan, dtype=torch.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the data sets of prompts, chats and pairs: files, a chat template, and a state to resume from."""
+"""Base class of data sets of files: reads them, checks the tokenizer, has a state to resume from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

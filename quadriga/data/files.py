@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads rows from a path, a list, a glob or a URL; writes files as a whole or not at all.
 
-Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once
-into the cache, under a key made of its URL, its size and whatever its store says about its version.
+Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote
+file is copied once into the cache, under a key made of its URL, its size and whatever its store
+says about its version.
 
-Each file has a table of its own: files may differ in their columns and in the shape of nested ones. Rows are Arrow. The
-rows of a large file are written once into the cache, a few at a time, under a key made of the file's content, and
-mapped into memory from there. JSON is read by Python's own parser, and its rows remain text: a library that infers
-column types would change values (`"1"` and `2` in one column become numbers) and could not name the line of an error.
+Each file has a table of its own: files may differ in their columns and in the shape of nested ones.
+Rows are Arrow. The rows of a large file are written once into the cache, a few at a time, under a
+key made of the file's content, and mapped into memory from there. JSON is read by Python's own
+parser, and its rows remain text: a library that infers column types would change values (`"1"` and
+`2` in one column become numbers) and could not name the line of an error.
 """
 
 import codecs
@@ -69,8 +71,8 @@ _VERSION_FIELDS = (
 class RowTable:
     """The rows of one file.
 
-    Pickling a table of a whole file stores its path and its entry in the cache; the other process opens them again.
-    Other tables are pickled with their rows.
+    Pickling a table of a whole file stores its path and its entry in the cache; the other process
+    opens them again. Other tables are pickled with their rows.
 
     Args:
         path: the file.
@@ -78,7 +80,8 @@ class RowTable:
         json_columns: columns of the rows of a JSON file, those of any row.
         digest: SHA-256 of the file's content. None: computed when it is needed.
         first: number in the file of the first of the rows.
-        chat_columns: columns with chats and tool schemas. Rows of Arrow lose their null fields (`drop_null_fields`).
+        chat_columns: columns with chats and tool schemas. Rows of Arrow lose their null fields
+            (`drop_null_fields`).
         entry: folder in the cache that the rows are mapped from.
         is_whole_file: whether the rows are those that `read_table` makes of the file.
 
@@ -135,7 +138,8 @@ class RowTable:
             rows: numbers of the rows in this table. None: all rows.
 
         Returns:
-            The batches: rows as dictionaries of these columns, None where a row of JSON has no value.
+            The batches: rows as dictionaries of these columns, None where a row of JSON has no
+            value.
         """
         if rows is None:
             rows = range(len(self))
@@ -173,12 +177,13 @@ class RowTable:
 def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
     """Remove the null fields of chats and tool schemas from a row of an Arrow table, in place.
 
-    Arrow gives each struct in a column the fields of all the others, with null as their value. A chat template would
-    write them into the prompt.
+    Arrow gives each struct in a column the fields of all the others, with null as their value. A
+    chat template would write them into the prompt.
 
     Args:
         row: values by column.
-        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep their nulls.
+        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep
+            their nulls.
     """
     for name in columns:
         # A column may have a dot in its name.
@@ -229,8 +234,10 @@ def read_table(
     Args:
         path: a local file. Its suffix tells its format.
         cache_dir: keeps the rows of large files, in `rows/` inside it. None: rows are in memory.
-        bad_lines: gets the errors of bad lines of JSON, which are left out. None: the first one is raised.
-        chat_columns: columns with chats and tool schemas, which lose the null fields that Parquet adds to structs.
+        bad_lines: gets the errors of bad lines of JSON, which are left out. None: the first one is
+            raised.
+        chat_columns: columns with chats and tool schemas, which lose the null fields that Parquet
+            adds to structs.
 
     Returns:
         The rows of the file.
@@ -566,7 +573,8 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
         Local files in the order of the names; those of a glob in alphabetical order.
 
     Raises:
-        DataError: there is no name, a file does not exist, a glob matches nothing, or a store cannot be read.
+        DataError: there is no name, a file does not exist, a glob matches nothing, or a store
+            cannot be read.
     """
     listed = [names] if isinstance(names, str | Path) else list(names)
     if not listed or not all(str(name) for name in listed):
@@ -621,7 +629,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:
-    """Copy a document from the web into the cache, unless its headers say that it is there already."""
+    """Copy a document from the web, unless its headers say that it is in the cache already."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):
             # Servers differ in which of these headers they send.

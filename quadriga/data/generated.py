@@ -38,7 +38,8 @@ _WHERE = "data.datagen"
 class AbstractDataGenerator(ABC):
     """Makes rows.
 
-    With `state_dict()` and `load_state_dict(state)` the generator's state is in each checkpoint too.
+    With `state_dict()` and `load_state_dict(state)` the generator's state is in each checkpoint
+    too.
 
     Args:
         config: the section `data.datagen`. `config.options` has the values of
@@ -171,7 +172,7 @@ class DynamicGenDataset(Dataset):
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """Identity of the rows of the files, all generated rows, and the generator's state, if any."""
+        """Identity of the files' rows, all generated rows, and the generator's state, if any."""
         generator_state = None
         if hasattr(self.data_generator, "state_dict"):
             generator_state = self.data_generator.state_dict()

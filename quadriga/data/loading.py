@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what the trainer iterates over: data set, sampler and loader, of this package or a user's own.
+"""Creates data set, sampler and loader of the trainer, from this package or a user's classes.
 
-The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the
-position inside an epoch and the generator of the sampler: a resumed run sees the rows that the run would have seen
-without interruption.
+The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`,
+`load_state_dict`) holds the position inside an epoch and the generator of the sampler: a resumed
+run sees the rows that the run would have seen without interruption.
 """
 
 import gc
@@ -37,20 +37,22 @@ from quadriga.user_file import import_file, member_of, taken
 LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
 """Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
 
-A forked process has the data set as it is. It may be a user's that cannot be pickled, or of a class that only this
-process has imported; its rows are not copied; and the user's script is not run again, as spawn and forkserver do.
+A forked process has the data set as it is. It may be a user's that cannot be pickled, or of a class
+that only this process has imported; its rows are not copied; and the user's script is not run
+again, as spawn and forkserver do.
 
-A fork of a process with threads is unsafe because a thread may hold a lock. These processes prepare rows, call nothing
-of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's handler of SIGTERM, and end without
-running this process's exit functions. On systems other than Linux, system libraries do not survive a fork."""
+A fork of a process with threads is unsafe because a thread may hold a lock. These processes prepare
+rows, call nothing of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's
+handler of SIGTERM, and end without running this process's exit functions. On systems other than
+Linux, system libraries do not survive a fork."""
 _SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 
 
 class RowLoader(StatefulDataLoader):
     """A loader that compares the data with those of its state before it winds the sampler forward.
 
-    If rows come without the inputs of a vision-language model (`data.return_multi_modal_inputs=false`), the loader adds
-    these to the batch."""
+    If rows come without the inputs of a vision-language model
+    (`data.return_multi_modal_inputs=false`), the loader adds these to the batch."""
 
     def __iter__(self) -> Any:
         # The processor works in this process, on whole batches.
@@ -61,10 +63,10 @@ class RowLoader(StatefulDataLoader):
         return batches
 
     def lets_read_ahead(self) -> bool:
-        """Whether a thread may fetch a batch before the step is over. If so, it gets its own tokenizer.
+        """Whether a thread may fetch a batch during the step. If so, it gets its own tokenizer.
 
-        A user's code must not run there, for it may draw from generators of the process. Nothing may learn from the
-        step. Worker processes read ahead already.
+        A user's code must not run there, for it may draw from generators of the process. Nothing
+        may learn from the step. Worker processes read ahead already.
         """
         rows = self.dataset
         tokenizer = getattr(rows, "tokenizer", None)
@@ -127,14 +129,15 @@ def create_rl_dataset(
 ) -> Dataset:
     """Create the data set of training or validation.
 
-    It is a `RLHFDataset`; for training with `data.datagen` a `DynamicGenDataset`, with `data.streaming` a
-    `StreamedDataset`; or of the class named by `data.custom_cls`.
+    It is a `RLHFDataset`; for training with `data.datagen` a `DynamicGenDataset`, with
+    `data.streaming` a `StreamedDataset`; or of the class named by `data.custom_cls`.
 
-    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has `__init__(data_files,
-    tokenizer, config, processor)`, with `is_train`, `max_samples` and `context` if it takes them, `__len__()`, and
-    `__getitem__(item)`, which returns a row with the keys of `RLHFDataset.__getitem__`. It may have
-    `on_batch_end(batch)`, which gets the `DataProto` of each training step after its update, in the trainer's process,
-    and `state_dict()` and `load_state_dict(state)`, which are called with each checkpoint.
+    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
+    `__init__(data_files, tokenizer, config, processor)`, with `is_train`, `max_samples` and
+    `context` if it takes them, `__len__()`, and `__getitem__(item)`, which returns a row with the
+    keys of `RLHFDataset.__getitem__`. It may have `on_batch_end(batch)`, which gets the `DataProto`
+    of each training step after its update, in the trainer's process, and `state_dict()` and
+    `load_state_dict(state)`, which are called with each checkpoint.
 
     Args:
         data_paths: a path, a glob, a URL, or a list of these.
@@ -143,7 +146,8 @@ def create_rl_dataset(
         processor: of a vision-language model. None: prompts are text.
         is_train: whether the rows are for training, else for validation.
         max_samples: use at most so many rows; -1 for all.
-        context: the tools that prompts are measured with, and the number of ids that the model knows.
+        context: the tools that prompts are measured with, and the number of ids that the model
+            knows.
 
     Returns:
         A data set whose items are rows.
@@ -195,7 +199,8 @@ def create_rl_dataset(
 def _check_hooks(cls: type, where: str) -> None:
     """Refuse a user's class that lacks methods, or overrides methods that are not called here.
 
-    The latter are methods of verl's class `RLHFDataset`, in a subclass of the class of that name of this package.
+    The latter are methods of verl's class `RLHFDataset`, in a subclass of the class of that name of
+    this package.
     """
     methods = ("__len__", "__getitem__")
     # torch's class has no length, and an item that only raises.
@@ -230,14 +235,16 @@ def _check_hooks(cls: type, where: str) -> None:
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
     """Create the sampler, which decides the order of the rows.
 
-    Training rows come in the order of the user's own sampler, as a mixture by `data.mixture`, in a seeded shuffle that
-    is new in each epoch, or in file order. Validation rows are in file order, or shuffled with
-    `data.validation_shuffle`. Generated rows (`data.datagen`) are drawn from the next pass on.
+    Training rows come in the order of the user's own sampler, as a mixture by `data.mixture`, in a
+    seeded shuffle that is new in each epoch, or in file order. Validation rows are in file order,
+    or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`) are drawn from the
+    next pass on.
 
-    A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source, data_config)`,
-    `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the `DataProto` of each training step after
-    its update and before the next batch is drawn; and `state_dict()` and `load_state_dict(state)`: with them `__iter__`
-    goes on from the state, without them a resumed run iterates from the start and skips what was drawn.
+    A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source,
+    data_config)`, `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the
+    `DataProto` of each training step after its update and before the next batch is drawn; and
+    `state_dict()` and `load_state_dict(state)`: with them `__iter__` goes on from the state,
+    without them a resumed run iterates from the start and skips what was drawn.
 
     Args:
         data_config: the section `data`.
@@ -249,7 +256,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
     Raises:
         ConfigError: the class cannot be loaded.
-        DataError: it has `update`, or rows are generated, and worker processes would fetch rows ahead of it.
+        DataError: it has `update`, or rows are generated, and worker processes would fetch rows
+            ahead of it.
     """
     num_workers = data_config.dataloader_num_workers
     if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
@@ -299,7 +307,7 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
 
 
 def _begin_worker(number: int) -> None:
-    """Leave alone what a forked process has inherited: freeing an object of Ray's takes a lock of Ray's threads."""
+    """Never free inherited objects: freeing one of Ray's takes a lock of Ray's threads."""
     gc.freeze()
 
 
@@ -326,7 +334,8 @@ def create_dataloader(
         A loader of batches.
 
     Raises:
-        DataError: the data set is empty, or too small for a full batch although the last one is dropped.
+        DataError: the data set is empty, or too small for a full batch although the last one is
+            dropped.
     """
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)

@@ -17,7 +17,7 @@ IMAGE = "<image>"
 VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part under which its image or video may stand, besides those of its own name."""
+"""Keys of a content part for its image or video, besides those with the name of its kind."""
 
 
 def read_prompt(
@@ -109,7 +109,7 @@ def with_parts(
 def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
-    """Remove the media of one kind from their parts; parts without one get the next of `row_media`."""
+    """Remove the media of one kind from their parts. Parts without one take from `row_media`."""
     # Chat templates know only the place, not the image or video.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
     num_open = media.count(None)
@@ -210,7 +210,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
 
 
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Parts of a text: one for each tag, of the kind that `kinds` gives it, and the text between them."""
+    """Parts of a text: one for each tag, with its kind, and one for each text between tags."""
     parts: list[dict[str, Any]] = []
     # A group in the expression makes `split` return the tags too.
     for piece in re.split(f"({'|'.join(kinds)})", text):

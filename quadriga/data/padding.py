@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From token ids of rows to the columns of a batch: truncation, padding, position ids, collation.
 
-A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the beginning, `middle` keeps
-both ends (the end gets the odd token), `error` refuses.
+A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the
+beginning, `middle` keeps both ends (the end gets the odd token), `error` refuses.
 
 Shapes: `B` sequences, `L` positions.
 """
@@ -122,7 +122,7 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]; padding, on either side, gets 0."""
+    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]. Padding gets 0."""
     # Positions are integers whatever the type of the mask is.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
@@ -158,7 +158,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a DataError if there is no row, or if the rows are not dictionaries of the same keys."""
+    """Raise a DataError unless there are rows that are dictionaries of the same keys."""
     if not rows:
         raise DataError("collate_fn", got="no rows", expected="at least one")
     for row in rows:

@@ -27,7 +27,7 @@ _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"i
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange height and width."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
-"""Formats whose frames follow each other; those of others are one picture in several sizes or depths."""
+"""Formats whose frames follow each other; other formats hold one picture in several sizes."""
 
 
 class Decoded:
@@ -100,7 +100,7 @@ def require_pillow(where: str) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images or videos of a row: nothing, one, or a list of them, without those that are null."""
+    """The images or videos of a column, which may be null, one, or a list; without nulls."""
     # A text is a sequence too, of characters.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     values = value if is_list else [value]
@@ -113,7 +113,8 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     Args:
         value: a path or a `file://` URL; bytes of an image file; a dictionary with `bytes`, `path`,
             or any of these as `image`; a `PIL.Image.Image`.
-        folder: folder of the data file. Relative paths start there, or else in the working directory.
+        folder: folder of the data file. Relative paths start there, or else in the working
+            directory.
         where: the row and the number of the image, for errors.
 
     Returns:
@@ -227,7 +228,7 @@ def described(source: Any) -> str:
 
 
 def _format_of(source: Path | io.BytesIO) -> str:
-    """The format that Pillow recognizes by the first bytes of a file; empty if it recognizes none."""
+    """The format that Pillow recognizes by the first bytes of a file; empty if there is none."""
     if isinstance(source, io.BytesIO):
         first_bytes = bytes(source.getbuffer()[:16])
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the tokens of the prompts of a file once, in several processes if asked for, and stores the counts on disk.
+"""Counts the tokens of prompts once, in several processes if desired, and stores the counts.
 
     driver                                process that counts
       | -- what counts, and the table --> |  loads the tokenizer, opens the file again
@@ -10,9 +10,10 @@
 driver    waits for the next answer of any process; unblocked by the answer, or by the end of a process.
 process   waits for the rows of a batch; unblocked by them, or by the end of the driver.
 
-A process is a separate program (`quadriga.programs.SupervisedProgram`), not a fork: a fork inherits locks and signal
-handlers of the driver's threads, among them Ray's. It is not started by `multiprocessing` either, which would run the
-user's script again. It does not import torch, unless it counts the tokens of images.
+A process is a separate program (`quadriga.programs.SupervisedProgram`), not a fork: a fork inherits
+locks and signal handlers of the driver's threads, among them Ray's. It is not started by
+`multiprocessing` either, which would run the user's script again. It does not import torch, unless
+it counts the tokens of images.
 """
 
 import hashlib
@@ -63,17 +64,17 @@ NOTES = {
     WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""Fields of a measured prompt: its number of tokens, the sum of its `NOTES`, a hash of its role order.
+"""Fields of a measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
 
 The hash is 0 for a bad row."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
-"""Rows as `MEASURED` [rows], with `BAD` tokens where a row is bad; and the errors of the bad rows."""
+"""Rows as `MEASURED` [rows], a bad row with `BAD` tokens; and the errors of the bad rows."""
 _WORKERS = "data.filter_overlong_prompts_workers"
 
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Facts beside the section `data` that decide about prompts: the rollout's tools, the model's size.
+    """Facts about the rollout and the model that decide about prompts, beside the section `data`.
 
     Attributes:
         tools: schemas that agent loops offer.
@@ -94,7 +95,7 @@ class PromptContext:
         return self.tools if agent in self.agents else ()
 
     def fingerprint(self) -> str:
-        """Text of everything here that decides about the length of a prompt, or whether it is refused."""
+        """Text of all facts here, which decide about the length of a prompt and its refusal."""
         facts = [self.tools, sorted(self.agents), self.default_agent, self.vocabulary_size]
         return json.dumps(facts, default=repr)
 
@@ -110,8 +111,8 @@ class PromptMeter:
         encoder: renders prompts.
         processor: counts the tokens of images and videos. None: prompts are text.
         config: the section `data`.
-        limit: a number of tokens. A count only has to tell on which side of it a prompt is: it is a bound where the
-            tokenizer is not needed for that. None: counts are exact.
+        limit: a number of tokens. A count only has to tell on which side of it a prompt is: it is a
+            bound where the tokenizer is not needed for that. None: counts are exact.
         context: the tools of the rollout and the size of the model.
     """
 
@@ -233,8 +234,8 @@ class _Rendered(NamedTuple):
 
     Attributes:
         text: as the chat template writes it.
-        num_further_tokens: tokens of its images and videos beyond the one of each that is in the text. `BAD`: the row
-            is bad.
+        num_further_tokens: tokens of its images and videos beyond the one of each that is in the
+            text. `BAD`: the row is bad.
         notes: the sum of its `NOTES`.
         order: the hash of its role order.
     """
@@ -260,10 +261,11 @@ def prompt_lengths(
 ) -> Counts:
     """Measure every prompt of a file, and store the result on disk.
 
-    The key of an entry is made of the content of the file, the tokenizer, the chat template and its arguments, the
-    tools, the limit and the size of a smaller embedding. An entry that cannot be read is reported as damaged and
-    measured again. Prompts of a vision-language model are measured each time, for a path says nothing about the image
-    that it leads to; of an image only the header is read.
+    The key of an entry is made of the content of the file, the tokenizer, the chat template and its
+    arguments, the tools, the limit and the size of a smaller embedding. An entry that cannot be
+    read is reported as damaged and measured again. Prompts of a vision-language model are measured
+    each time, for a path says nothing about the image that it leads to; of an image only the header
+    is read.
 
     Args:
         table: the rows of the file.
@@ -384,7 +386,7 @@ def _measure_elsewhere(
     num_workers: int,
     counted: dict[int, Counts],
 ) -> None:
-    """Count in other processes. If they cannot load the tokenizer or the rows, print a notice and return.
+    """Count in other processes. If they cannot load the tokenizer or the rows, print a notice.
 
     Args:
         table: the rows of a file.

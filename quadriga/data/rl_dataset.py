@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data set for reinforcement learning: prompts, with the columns that are needed to grade responses.
+"""Data set for reinforcement learning: prompts, with the columns for grading responses.
 
-    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
-                                                          images of the row -> patches ┘ with a processor
+    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids ->
+    cut, left-padded
+                                                          images of the row -> patches ┘ with a
+                                                          processor
 
-A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these
-travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
+A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info;
+columns beyond these travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 """
 
 import hashlib
@@ -58,15 +60,19 @@ class RLHFDataset(FileDataset):
         data_files: as for `FileDataset`.
         tokenizer: as for `FileDataset`.
         config: the section `data`.
-        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
-        is_train: as for `FileDataset`; also whether `data.shuffle` or `data.validation_shuffle` decides how a sample is
-            drawn.
-        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
+        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts
+            are text.
+        is_train: as for `FileDataset`; also whether `data.shuffle` or `data.validation_shuffle`
+            decides how a sample is drawn.
+        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled,
+            else the first.
         required_columns: columns every file must have. None: the columns that training reads.
-        context: the tools that prompts are measured with, and the number of ids that the model knows.
+        context: the tools that prompts are measured with, and the number of ids that the model
+            knows.
 
     Raises:
-        DataError: a file is missing, empty, damaged or without a required column, or no row is short enough.
+        DataError: a file is missing, empty, damaged or without a required column, or no row is
+            short enough.
     """
 
     may_be_empty = False
@@ -114,20 +120,21 @@ class RLHFDataset(FileDataset):
         Returns:
             The row's columns but the prompt, and:
 
-            - `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left. With a processor
-              `position_ids` are [3, P].
-            - `raw_prompt_ids`, the same ids as a list without padding, with one token for each image and video.
-            - `index`, `tools_kwargs` and `interaction_kwargs` out of `extra_info`. Without `index`, a number or a text,
-              it is the row's number; the others may be columns of their own.
+            - `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left. With
+              a processor `position_ids` are [3, P].
+            - `raw_prompt_ids`, the same ids as a list without padding, with one token for each
+              image and video.
+            - `index`, `tools_kwargs` and `interaction_kwargs` out of `extra_info`. Without `index`,
+              a number or a text, it is the row's number; the others may be columns of their own.
             - `item` and `source_row`, the row's number in this data set and its place in words.
-            - with `data.return_raw_chat`, `raw_prompt` (chat messages); with `data.return_full_prompt`, `full_prompts`
-              (rendered text).
-            - with a processor, `multi_modal_data` and `multi_modal_inputs` in place of the columns of images and
-              videos.
+            - with `data.return_raw_chat`, `raw_prompt` (chat messages); with
+              `data.return_full_prompt`, `full_prompts` (rendered text).
+            - with a processor, `multi_modal_data` and `multi_modal_inputs` in place of the columns
+              of images and videos.
 
         Raises:
-            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images or videos are
-                wrong; it names file and row.
+            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its
+                images or videos are wrong; it names file and row.
         """
         config = self.config
         number = int(self._rows[item])
@@ -205,7 +212,7 @@ class RLHFDataset(FileDataset):
         return [np.flatnonzero(entries == number) for number in range(self._entries[-1] + 1)]
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The place in words and the value of a column of each row in use; None where it has none."""
+        """The place in words and the value of a column, of each row in use. A value may be None."""
         # Files are read once, in order, so the rows are found by a mask.
         is_used = np.zeros(self._ends[-1], dtype=bool)
         is_used[self._rows] = True
@@ -418,8 +425,8 @@ def prompt_columns(
         where: file and row, for errors.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids` and `raw_prompt_ids`, and those of images and videos, as
-        `RLHFDataset` returns them.
+        `input_ids`, `attention_mask`, `position_ids` and `raw_prompt_ids`, and those of images and
+        videos, as `RLHFDataset` returns them.
 
     Raises:
         DataError: the prompt is too long, or its images or videos are wrong.
@@ -482,7 +489,7 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
 
 
 def as_hf_dataset(table: pa.Table) -> "datasets.Dataset":
-    """A table as a dataset of Hugging Face's library, which is imported here because it brings pandas along."""
+    """A table as a dataset of Hugging Face's library, which is slow to import: it needs pandas."""
     import datasets
 
     return datasets.Dataset(table)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets for supervised training: files -> rows -> chat template -> tokens, some of which are learned.
+"""Data sets for supervised training: files -> rows -> text -> tokens, some of which are learned.
 
     messages   user          assistant      user          assistant
     tokens     prompt        response       delta         response
     learned    0 0 0 0       1 1 1 0        0 0 0 0       1 1 1
 
-Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own tokens, and then only
-the new part of each further turn is tokenized. A response is learned up to and including its end-of-sequence token. A
-template may write more behind that token (a line break, say), which the model never has to generate. If a template ends
-no turn, the marker of the next role is learned, provided that generation stops at it.
+Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own
+tokens, and then only the new part of each further turn is tokenized. A response is learned up to
+and including its end-of-sequence token. A template may write more behind that token (a line break,
+say), which the model never has to generate. If a template ends no turn, the marker of the next role
+is learned, provided that generation stops at it.
 
-All rows are tokenized when the data set is made. A bad row is found then and not after an hour, and no epoch pays for
-it again. A token takes 5 bytes. The sizes of images and videos are read then too, and their pixels when the row is
-fetched. Tokens that stand for an image or video are not learned.
+All rows are tokenized when the data set is made. A bad row is found then and not after an hour, and
+no epoch pays for it again. A token takes 5 bytes. The sizes of images and videos are read then too,
+and their pixels when the row is fetched. Tokens that stand for an image or video are not learned.
 
 Shapes: L tokens of one sequence.
 """
@@ -102,7 +103,7 @@ class TextPart:
 
 
 class TokenizedRows(FileDataset, Generic[Row]):
-    """Rows of files, which are tokenized when the data set is made. A subclass defines the content of a row.
+    """Rows that are tokenized when the data set is made. A subclass defines their content.
 
     Args:
         data_files: as for `FileDataset`.
@@ -114,7 +115,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
         vocabulary_size: rows of the model's embedding, if the tokenizer has ids beyond them.
 
     Raises:
-        DataError: a file is missing, empty or damaged, or a row cannot be learned from; it names file and row.
+        DataError: a file is missing, empty or damaged, or a row cannot be learned from; it names
+            file and row.
     """
 
     columns: tuple[str, ...]
@@ -278,7 +280,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @abstractmethod
     def cut(self, row: Row) -> Row | None:
-        """The row with sequences of at most `data.max_length` tokens; None if nothing to learn remains."""
+        """The row cut to at most `data.max_length` tokens; None if nothing to learn remains."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -295,15 +297,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return digest.hexdigest()
 
     def padded(self, sequences: Sequence[np.ndarray], media: RowMedia | None) -> dict[str, Any]:
-        """The columns of a batch for the sequences of a row, padded on the right to `data.max_length`.
+        """The columns of a row's sequences, padded on the right to `data.max_length`.
 
         Args:
             sequences: token ids, [L] each.
             media: images and videos of the row, which are read now.
 
         Returns:
-            `input_ids`, `attention_mask` and `position_ids`, int64 [sequences, `data.max_length`]. With a processor
-            positions are [sequences, 3, `data.max_length`], and there are `multi_modal_inputs`.
+            `input_ids`, `attention_mask` and `position_ids`, int64 [sequences, `data.max_length`].
+            With a processor positions are [sequences, 3, `data.max_length`], and there are
+            `multi_modal_inputs`.
         """
         length = self.config.max_length
         pad_token_id = int(self.tokenizer.pad_token_id)
@@ -439,7 +442,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @contextmanager
     def _skips(self) -> Iterator[None]:
-        """Context manager: add the error of a row to `bad_rows`, unless `data.on_bad_row` is "error"."""
+        """Context manager: keep the error of a row, unless `data.on_bad_row` is "error"."""
         try:
             yield
         except DataError as error:
@@ -517,8 +520,9 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         """Row `item`, padded on the right to `data.max_length` = L.
 
         Returns:
-            `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
-            With a processor positions are [3, L], and there are `multi_modal_inputs`.
+            `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are
+            learned), int64 [L]. With a processor positions are [3, L], and there are
+            `multi_modal_inputs`.
         """
         row = self.rows[item]
         columns = self.padded([row.ids], row.media)
@@ -577,7 +581,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
 
 class SFTDataset(MultiTurnSFTDataset):
-    """Prompts with one response each, in two columns. Arguments and rows as for `MultiTurnSFTDataset`."""
+    """Prompts with one response each, in two columns. Else as `MultiTurnSFTDataset`."""
 
     columns = ("prompt_key", "response_key")
 
@@ -611,11 +615,12 @@ def text_parts(
         options: further arguments of the chat template.
 
     Returns:
-        Pieces of text: in turn a prompt and a response. Messages behind the last response are left out.
+        Pieces of text: in turn a prompt and a response. Messages behind the last response are left
+        out.
 
     Raises:
-        DataError: there is no turn of the assistant, an empty one, or one at the very beginning, or the template
-            writes earlier turns in another way once later ones follow.
+        DataError: there is no turn of the assistant, an empty one, or one at the very beginning, or
+            the template writes earlier turns in another way once later ones follow.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
@@ -660,7 +665,7 @@ def _check_turn(message: Mapping[str, Any], where: str) -> None:
 
 
 def _check_prefix(shorter: str, longer: str, where: str) -> None:
-    """Raise a DataError if a chat, rendered with one more turn, does not begin as it did without."""
+    """Raise a DataError if a chat with one more turn does not begin as it did without."""
     if longer.startswith(shorter):
         return
     # The first character that differs.
@@ -693,8 +698,8 @@ def conversation(
         parts: token ids of each part.
         is_response: whether a part is a turn of the assistant.
         eos_token_id: ends a turn; put behind the last one if the template writes no end there.
-        stop_token_ids: further tokens that end a turn. The first token of the next part is learned as the end of a turn
-            without one, if it is among these.
+        stop_token_ids: further tokens that end a turn. The first token of the next part is learned
+            as the end of a turn without one, if it is among these.
 
     Returns:
         The tokens, L in all.
@@ -725,7 +730,8 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     """The tool schemas of a row.
 
     Args:
-        value: a list of schemas, or JSON text in the place of the list or of a schema. None: no tools.
+        value: a list of schemas, or JSON text in the place of the list or of a schema. None: no
+            tools.
         where: file, row and column, for errors.
 
     Returns:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of files that are read as they are needed: `data.streaming` rows at a time, file after file, pass after pass.
+"""Prompts of files that are read as needed, `data.streaming` rows at a time, pass after pass.
 
     file 0: block, block, block; file 1: block, block; file 0: block ...      one block is in memory
 
-Only the first block of each file is read before its turn. Rows are shuffled within a block. Therefore the state is the
-place of a block; the number of its rows that were taken follows from the loader's state.
+Only the first block of each file is read before its turn. Rows are shuffled within a block.
+Therefore the state is the place of a block; the number of its rows that were taken follows from the
+loader's state.
 """
 
 import sys

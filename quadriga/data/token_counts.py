@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the tokens of texts without tokenizing a word that was seen before.
 
-A byte-level BPE tokenizer cuts a text into words by a regular expression and tokenizes each word alone. A text may be
-cut between two characters that no match of the expression holds together:
+A byte-level BPE tokenizer cuts a text into words by a regular expression and tokenizes each word
+alone. A text may be cut between two characters that no match of the expression holds together:
 
     tokens("f(a b):  c") = tokens("f") + tokens("(a") + tokens(" b") + tokens("): ") + tokens(" c")
 
-A piece has at least one token, and at most one for each of its bytes. Often these bounds and the counts of known pieces
-already tell on which side of a limit a text is; further pieces are tokenized only where they do not. `cuts` reads from
-the tokenizer's own description where it may cut; if it cannot tell, all texts are tokenized.
+A piece has at least one token, and at most one for each of its bytes. Often these bounds and the
+counts of known pieces already tell on which side of a limit a text is; further pieces are tokenized
+only where they do not. `cuts` reads from the tokenizer's own description where it may cut; if it
+cannot tell, all texts are tokenized.
 """
 
 import json
@@ -51,7 +52,7 @@ _ASCII_OF_PROPERTY = {
 _ASCII_OF_PROPERTY |= dict.fromkeys(("Lt", "Lm", "Lo", "Nl", "No", "M", "Mn", "Mc", "Me"), "")
 _VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _ALPHABET = {*map(chr, _VISIBLE), *map(chr, range(0x100, 0x200 - len(_VISIBLE)))}
-"""Characters of byte-level tokenizers: Latin-1 where it is visible, and the next characters for the other bytes."""
+"""Characters of byte-level tokenizers: visible Latin-1, and the next ones for other bytes."""
 _WHITE = b"\t\n\v\f\r "
 _SPACE = 0x20
 # The byte between texts, and bytes that are white space to Python and not to Unicode.
@@ -134,7 +135,7 @@ class TokenCounter:
         most[unknown] = [_most_tokens(pieces[number]) for number in unknown.tolist()]
 
         def sums(values: np.ndarray) -> np.ndarray:
-            """Sums over the pieces of each text, int64 [texts], of a value of each distinct piece."""
+            """Sums over the pieces of each text, int64 [texts], of values of distinct pieces."""
             return np.bincount(owners, values[codes], minlength=len(texts)).astype(np.int64)
 
         # Counts of known pieces narrow the bounds.
@@ -166,7 +167,7 @@ class TokenCounter:
         return counts
 
     def _piece_starts(self, together: bytes, ends: np.ndarray) -> np.ndarray:
-        """Positions where pieces begin in texts with a byte between them, which is a piece of its own.
+        """Positions where pieces begin. The byte between two texts is a piece of its own.
 
         Args:
             together: the texts.
@@ -197,7 +198,7 @@ class TokenCounter:
 def _distinct_pieces(
     together: bytes, starts: np.ndarray, is_counted: np.ndarray
 ) -> tuple[np.ndarray, list[bytes]]:
-    """The pieces of texts that are counted: the number of each distinct one, and these themselves."""
+    """The counted pieces of texts, as numbers of distinct pieces; and these pieces."""
     offsets = np.append(starts, len(together)).astype(np.int32)
     # An Arrow array over the bytes themselves: no piece is copied before equal ones are joined.
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(together)]
@@ -207,7 +208,7 @@ def _distinct_pieces(
 
 
 def _most_tokens(text: bytes) -> int:
-    """Most bytes, and so most tokens, of a text once it is composed (NFC): up to three times its own."""
+    """Most bytes, and so tokens, of a text once it is composed (NFC): three times as many."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
@@ -246,7 +247,7 @@ def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _pattern(description: Mapping[str, Any]) -> str:
-    """The regular expression that cuts a text into words; empty if there is more to it than one expression."""
+    """The regular expression that cuts a text into words; empty if one is not enough."""
     model = description["model"]
     if model.get("type") != "BPE" or model.get("dropout"):
         return ""

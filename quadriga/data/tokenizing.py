@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the tokenizer and encodes prompts: from chat messages to text by the chat template, and to token ids."""
+"""Loads the tokenizer and encodes prompts: from chat messages to text, and to token ids."""
 
 import hashlib
 import json
@@ -66,8 +66,8 @@ def load_tokenizer(
         The tokenizer.
 
     Raises:
-        DataError: the tokenizer cannot be loaded, has neither pad nor end-of-sequence token, or has no chat template
-            that writes the content of messages.
+        DataError: the tokenizer cannot be loaded, has neither pad nor end-of-sequence token, or has
+            no chat template that writes the content of messages.
     """
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -104,7 +104,8 @@ def check_tokenizer(
     Args:
         tokenizer: changed in place.
         name: its name, for errors and notices.
-        has_template: whether the caller brings a chat template, so that the tokenizer's own is not needed.
+        has_template: whether the caller brings a chat template, so that the tokenizer's own is not
+            needed.
 
     Raises:
         DataError: as for `load_tokenizer`.
@@ -152,7 +153,7 @@ def check_tokenizer(
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether messages with different words, as texts and as parts, are rendered to the same text."""
+    """Whether messages with different words, as texts or parts, give the same text."""
     words = ("one", "two")
     as_parts = [[{"type": "text", "text": word}] for word in words]
     for contents in (words, as_parts):
@@ -173,8 +174,8 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
 def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages:
     """The chat messages of a prompt.
 
-    Content parts that are all text become one text: templates of language models know no parts, and some would write
-    them out as Python does.
+    Content parts that are all text become one text: templates of language models know no parts, and
+    some would write them out as Python does.
 
     Args:
         prompt: a list of messages, a chat in JSON, or a string, which is one message of the user.
@@ -228,7 +229,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def chat_in_json(value: Any) -> Messages:
-    """The messages of a text such as '[{"role": "user", "content": "Hi"}]'; none of any other value."""
+    """The messages in a text such as '[{"role": "user", "content": "Hi"}]'; else none."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return []
     try:
@@ -250,8 +251,8 @@ class ChatEncoder:
 
     Args:
         tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-        template_kwargs: arguments of the chat template. By default a turn of the assistant is opened, or continued
-            where the messages end with one.
+        template_kwargs: arguments of the chat template. By default a turn of the assistant is
+            opened, or continued where the messages end with one.
 
     Raises:
         DataError: an argument is not for the template.
@@ -404,7 +405,7 @@ class ChatEncoder:
         return None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each rendered text. The template has already written the special tokens."""
+        """The token ids of rendered texts. The template has written the special tokens already."""
         if not texts:
             return []  # transformers refuses an empty list
         encodings = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
@@ -464,7 +465,7 @@ def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
 
 
 def _first_messages(messages: Messages) -> dict[tuple[str, str], int]:
-    """For each pair of roles that follow each other, the number of the message that ends it first."""
+    """The first message that ends each pair of roles that follow each other, by number."""
     roles = ["", *(message["role"] for message in messages)]
     numbers: dict[tuple[str, str], int] = {}
     for number, pair in enumerate(pairwise(roles)):
@@ -502,7 +503,7 @@ def require_embedded(
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value. Parquet gives each struct the fields of all others, with null as their value."""
+    """The fields with a value. Parquet gives each struct the fields of all others, as nulls."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos of a row: from a file, a list of images or an array to the frames that a vision-language model gets.
+"""Videos of a row: from a file, images or an array to the frames for a vision-language model.
 
     a video ──> how many frames, how fast, how large ──rules of the model──> which frames, in which size ──> clip
 
-The rules are those of the model's video processor in transformers, computed without torchvision. Frames of a file that
-are not in the clip are decoded where they have to be, but never held in memory.
+The rules are those of the model's video processor in transformers, computed without torchvision.
+Frames of a file that are not in the clip are decoded where they have to be, but never held in
+memory.
 
 Shapes: T frames, H and W their sides in pixels, S patches of all of them, X values of a patch.
 """
@@ -30,7 +31,7 @@ from quadriga.errors import DataError
 
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _FPS = 2.0
-"""Frames that are taken of each second, unless the model's files or the configuration say otherwise."""
+"""Frames that are taken of each second, unless model files or configuration say otherwise."""
 _MIN_FRAMES = 4
 _MAX_FRAMES = 768
 """Frames that are taken of a video at most, likewise."""
@@ -42,7 +43,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _MAX_RATIO = 200
 """Ratio of a frame's sides at most."""
 _SEEK_S = 10.0
-"""Seconds over which decoding is faster than seeking, in a file that does not list its key frames."""
+"""Seconds up to which decoding beats seeking, in a file that does not list its key frames."""
 _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W, 3], or one of these as `video`"
 
 
@@ -136,8 +137,8 @@ class FrameRules:
         fps: frames that are taken of each second.
         min_frames: frames of a video at least.
         max_frames: frames of a video at most.
-        longest_s: frames of a video of so many seconds are taken at `fps`; of a longer video as many in all (GLM-4V).
-            None: `min_frames` and `max_frames` bound the number of frames.
+        longest_s: frames of a video of so many seconds are taken at `fps`; of a longer video as
+            many in all (GLM-4V). None: `min_frames` and `max_frames` bound the number of frames.
     """
 
     patch_size: int
@@ -271,7 +272,7 @@ class FrameRules:
         return time, height // self.patch_size, width // self.patch_size
 
     def times(self, clip: Clip) -> list[float]:
-        """The second of each patch along time: the middle of its frames; with `longest_s`, its first frame."""
+        """Seconds of the patches along time: the middle of each; with `longest_s`, its start."""
         size = self.temporal_patch_size
         # The last frame is repeated until the last patch is full.
         num_missing = -len(clip.indices) % size
@@ -283,7 +284,8 @@ class FrameRules:
     def patches(self, clip: Clip) -> torch.Tensor:
         """Normalized patches, [S, X] float32.
 
-        The order is: along time, then the squares that make an embedding, then the patches of each square.
+        The order is: along time, then the squares that make an embedding, then the patches of each
+        square.
         """
         assert clip.frames is not None, "the frames of a clip are read"
         time, height, width = self.grid(clip)
@@ -330,7 +332,7 @@ class FrameRules:
         return places.astype(int).tolist()
 
     def _indices_in_patches(self, num_frames: int, fps: float) -> list[int]:
-        """Numbers of the frames for Qwen2-VL and Qwen2.5-VL: enough for whole patches along time."""
+        """Numbers of the frames for Qwen2-VL and Qwen2.5-VL, which fill whole patches."""
         size = self.temporal_patch_size
         # The number of frames is a multiple of those of a patch.
         most = min(self.max_frames, num_frames) // size * size
@@ -341,7 +343,7 @@ class FrameRules:
         return torch.arange(0, num_frames, num_frames / count).int().tolist()[:count]
 
     def _size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
-        """Height and width of the frames after resizing: multiples of the square of an embedding."""
+        """Height and width of the frames after resizing: multiples of an embedding's side."""
         factor = self.patch_size * self.merge_size
         low = self.min_pixels
         high = self.max_pixels
@@ -389,7 +391,7 @@ class FrameRules:
 
 
 def video_settings(path: str | Path) -> dict[str, Any]:
-    """Settings of the video processor in a model's folder or on the hub; empty if there are none."""
+    """Settings of the video processor of a model's folder or hub name; empty if there are none."""
     quiet = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
@@ -412,17 +414,19 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
     """Open a video of a row. Its frames are not read yet.
 
     Args:
-        value: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H, W, 3] or
-            [T, 3, H, W] of uint8; or a dictionary with one of these as `video`, `frames`, `path` or `bytes`. Its `fps`
-            beside images or an array says how fast they were taken.
-        folder: folder of the data file. Relative paths start there, or else in the working directory.
+        value: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H,
+            W, 3] or [T, 3, H, W] of uint8; or a dictionary with one of these as `video`, `frames`,
+            `path` or `bytes`. Its `fps` beside images or an array says how fast they were taken.
+        folder: folder of the data file. Relative paths start there, or else in the working
+            directory.
         where: the row, the column and the number of the video, for errors.
 
     Returns:
         The video.
 
     Raises:
-        DataError: the value has none of these forms, does not exist, is no video that can be read, or has no frame.
+        DataError: the value has none of these forms, does not exist, is no video that can be read,
+            or has no frame.
     """
     fps = None
     while isinstance(value, Mapping):
@@ -535,7 +539,7 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
 def _frames(
     source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str
 ) -> Iterator[np.ndarray]:
-    """Decode the frames with some numbers, which rise. Stretches without any are skipped by seeking."""
+    """Decode the frames with some rising numbers. Long gaps are skipped by seeking."""
     with _decoding(source, where) as (container, stream):
         # Frames are decoded by several threads.
         stream.thread_type = "AUTO"
@@ -588,7 +592,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 @contextmanager
 def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context manager: the container and the video stream of a file. Errors of FFmpeg become DataErrors."""
+    """Context manager: container and video stream. Errors of FFmpeg become DataErrors."""
     # Only video files need PyAV; frames as images and arrays do not.
     try:
         import av

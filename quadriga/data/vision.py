@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of vision-language models: from `<image>` and `<video>` to pixels, repeated tokens and 3-D positions.
+"""Prompts with images and videos: from `<image>` to pixels, repeated tokens and 3-D positions.
 
     "Which? <image>"  ──>  [text, image]  ──chat template──>  Which? <start>▪<end>      one image token: raw_prompt_ids
                                                               Which? <start>▪▪▪▪<end>   expanded: input_ids
 
-An image is cut into a grid of patches along time, height and width. The model makes one embedding of each square of
-`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. A video is cut likewise,
-each patch out of two frames, and has a token of its own. This holds only for the models in `VISION_TYPES`.
+An image is cut into a grid of patches along time, height and width. The model makes one embedding
+of each square of `merge_size` by `merge_size` patches, and each embedding takes the place of one
+image token. A video is cut likewise, each patch out of two frames, and has a token of its own. This
+holds only for the models in `VISION_TYPES`.
 
     Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>              time is an axis of the positions, in Qwen2.5-VL in seconds
     Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time stands as text
@@ -46,7 +47,8 @@ class VisionPrompt:
         positions: positions along time, height and width, [3, P] int64.
         pictures: `PIL.Image.Image`s in RGB.
         clips: the videos, with their frames.
-        inputs: tensors for the model, from `VisionProcessor.inputs`; empty without images and videos.
+        inputs: tensors for the model, from `VisionProcessor.inputs`; empty without images and
+            videos.
     """
 
     short_ids: list[int]
@@ -79,13 +81,15 @@ class VisionProcessor:
     Attributes:
         image_processor: image processor of transformers, which cuts images into patches.
         image_token_id: token that stands in a prompt for an embedding of an image.
-        video_token_id: token of an embedding of a video; with `video_bounds` of a whole video, before it is expanded.
+        video_token_id: token of an embedding of a video; with `video_bounds` of a whole video,
+            before it is expanded.
         name: the model's folder or name, for errors.
         frames: rules for videos. None: prompts with videos are refused.
-        tokens_per_second: positions per second along the time of a video. None: one for each patch along time.
+        tokens_per_second: positions per second along the time of a video. None: one for each patch
+            along time.
         bounds: tokens before and behind the patches of one time, if frames stand apart.
-        video_bounds: tokens before and behind a video. Between them the image token stands for an embedding of the
-            video. None: videos have a token of their own.
+        video_bounds: tokens before and behind a video. Between them the image token stands for an
+            embedding of the video. None: videos have a token of their own.
     """
 
     image_processor: Any
@@ -129,9 +133,9 @@ class VisionProcessor:
             where: the row, for errors.
 
         Returns:
-            If there are images, `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64. If
-            there are videos, `pixel_values_videos` and `video_grid_thw`, and for a model whose positions count
-            seconds `second_per_grid_ts` [videos] float32.
+            If there are images, `pixel_values` [patches, values] float32 and `image_grid_thw`
+            [images, 3] int64. If there are videos, `pixel_values_videos` and `video_grid_thw`, and
+            for a model whose positions count seconds `second_per_grid_ts` [videos] float32.
 
         Raises:
             DataError: the processor refuses an image, or takes no videos.
@@ -205,7 +209,7 @@ class VisionProcessor:
     def media_sizes(
         self, given: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
     ) -> tuple[list[int], list[Clip]]:
-        """The number of embeddings of each image of a row, and the frames that are taken of its videos.
+        """Embeddings of each image of a row, and the frames that are taken of its videos.
 
         Only headers of files are read, unless damaged rows are to be left out.
 
@@ -302,7 +306,8 @@ class VisionProcessor:
             The prompt, ready for the model.
 
         Raises:
-            DataError: the ids do not have one token for each image and video, or the prompt is too long.
+            DataError: the ids do not have one token for each image and video, or the prompt is too
+                long.
         """
         self.check_places(ids, pictures, clips, where=where)
         if ids and ids[-1] in (self.image_token_id, self.video_token_id):
@@ -339,7 +344,7 @@ class VisionProcessor:
     def _too_long(
         self, expanded: list[int], limit: int, where: str, *, has_videos: bool
     ) -> DataError:
-        """The error for a prompt that is too long; it says how many of the tokens are images and videos."""
+        """The error for a prompt that is too long, with its tokens of images and videos."""
         got = f"{len(expanded)} tokens"
         # Users have to know whether shorter texts or smaller images would help.
         kinds = self._kinds(expanded)
@@ -454,9 +459,10 @@ class VisionProcessor:
     ) -> tuple[torch.Tensor, int]:
         """The position of each of P expanded tokens along time, height and width.
 
-        Text counts on by one along all three axes. An embedding of an image or a video has the position where that
-        begins, plus its place in it along each axis. Along time the place is counted in seconds if the model does so.
-        Text behind goes on from the largest of these positions, as in the models' own code and in vLLM.
+        Text counts on by one along all three axes. An embedding of an image or a video has the
+        position where that begins, plus its place in it along each axis. Along time the place is
+        counted in seconds if the model does so. Text behind goes on from the largest of these
+        positions, as in the models' own code and in vLLM.
 
         Args:
             ids: expanded tokens, [P].
@@ -465,7 +471,8 @@ class VisionProcessor:
             second_per_grid_ts: seconds from one patch to the next along time, [videos].
 
         Returns:
-            Positions [3, P] int64, and the difference between the position of a token behind them and its place.
+            Positions [3, P] int64, and the difference between the position of a token behind them
+            and its place.
         """
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
@@ -549,13 +556,15 @@ def load_processor(
     Args:
         path: the model's folder or its name on the hub.
         trust_remote_code: whether code in that folder may run.
-        options: values of `data.mm_processor_kwargs`, which replace the settings of the model's files.
+        options: values of `data.mm_processor_kwargs`, which replace the settings of the model's
+            files.
 
     Returns:
         The processor. None: the model is text-only, or another kind of vision model.
 
     Raises:
-        DataError: Pillow or the processor's file is missing, or there are options for a text-only model.
+        DataError: Pillow or the processor's file is missing, or there are options for a text-only
+            model.
     """
     kind = ""
     if not Path(path).is_file():
