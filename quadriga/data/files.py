@@ -123,7 +123,6 @@ class RowTable:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` with every column; None where it has no value."""
-        # One batch with one row.
         [[values]] = self.batches(self.columns, 1, range(row, row + 1))
         return values
 

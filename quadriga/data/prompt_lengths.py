@@ -134,7 +134,6 @@ class PromptMeter:
         """
         prompts = []
         errors = []
-        # One batch has all the rows.
         values = next(table.batches(self._columns(table), len(rows), rows))
         for number, row in enumerate(values, start=table.first + rows.start):
             try:
@@ -456,7 +455,6 @@ def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> 
 
 
 def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
-    # Numbers of the rows in the file.
     first = table.first + rows.start
     last = table.first + rows.stop - 1
     error = DataError(

@@ -7,7 +7,7 @@
                                                           processor
 
 A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info;
-columns beyond these travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
+columns beyond these travel along. `RLHFDataset.__getitem__` lists the fields of a row.
 """
 
 import hashlib

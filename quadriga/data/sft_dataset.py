@@ -581,7 +581,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
 
 class SFTDataset(MultiTurnSFTDataset):
-    """Prompts with one response each, in two columns. Else as `MultiTurnSFTDataset`."""
+    """Prompts with one response each, in two columns. Otherwise as `MultiTurnSFTDataset`."""
 
     columns = ("prompt_key", "response_key")
 

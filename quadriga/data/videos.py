@@ -494,7 +494,6 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
 def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
     """A video of an array [T, H, W, 3] or [T, 3, H, W]."""
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
-        # Channels go last.
         array = array.transpose(0, 2, 3, 1)
     # Nested lists become arrays of larger integers.
     if array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() <= 255:
