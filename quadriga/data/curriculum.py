@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers: of data that change between batches, and of curricula, which learn from each batch.
+"""Samplers for growing data, for mixtures, and for curricula, which learn from each batch.
 
     SuccessRateSampler     rates of the rows ── weights ──> a batch of rows ── update(batch) ──> rates
 
-Their state holds all that decides which rows come next.
+The state of a sampler holds everything that decides which rows come next.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,11 @@ from quadriga.protocol import DataProto
 
 
 class AbstractSampler(Sampler[int]):
-    """A sampler that is made of a data set and the section `data`."""
+    """A sampler that is made from a data set and the section `data`."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
-        self.data_source, self.data_config = data_source, data_config
+        self.data_source = data_source
+        self.data_config = data_config
 
     def __len__(self) -> int:
         return len(self.data_source)
@@ -33,116 +34,135 @@ class AbstractCurriculumSampler(AbstractSampler, ABC):
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Take note of a batch with rewards and advantages."""
+        """Learn from a batch with rewards and advantages."""
 
 
 class PassSampler(AbstractSampler):
-    """Each pass has the rows that are there when it begins, shuffled anew where `data.shuffle` says so."""
+    """Each pass has the rows that exist when it begins, shuffled anew if `data.shuffle` is set."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
-        self._passes = self._position = self._num_rows = 0
+        self._passes = 0
+        self._position = 0
+        self._num_rows = 0
 
     def __iter__(self) -> Iterator[int]:
+        # A resumed pass keeps the number of rows that it began with.
         if self._position == 0:
             self._num_rows = len(self)
         order = self._order()
         while self._position < len(order):
             self._position += 1
             yield int(order[self._position - 1])
-        self._passes, self._position = self._passes + 1, 0
+        self._passes += 1
+        self._position = 0
 
     def _order(self) -> np.ndarray:
         """The rows of the pass, in their order."""
         order = np.arange(self._num_rows)
         if self.data_config.shuffle:
-            order = np.random.default_rng([self.data_config.seed, self._passes]).permutation(order)
+            rng = np.random.default_rng([self.data_config.seed, self._passes])
+            order = rng.permutation(order)
         return order
 
     def state_dict(self) -> dict[str, int]:
-        """The pass, its rows and the position in it."""
+        """Number of the pass, number of its rows, and the position in it."""
         return {"passes": self._passes, "position": self._position, "num_rows": self._num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
-        self._passes, self._position, self._num_rows = (
-            state["passes"],
-            state["position"],
-            state["num_rows"],
-        )
+        """Continue at the position of a state."""
+        self._passes = state["passes"]
+        self._position = state["position"]
+        self._num_rows = state["num_rows"]
 
 
 class MixtureSampler(PassSampler):
-    """Rows of the entries of `data.train_files` by their shares, `data.mixture`: of any rows in a row an entry has its
-    share, to a row or two, so that each batch is mixed alike. An entry that is drawn anew in a pass is shuffled anew.
-    Raises DataError: an entry has no rows, or the data set does not know of entries."""
+    """Mixes the entries of `data.train_files` by their shares, `data.mixture`.
+
+    Among any rows in a row an entry has its share, give or take a row or two, so that each batch is
+    mixed alike. An entry that is repeated within a pass is shuffled anew.
+
+    Raises:
+        DataError: an entry has no rows, or the data set does not know of entries.
+    """
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         if not hasattr(data_source, "items_by_entry"):
-            got, expected = (
-                f"a {type(data_source).__name__}",
-                "a data set with items_by_entry(), as RLHFDataset has",
-            )
             raise DataError(
                 "data.mixture",
-                got=got,
-                expected=expected,
+                got=f"a {type(data_source).__name__}",
+                expected="a data set with items_by_entry(), as RLHFDataset has",
                 fix="Leave the key out with this data set.",
             )
         self._items = data_source.items_by_entry()
         lengths = np.array([len(items) for items in self._items])
         if not lengths.all():
-            got = f"entry {int(np.argmin(lengths))} of data.train_files without a row in use"
+            empty_entry = int(np.argmin(lengths))
             raise DataError(
                 "data.mixture",
-                got=got,
+                got=f"entry {empty_entry} of data.train_files without a row in use",
                 expected="rows of each",
                 fix="Leave it out, or use all samples.",
             )
         self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
-        passes = lengths / self._shares
-        total = passes.min() if data_config.mixture_until == "first" else passes.max()
-        self._counts = np.maximum(1, np.floor(self._shares * total + 1e-9).astype(np.int64))
+        # Rows that a pass would have if it used each row of an entry once.
+        totals = lengths / self._shares
+        total = totals.min() if data_config.mixture_until == "first" else totals.max()
+        # Shares are rounded: an exact count may come out just below its integer.
+        counts = np.floor(self._shares * total + 1e-9).astype(np.int64)
+        self._counts = np.maximum(1, counts)
 
     def __len__(self) -> int:
         return int(self._counts.sum())
 
     def _order(self) -> np.ndarray:
         rng = np.random.default_rng([self.data_config.seed, self._passes])
-        rows, times = [], []
-        for items, count, share in zip(
-            self._items, self._counts.tolist(), self._shares, strict=True
-        ):
+        rows = []
+        times = []
+        counts = self._counts.tolist()
+        for items, count, share in zip(self._items, counts, self._shares, strict=True):
             if self.data_config.shuffle:
-                rounds = -(-count // len(items))
-                rows.append(np.concatenate([rng.permutation(items) for _ in range(rounds)])[:count])
+                num_rounds = -(-count // len(items))  # rounded up
+                rounds = [rng.permutation(items) for _ in range(num_rounds)]
+                rows.append(np.concatenate(rounds)[:count])
             else:
-                rows.append(items[(self._passes * count + np.arange(count)) % len(items)])
+                # Each pass goes on in the entry where the pass before it ended.
+                positions = self._passes * count + np.arange(count)
+                rows.append(items[positions % len(items)])
+            # Rows of an entry are spread evenly; all entries end at about the same time.
             times.append((np.arange(count) + 0.5) / share)
-        return np.concatenate(rows)[np.argsort(np.concatenate(times), kind="stable")]
+        # Rows sorted by these times are the mixture.
+        by_time = np.argsort(np.concatenate(times), kind="stable")
+        return np.concatenate(rows)[by_time]
 
 
 class SuccessRateSampler(AbstractCurriculumSampler):
-    """Rows that the policy solves at times are drawn most, those that it always or never solves least.
+    """Draws rows most often that the policy solves sometimes, least often those always or never.
 
-    The weight of a row is `FLOOR + p (1 - p)`, p its success rate ("Learning to Reason at the Frontier of
-    Learnability", Foster et al., 2025): the mean over its responses of `acc`, or else of the score, cut to [0, 1], half
-    of it of the last batch that had the row and half of those before. A row that no batch had has p = 1/2. The rows of
-    a batch are drawn without replacement; a pass has as many rows as the data set, and may have a row several times.
+    The weight of a row is `FLOOR + p (1 - p)`, p its success rate ("Learning to Reason at the
+    Frontier of Learnability", Foster et al., 2025). The success of a row in a batch is the mean
+    over its responses of `acc`, or else of the score, clipped to [0, 1]. Its rate is the mean of
+    the success in the last batch that had the row and of its rate before; p = 1/2 before any batch
+    had it.
 
-    With `algorithm.filter_groups` a batch has only the groups that were kept, and the sampler learns from these."""
+    The rows of a batch are drawn without replacement. A pass has as many rows as the data set, and
+    may have a row several times. With `algorithm.filter_groups` the sampler learns only from groups
+    that pass the filter.
+    """
 
     FLOOR = 0.02
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         self._rates = torch.empty(0, dtype=torch.float64)  # nan: no batch had the row
-        self._draws = self._position = 0
+        self._draws = 0
+        self._position = 0
         self._drawn: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
         while self._position < len(self):
+            # Weights are those after the batch before, so one batch is drawn at a time.
             if not self._drawn:
                 self._drawn = self._draw()
             self._position += 1
@@ -151,48 +171,65 @@ class SuccessRateSampler(AbstractCurriculumSampler):
 
     @property
     def rates(self) -> torch.Tensor:
-        """The success rate of each row, [rows]; nan where no batch had it. Rows may come to the data set."""
-        if missing := len(self) - len(self._rates):
-            self._rates = torch.cat(
-                [self._rates, torch.full((missing,), torch.nan, dtype=torch.float64)]
-            )
+        """The success rate of each row, [rows]; nan if no batch had it. The data set may grow."""
+        num_new = len(self) - len(self._rates)
+        if num_new:
+            new_rates = torch.full((num_new,), torch.nan, dtype=torch.float64)
+            self._rates = torch.cat([self._rates, new_rates])
         return self._rates
 
     def _draw(self) -> list[int]:
-        """The rows of the next batch: the largest of `log(weight) + Gumbel noise` are a draw without replacement."""
-        size = min(
-            self.data_config.gen_batch_size or self.data_config.train_batch_size,
-            len(self) - self._position,
-        )
+        """Draw the rows of the next batch.
+
+        The rows with the largest `log(weight) + Gumbel noise` are a draw without replacement.
+        """
+        batch_size = self.data_config.gen_batch_size or self.data_config.train_batch_size
+        size = min(batch_size, len(self) - self._position)
+        # Rows that no batch had count as half solved, which is the largest weight.
         rates = self.rates.nan_to_num(nan=0.5).numpy()
-        noise = np.random.default_rng([self.data_config.seed, self._draws]).gumbel(size=len(rates))
+        weights = self.FLOOR + rates * (1 - rates)
+        rng = np.random.default_rng([self.data_config.seed, self._draws])
+        noise = rng.gumbel(size=len(rates))
         self._draws += 1
-        return np.argsort(-(np.log(self.FLOOR + rates * (1 - rates)) + noise), kind="stable")[
-            :size
-        ].tolist()
+        order = np.argsort(-(np.log(weights) + noise), kind="stable")
+        return order[:size].tolist()
 
     def update(self, batch: DataProto) -> None:
-        """Take note of the success of each row of a batch.
-        Raises DataError: the rows do not say which ones of the data set they are."""
+        """Update the rates of the rows of a batch.
+
+        Raises:
+            DataError: the batch does not say which rows of the data set it has.
+        """
         items = batch.non_tensor_batch.get("item")
         if items is None:
-            expected = "a column `item`, the number of each row in its data set"
-            fix = "A data set of your own that derives from RLHFDataset has it; else return it from __getitem__."
-            raise DataError("data.sampler", got="a batch without it", expected=expected, fix=fix)
-        graded = batch.non_tensor_batch.get("acc")
-        scores = batch.batch["token_level_scores"].sum(-1).numpy() if graded is None else graded
+            raise DataError(
+                "data.sampler",
+                got="a batch without it",
+                expected="a column `item`, the number of each row in its data set",
+                fix="Derive the data set from RLHFDataset, or return it from __getitem__.",
+            )
+        scores = batch.non_tensor_batch.get("acc")
+        if scores is None:
+            scores = batch.batch["token_level_scores"].sum(-1).numpy()
+        scores = np.clip(scores.astype(np.float64), 0, 1)
+        # The responses of a row are averaged.
         rows, places = np.unique(items.astype(np.int64), return_inverse=True)
-        found = np.bincount(places, np.clip(scores.astype(np.float64), 0, 1)) / np.bincount(places)
-        new, before = torch.from_numpy(found), self.rates[rows]
-        self._rates[rows] = torch.where(before.isnan(), new, (before + new) / 2)
+        success = torch.from_numpy(np.bincount(places, scores) / np.bincount(places))
+        old_rates = self.rates[rows]
+        self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates, and what is drawn and not yet taken."""
+        """The rates, and the rows that are drawn and not yet taken."""
         return {
-            "rates": self.rates.clone(), "draws": self._draws, "position": self._position, "drawn": list(self._drawn)
-        }  # fmt: skip
+            "rates": self.rates.clone(),
+            "draws": self._draws,
+            "position": self._position,
+            "drawn": list(self._drawn),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._rates, self._draws = state["rates"].clone(), state["draws"]
-        self._position, self._drawn = state["position"], list(state["drawn"])
+        """Continue with the rates and drawn rows of a state."""
+        self._rates = state["rates"].clone()
+        self._draws = state["draws"]
+        self._position = state["position"]
+        self._drawn = list(state["drawn"])

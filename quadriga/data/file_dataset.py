@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data sets of prompts, conversations and pairs share: files, a chat template, and a state to resume from."""
+"""Base class of data sets of files: reads them, checks the tokenizer, has a state to resume from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,27 +13,39 @@ from quadriga.data.files import FileNames, RowTable, read_table, resolve_files
 from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
 from quadriga.errors import DataError
 
-_LISTED = 20
+_MAX_LISTED = 20
+"""Bad rows whose whole error is printed; of further rows only the place is."""
 
 
 def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
-    """Print how many rows are left out, and what is wrong with the first of them."""
-    listed = [f"\n  {error}" for error in errors[:_LISTED]]
-    if rest := errors[_LISTED:]:
-        listed.append(f"\n  and {len(rest)} more: {', '.join(error.where for error in rest)}")
-    print(
-        f"{key}: {len(errors)} bad rows are left out (data.on_bad_row=skip):{''.join(listed)}",
-        flush=True,
-    )
+    """Print how many rows are left out, and the errors of the first of them.
+
+    Args:
+        key: configuration key of the files.
+        errors: the error of each bad row.
+    """
+    message = f"{key}: {len(errors)} bad rows are left out (data.on_bad_row=skip):"
+    for error in errors[:_MAX_LISTED]:
+        message += f"\n  {error}"
+    unlisted = errors[_MAX_LISTED:]
+    if unlisted:
+        places = ", ".join(error.where for error in unlisted)
+        message += f"\n  and {len(unlisted)} more: {places}"
+    print(message, flush=True)
 
 
 class FileDataset(Dataset, ABC):
-    """Rows of parquet, json and jsonl files, read when the data set is made.
-    `data_files`: a path, a glob, a URL, or a list of these.
-    `tokenizer`: renders and tokenizes; gets a pad token if it has none.
-    `config`: the section `data`.
-    `is_train`: decides whether errors name `data.train_files` or `data.val_files`.
-    Raises DataError: a file that is missing, empty or damaged, or a tokenizer without a chat template."""
+    """Rows of parquet, json and jsonl files. The files are read when the data set is made.
+
+    Args:
+        data_files: a path, a glob, a URL, or a list of these.
+        tokenizer: renders and tokenizes; gets a pad token if it has none.
+        config: the section `data`.
+        is_train: whether errors name `data.train_files` or `data.val_files`.
+
+    Raises:
+        DataError: a file is missing, empty or damaged, or the tokenizer has no chat template.
+    """
 
     def __init__(
         self,
@@ -43,22 +55,42 @@ class FileDataset(Dataset, ABC):
         *,
         is_train: bool,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self._key = "data.train_files" if is_train else "data.val_files"
+
         self.encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
         has_template = "chat_template" in self.encoder.template_kwargs
+        # A wrong tokenizer is reported before the files are read, which may take long.
         check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
+
         self.bad_rows: list[DataError] = []
-        """What is wrong with the rows that are left out by `data.on_bad_row=skip`."""
-        listed = [data_files] if isinstance(data_files, str | Path) else list(data_files) or [""]
-        entries = [resolve_files(one, config.cache_dir, where=self._key) for one in listed]
-        # The entry of each file, for a mixture of entries.
-        self._entries = [number for number, files in enumerate(entries) for _ in files]
-        skipped = self.bad_rows if config.on_bad_row == "skip" else None
-        self._tables = [self.read(file, skipped) for files in entries for file in files]
+        """Errors of the rows that are left out by `data.on_bad_row=skip`."""
+        bad_lines = self.bad_rows if config.on_bad_row == "skip" else None
+        self._tables: list[RowTable] = []
+        # The number of each file's entry in `data_files`: a mixture draws from entries.
+        self._entries: list[int] = []
+        if isinstance(data_files, str | Path):
+            data_files = [data_files]
+        # Without an entry, `resolve_files` raises its error about an empty name.
+        names = list(data_files) or [""]
+        # All names are resolved before the first file is read: a wrong one is reported at once.
+        files_by_entry = [resolve_files(name, config.cache_dir, where=self._key) for name in names]
+        for number, files in enumerate(files_by_entry):
+            for file in files:
+                self._tables.append(self.read(file, bad_lines))
+                self._entries.append(number)
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
-        """The rows of a file; what is wrong with lines of JSON is added to a list, or raised where there is none."""
+        """Read the rows of a file.
+
+        Args:
+            file: a local file.
+            bad_lines: gets the errors of bad lines of JSON. None: the first one is raised.
+
+        Returns:
+            The rows that are not bad lines.
+        """
         return read_table(file, self.config.cache_dir, bad_lines, self.config.chat_columns)
 
     @abstractmethod
@@ -68,17 +100,28 @@ class FileDataset(Dataset, ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Hash of what the rows are made from, in their order."""
+        """Hash of the content that the rows are made from, in their order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Which rows this data set stands for; a loader keeps it with its position."""
+        """Identity of the rows, which a loader saves with its position."""
         return {"num_rows": len(self), "rows": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse (DataError) to resume at a position in other rows than these: the order would be another."""
+        """Check that a saved position is a position in these rows.
+
+        Raises:
+            DataError: the rows are others, so the order would be another.
+        """
         if state != self.state_dict():
             got = f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint"
-            expected = "the data that the run began with, read by the same settings"
-            anew = "another trainer.experiment_name, and actor_rollout_ref.model.path=RUN/global_step_N"
-            fix = f"Restore the files and data settings. Or begin a new run on these rows from the weights: {anew}."
-            raise DataError(self._key, got=got, expected=expected, fix=fix)
+            fix = (
+                "Restore the files and data settings. Or begin a new run on these rows from the"
+                " saved weights: set another trainer.experiment_name, and"
+                " actor_rollout_ref.model.path=RUN/global_step_N."
+            )
+            raise DataError(
+                self._key,
+                got=got,
+                expected="the data that the run began with, read with the same settings",
+                fix=fix,
+            )

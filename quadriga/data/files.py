@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the user names (a path, a list, a glob, a URL) to rows; and files that are written whole or not at all.
+"""Reads rows from a path, a list, a glob or a URL; writes files as a whole or not at all.
 
-Anything that fsspec opens may be named (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once into
-the cache, under a key made of its URL, its size and whatever its store says about its version.
+Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote
+file is copied once into the cache, under a key made of its URL, its size and whatever its store
+says about its version.
 
-Files stay apart after they are read: they may differ in their columns and in the shape of nested ones. Rows are Arrow:
-those of a large file are written once into the cache, a few at a time, under a key made of the file's content, and
-mapped into memory from there. JSON is read by Python's own parser, and its rows are kept as text: a library that infers
-column types would change values (`"1"` and `2` in one column become numbers) and could not name the line of an error.
+Each file has a table of its own: files may differ in their columns and in the shape of nested ones.
+Rows are Arrow. The rows of a large file are written once into the cache, a few at a time, under a
+key made of the file's content, and mapped into memory from there. JSON is read by Python's own
+parser, and its rows remain text: a library that infers column types would change values (`"1"` and
+`2` in one column become numbers) and could not name the line of an error.
 """
 
 import codecs
@@ -40,14 +42,17 @@ from quadriga.errors import DataError
 from quadriga.http_client import ServerLostError, document
 from quadriga.observe.watchdog import waiting
 
-_PARQUET, _JSON = (".parquet", ".pq"), (".json", ".jsonl", ".ndjson")
+_PARQUET = (".parquet", ".pq")
+_JSON = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
 SILENCE_S = 60.0
 """Seconds without a byte after which a web server counts as lost."""
 MAPPED_BYTES = 64 << 20
-"""From this size on the rows of a file are not held in memory."""
-_ROWS, _BATCH_BYTES = 4096, 64 << 20
-"""A batch of rows on its way into the cache has at most so many, or about so many bytes."""
+"""Size of a file from which on its rows are not held in memory."""
+_ROWS = 4096
+"""Most rows of a batch on its way into the cache."""
+_BATCH_BYTES = 64 << 20
+"""Bytes that a batch on its way into the cache has at most, about."""
 _TEXTS = pa.schema([("json", pa.string())])
 FileNames: TypeAlias = str | Path | Sequence[str | Path]
 """A path, a glob, a URL that fsspec understands, or a list of these."""
@@ -64,13 +69,26 @@ _VERSION_FIELDS = (
 
 
 class RowTable:
-    """The rows of one file `path`, and the names of their `columns`, those of any row.
+    """The rows of one file.
 
-    `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row. The
-    first of them is row `first` of the file. `entry` is the folder in the cache that they are mapped from.
-    `is_whole_file`: they are what `read_table` makes of the file. Pickled, such a table is the path and the entry, and
-    another process opens them again; other tables are pickled with their rows. Rows of an Arrow table lose the null
-    fields of `chat_columns` (`drop_null_fields`)."""
+    Pickling a table of a whole file stores its path and its entry in the cache; the other process
+    opens them again. Other tables are pickled with their rows.
+
+    Args:
+        path: the file.
+        rows: the rows, or with `json_columns` one column with the JSON text of each row.
+        json_columns: columns of the rows of a JSON file, those of any row.
+        digest: SHA-256 of the file's content. None: computed when it is needed.
+        first: number in the file of the first of the rows.
+        chat_columns: columns with chats and tool schemas. Rows of Arrow lose their null fields
+            (`drop_null_fields`).
+        entry: folder in the cache that the rows are mapped from.
+        is_whole_file: whether the rows are those that `read_table` makes of the file.
+
+    Attributes:
+        columns: names of the columns.
+        schema: types of the columns. None: JSON, which has none.
+    """
 
     def __init__(
         self,
@@ -84,10 +102,13 @@ class RowTable:
         entry: Path | None = None,
         is_whole_file: bool = False,
     ) -> None:
-        self.path, self._rows, self._is_json = path, rows, json_columns is not None
+        self.path = path
+        self.first = first
+        self._rows = rows
+        self._is_json = json_columns is not None
         self.columns = tuple(rows.column_names if json_columns is None else json_columns)
-        self.schema = rows.schema if json_columns is None else None  # JSON has none
-        self._digest, self.first = digest, first
+        self.schema = rows.schema if json_columns is None else None
+        self._digest = digest
         self._chat_columns = chat_columns
         self._entry = entry
         self._is_whole_file = is_whole_file
@@ -102,30 +123,49 @@ class RowTable:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` with every column; None where it has no value."""
-        [[found]] = self.batches(self.columns, 1, range(row, row + 1))
-        return found
+        [[values]] = self.batches(self.columns, 1, range(row, row + 1))
+        return values
 
     def batches(
         self, columns: Sequence[str], size: int, rows: range | None = None
     ) -> Iterator[list[dict[str, Any]]]:
-        """These columns of all rows, or of those in `rows`, `size` rows at a time."""
-        rows = range(len(self)) if rows is None else rows
+        """Read some columns of the rows, batch by batch.
+
+        Args:
+            columns: names of the columns.
+            size: rows of a batch; the last one may have fewer.
+            rows: numbers of the rows in this table. None: all rows.
+
+        Returns:
+            The batches: rows as dictionaries of these columns, None where a row of JSON has no
+            value.
+        """
+        if rows is None:
+            rows = range(len(self))
+        # Texts in JSON have all columns in one.
         table = self._rows if self._is_json else self._rows.select(columns)
         for start in range(rows.start, rows.stop, size):
-            values = table.slice(start, min(size, rows.stop - start))
-            if not self._is_json:
-                arrow_rows = values.to_pylist()
-                for row in arrow_rows:
-                    drop_null_fields(row, self._chat_columns)
-                yield arrow_rows
+            batch = table.slice(start, min(size, rows.stop - start))
+            if self._is_json:
+                # Parsed on the way: rows of a large file would not fit in memory as objects.
+                json_rows = map(json.loads, batch.column(0).to_pylist())
+                yield [{column: row.get(column) for column in columns} for row in json_rows]
                 continue
-            read = map(json.loads, values.column(0).to_pylist())
-            yield [{column: row.get(column) for column in columns} for row in read]
+            arrow_rows = batch.to_pylist()
+            for row in arrow_rows:
+                drop_null_fields(row, self._chat_columns)
+            yield arrow_rows
 
     def to_arrow(self) -> pa.Table:
-        """All rows, as a Parquet file holds them; `pyarrow.ArrowException` if a column has values of several types."""
-        rows = self.batches(self.columns, len(self))
-        return pa.Table.from_pylist(next(rows)) if self._is_json else self._rows
+        """All rows, as a Parquet file holds them.
+
+        Raises:
+            pyarrow.ArrowException: a column has values of several types.
+        """
+        if not self._is_json:
+            return self._rows
+        [rows] = self.batches(self.columns, len(self))
+        return pa.Table.from_pylist(rows)
 
     @cached_property
     def digest(self) -> str:
@@ -136,14 +176,16 @@ class RowTable:
 def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
     """Remove the null fields of chats and tool schemas from a row of an Arrow table, in place.
 
-    Arrow gives each struct in a column the fields of all the others, with null as their value. A chat template would
-    write them into the prompt.
+    Arrow gives each struct in a column the fields of all the others, with null as their value. A
+    chat template would write them into the prompt.
 
     Args:
         row: values by column.
-        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep their nulls.
+        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep
+            their nulls.
     """
     for name in columns:
+        # A column may have a dot in its name.
         *path, field_name = [name] if name in row else name.split(".")
         struct: Any = row
         for part in path:
@@ -169,8 +211,12 @@ def _digest(path: Path) -> str:
 
 @dataclass
 class _JsonFacts:
-    """What is known of a JSON file once it is read: its columns, and of each bad line its name, what it is and should
-    be."""
+    """Columns and bad lines of a JSON file, known once it is read.
+
+    Attributes:
+        columns: the columns of any row, in the order in which they appear.
+        bad: of each bad line its name, its content in words, and what was expected.
+    """
 
     columns: dict[str, None] = field(default_factory=dict)
     bad: list[tuple[str, str, str]] = field(default_factory=list)
@@ -182,52 +228,68 @@ def read_table(
     bad_lines: list[DataError] | None = None,
     chat_columns: Sequence[str] = (),
 ) -> RowTable:
-    """The rows of a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong.
-    `cache_dir`: the rows of a large file are kept in `rows/` inside it. None: in memory.
-    `bad_lines`: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
-    `chat_columns`: those with chats and tool schemas, which lose the null fields that Parquet adds to structs."""
-    suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
+    """Read the rows of a parquet, json or jsonl file.
+
+    Args:
+        path: a local file. Its suffix tells its format.
+        cache_dir: keeps the rows of large files, in `rows/` inside it. None: rows are in memory.
+        bad_lines: gets the errors of bad lines of JSON, which are left out. None: the first one is
+            raised.
+        chat_columns: columns with chats and tool schemas, which lose the null fields that Parquet
+            adds to structs.
+
+    Returns:
+        The rows of the file.
+
+    Raises:
+        DataError: the file is damaged or has no rows; it names file and line.
+    """
+    suffix = path.suffix.lower()
+    facts = _JsonFacts()
+    digest: str | None = None
     entry: Path | None = None
     if suffix not in TABLE_SUFFIXES:
-        raise DataError(
-            str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl"
-        )
+        got = f"a {suffix or 'missing'} suffix"
+        raise DataError(str(path), got=got, expected=".parquet, .json or .jsonl")
     try:
         if suffix in _PARQUET:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
             parquet = pq.ParquetFile(path)
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-            num_bytes, num_rows = (
-                sum(group.total_byte_size for group in groups),
-                parquet.metadata.num_rows,
-            )
+            num_bytes = sum(group.total_byte_size for group in groups)  # uncompressed
             schema = parquet.schema_arrow
-            batches = parquet.iter_batches(
-                max(1, min(_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
-            )
+            # Rows with images are large, so fewer of them make a batch.
+            rows_by_size = _BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
+            batches = parquet.iter_batches(max(1, min(_ROWS, rows_by_size)))
         else:
-            num_bytes, schema = path.stat().st_size, _TEXTS
+            # The size of the texts stands for the size of the rows.
+            num_bytes = path.stat().st_size
+            schema = _TEXTS
             batches = _json_batches(
                 path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None
             )
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
+            # The content is the key, so a copy of the file leads to the same entry.
             digest = _digest(path)
-            key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[
-                :32
-            ]
+            identity = f"{digest} {path.suffix} {pa.__version__}"
+            key = hashlib.sha256(identity.encode()).hexdigest()[:32]
             entry = Path(cache_dir).expanduser().absolute() / "rows" / key
             rows, facts = _mapped(path, entry, schema, batches, facts)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    bad = _bad_lines(path, facts)
-    if bad and bad_lines is None:
-        raise bad[0]
+
+    # Entries in the cache hold the bad lines too.
+    errors = _bad_lines(path, facts)
     if bad_lines is not None:
-        bad_lines += bad
+        bad_lines += errors
+    elif errors:
+        raise errors[0]
     if len(rows) == 0:
-        got = f"{len(bad)} bad lines only, the first: {bad[0]}" if bad else "no rows"
+        got = "no rows"
+        if errors:
+            got = f"{len(errors)} bad lines only, the first: {errors[0]}"
         raise DataError(
             str(path),
             got=got,
@@ -240,19 +302,31 @@ def read_table(
 def reopen_table(
     path: Path, entry: Path | None, digest: str, chat_columns: Sequence[str]
 ) -> RowTable:
-    """Open a table that `read_table` has made of a file: mapped from `entry` in the cache, or read again.
+    """Open a table that `read_table` has made of a file, in another process.
+
+    Args:
+        path: the file.
+        entry: folder in the cache that the rows are mapped from. None: the file is read again.
+        digest: SHA-256 of the content that the file had.
+        chat_columns: columns with chats and tool schemas.
+
+    Returns:
+        The same rows.
 
     Raises:
-        DataError: the file has other content than it had, which had this digest.
+        DataError: the file has other content than it had.
     """
     if entry is not None:
         rows, facts = _opened(entry)
         return _whole_table(path, rows, facts, digest, entry, chat_columns)
+    # Bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
-        fix = "Leave the file as it is while it is read."
         raise DataError(
-            str(path), got="content that has changed", expected="what was read first", fix=fix
+            str(path),
+            got="content that has changed",
+            expected="the content that was read first",
+            fix="Leave the file as it is while it is read.",
         )
     return table
 
@@ -278,29 +352,34 @@ def read_blocks(
     bad_lines: list[DataError] | None = None,
     chat_columns: Sequence[str] = (),
 ) -> Iterator[RowTable]:
-    """The rows of a parquet, json or jsonl file, at most so many at a time, from row `start` on, where a block begins.
-    A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`."""
-    suffix, first = path.suffix.lower(), 0
-    if suffix not in _PARQUET:
-        facts = _JsonFacts()
-        keeps = {"is_lines": suffix != ".json", "keeps_bad": bad_lines is not None}
-        for batch in _json_batches(path, facts, num_rows, **keeps):
-            if first >= start:
-                if bad_lines is not None:
-                    bad_lines += _bad_lines(path, facts)
-                if len(batch):
-                    yield RowTable(
-                        path, pa.Table.from_batches([batch]), list(facts.columns), first=first
-                    )
-            facts.bad.clear()
-            first += len(batch)
+    """Read the rows of a parquet, json or jsonl file block by block.
+
+    Args:
+        path: a local file.
+        num_rows: most rows of a block. A block of a parquet file also ends with its row group.
+        start: number of the first row, where a block begins.
+        bad_lines: as for `read_table`.
+        chat_columns: as for `read_table`.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        DataError: the file is damaged; it names file and line.
+    """
+    if path.suffix.lower() not in _PARQUET:
+        yield from _read_json_blocks(path, num_rows, start, bad_lines)
         return
+    first = 0
     try:
         parquet = pq.ParquetFile(path)
         for group in range(parquet.num_row_groups):
-            if (end := first + parquet.metadata.row_group(group).num_rows) <= start:
+            end = first + parquet.metadata.row_group(group).num_rows
+            if end <= start:
+                # The group need not be decoded.
                 first = end
                 continue
+            # A block ends with its row group, so that a later start need not decode earlier groups.
             for batch in parquet.iter_batches(num_rows, row_groups=[group]):
                 if first >= start:
                     rows = pa.Table.from_batches([batch])
@@ -310,12 +389,40 @@ def read_blocks(
         raise _damaged(path, error) from error
 
 
+def _read_json_blocks(
+    path: Path, num_rows: int, start: int, bad_lines: list[DataError] | None
+) -> Iterator[RowTable]:
+    first = 0
+    facts = _JsonFacts()
+    batches = _json_batches(
+        path,
+        facts,
+        num_rows,
+        is_lines=path.suffix.lower() != ".json",
+        keeps_bad=bad_lines is not None,
+    )
+    for batch in batches:
+        if first >= start:
+            if bad_lines is not None:
+                bad_lines += _bad_lines(path, facts)
+            if len(batch):
+                rows = pa.Table.from_batches([batch])
+                yield RowTable(path, rows, list(facts.columns), first=first)
+        # Bad lines belong to the block that they were read with.
+        facts.bad.clear()
+        first += len(batch)
+
+
 def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
-    return [DataError(f"{path} {line}", got=got, expected=fit) for line, got, fit in facts.bad]
+    return [
+        DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
+    ]
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
+    # Errors of Arrow have several lines.
+    reason = str(error).strip().partition("\n")[0]
+    size = path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
     got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
     return DataError(
@@ -326,7 +433,18 @@ def _damaged(path: Path, error: Exception) -> DataError:
 def _mapped(
     path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts
 ) -> tuple[pa.Table, _JsonFacts]:
-    """The batches of a file out of the cache, which they are written to where they are not there yet."""
+    """Map the rows of a file from the cache. If they are not there yet, write them first.
+
+    Args:
+        path: the file.
+        entry: the folder in the cache.
+        schema: types of the batches.
+        batches: the rows, which are only read if they have to be written.
+        facts: filled while the batches are read.
+
+    Returns:
+        The rows, and the facts that were stored with them.
+    """
     num_rows = 0
     make_directory(entry.parent, where="data.cache_dir")
     # "a": what a link in its place leads to is not emptied.
@@ -359,24 +477,42 @@ def _mapped(
 
 
 def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
-    facts = _JsonFacts(**json.loads((entry / "facts.json").read_text(encoding="utf-8")))
-    return pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow"))).read_all(), facts
+    """Map the rows of an entry in the cache into memory."""
+    facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+    stream = pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow")))
+    return stream.read_all(), _JsonFacts(**facts)
 
 
 def _json_batches(
     path: Path, facts: _JsonFacts, num_rows: int = _ROWS, *, is_lines: bool, keeps_bad: bool
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a JSON file as texts; `facts` are complete at its end.
-    Raises DataError: a line is no row, and `keeps_bad` is false."""
+    """The rows of a JSON file as texts.
+
+    Args:
+        path: the file.
+        facts: filled on the way, and complete at the end of the file.
+        num_rows: most rows of a batch.
+        is_lines: whether each line is a row; else the file may be a list of rows.
+        keeps_bad: whether bad lines are added to `facts`, else raised.
+
+    Returns:
+        Batches of the schema `_TEXTS`; the last one may be empty.
+
+    Raises:
+        DataError: a line is no row, and `keeps_bad` is false.
+    """
     texts: list[str] = []
     num_bytes = 0
     for line, raw in _json_texts(path, is_lines=is_lines):
         try:
-            row = json.loads(text := raw.decode())
+            text = raw.decode()
+            row = json.loads(text)
         except UnicodeDecodeError as error:
-            bad = f"bytes that are not UTF-8 ({error})", "text in UTF-8"
+            got = f"bytes that are not UTF-8 ({error})"
+            expected = "text in UTF-8"
         except (ValueError, RecursionError) as error:
-            bad = f"text that is no JSON ({error})", "one JSON object per line"
+            got = f"text that is no JSON ({error})"
+            expected = "one JSON object per line"
         else:
             if isinstance(row, dict):
                 facts.columns.update(dict.fromkeys(row))
@@ -384,105 +520,121 @@ def _json_batches(
                 num_bytes += len(raw)
                 if len(texts) == num_rows or num_bytes >= _BATCH_BYTES:
                     yield pa.record_batch([texts], schema=_TEXTS)
-                    texts, num_bytes = [], 0
+                    texts = []
+                    num_bytes = 0
                 continue
-            bad = f"a JSON {type(row).__name__}", "an object with a value for each column"
+            got = f"a JSON {type(row).__name__}"
+            expected = "an object with a value for each column"
         if not keeps_bad:
-            raise DataError(f"{path} {line}", got=bad[0], expected=bad[1])
-        facts.bad.append((line, *bad))
+            raise DataError(f"{path} {line}", got=got, expected=expected)
+        facts.bad.append((line, got, expected))
     yield pa.record_batch([texts], schema=_TEXTS)
 
 
 def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
-    """The text of each row, and its number in words."""
+    """The text of each row of a JSON file, after its number in words."""
     with path.open("rb") as file:
+        # Editors on Windows put a byte order mark in front.
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
-        start = b""
-        while not is_lines and (start := file.read(1)).isspace():
+        first_character = b""
+        while not is_lines and (first_character := file.read(1)).isspace():
             pass
         file.seek(first_byte)
-        if start != b"[":
+        if first_character != b"[":
             # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
-            yield from (
-                (f"line {number}", line)
-                for number, line in enumerate(file, start=1)
-                if line.strip()
-            )
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number}", line
             return
         try:
             rows = json.load(file)
         except UnicodeDecodeError as error:
-            raise DataError(
-                str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8"
-            ) from error
+            got = f"bytes that are not UTF-8 ({error})"
+            raise DataError(str(path), got=got, expected="text in UTF-8") from error
         except (ValueError, RecursionError) as error:
             got = f"text that is no JSON ({error})"
             raise DataError(str(path), got=got, expected="a list of JSON objects") from error
-        yield from ((f"row {number}", json.dumps(row).encode()) for number, row in enumerate(rows))
+        for number, row in enumerate(rows):
+            yield f"row {number}", json.dumps(row).encode()
 
 
 def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> list[Path]:
-    """The local files behind `names`, in the order given; those of a glob in alphabetical order.
-    `cache_dir`: remote files are copied to `files/` inside it.
-    `where`: the key that an error names.
-    Raises DataError: nothing is named, a file does not exist, a glob matches nothing, or a store cannot be read."""
+    """Find the files behind names, and copy remote files into the cache.
+
+    Args:
+        names: a path, a glob, a URL, or a list of these.
+        cache_dir: remote files are copied to `files/` inside it.
+        where: the configuration key, for errors.
+
+    Returns:
+        Local files in the order of the names; those of a glob in alphabetical order.
+
+    Raises:
+        DataError: there is no name, a file does not exist, a glob matches nothing, or a store
+            cannot be read.
+    """
     listed = [names] if isinstance(names, str | Path) else list(names)
     if not listed or not all(str(name) for name in listed):
         raise DataError(where, got="no file", expected="a path, a glob, a URL or a list of these")
     cache = Path(cache_dir).expanduser() / "files"
-    return [file for name in listed for file in _resolve(str(name), cache, where)]
+    files: list[Path] = []
+    for name in listed:
+        files += _resolve(str(name), cache, where)
+    return files
 
 
 def _resolve(name: str, cache: Path, where: str) -> list[Path]:
+    """The files behind one name."""
     is_url = "://" in name
     # The question mark of a web address starts its query.
-    is_pattern = has_magic(name.replace("?", "") if is_url else name) and not Path(name).exists()
+    pattern = name.replace("?", "") if is_url else name
+    is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
-        if (
-            name.startswith("s3://") and find_spec("s3fs") is None
-        ):  # pyarrow has a client of its own
-            filesystem = ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0])
+        if name.startswith("s3://") and find_spec("s3fs") is None:
+            # pyarrow has its own client for this store.
+            store, _ = FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")
+            filesystem = ArrowFSWrapper(store)
             root = name.removeprefix("s3://")
         else:
             filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
         filesystem.invalidate_cache()  # it may have listed an earlier version in this process
-        found = sorted(filesystem.glob(root)) if is_pattern else [root]
-        if not found:
-            raise DataError(
-                where, got=f"{name!r}, which matches no file", expected="at least one file"
-            )
+        paths = sorted(filesystem.glob(root)) if is_pattern else [root]
+        if not paths:
+            got = f"{name!r}, which matches no file"
+            raise DataError(where, got=got, expected="at least one file")
+        # Arrow maps local files, so others are copied first.
         if not isinstance(filesystem, LocalFileSystem):
-            return [_copy(filesystem, path, cache) for path in found]
+            return [_copy(filesystem, path, cache) for path in paths]
     except DataError:
         raise
     except Exception as error:
-        # Each store has exceptions of its own; whatever it says, the user needs to know which file it is about.
+        # Each store has exceptions of its own. Whatever it says, users need to know which file it is about.
         got = f"{name!r}: {type(error).__name__}: {error}"
-        fix = "Check the address, the credentials, and that the package for this kind of store is installed."
+        fix = "Check the address, the credentials, and the package for this kind of store."
         raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
-    for path in map(Path, found):
-        if path.is_dir():
-            fix = f"Name its files, as in {path}/*.parquet."
-            raise DataError(where, got=f"{path}, a folder", expected="files", fix=fix)
-        if not path.is_file():
-            raise DataError(
-                where, got=f"{path}, which does not exist", expected="a file", fix="Check the path."
-            )
-    return [Path(path) for path in found]
+    files = [Path(path) for path in paths]
+    for file in files:
+        if file.is_dir():
+            fix = f"Name its files, as in {file}/*.parquet."
+            raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
+        if not file.is_file():
+            got = f"{file}, which does not exist"
+            raise DataError(where, got=got, expected="a file", fix="Check the path.")
+    return files
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:
-    """The copy in the cache of what is at a web address; its headers say whether it is the same document as before."""
-    fix = "Check the address and the network, or download it and name the file."
+    """Copy a document from the web, unless its headers say that it is in the cache already."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):
+            # Servers differ in which of these headers they send.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
-            key = hashlib.sha256(repr((url, version)).encode()).hexdigest()[:20]
-            target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
+            target = cache / _cache_name(url, (url, version))
+            # Without any version the document may have changed, so it is copied again.
             if target.is_file() and any(version):
                 return target
             num_bytes = 0
@@ -492,57 +644,89 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
                 draft.open("wb") as file,
             ):
                 for chunk in chunks:
-                    if num_bytes == 0 and chunk.lstrip()[:14].lower().startswith(
-                        (b"<!doctype html", b"<html")
-                    ):
-                        way = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
-                        raise DataError(
-                            where, got=f"{url!r}, a page of HTML", expected="a data file", fix=way
-                        )
+                    # The first bytes tell a page from data.
+                    if num_bytes == 0:
+                        _refuse_web_page(chunk, url, where)
                     file.write(chunk)
                     num_bytes += len(chunk)
             return target
     except ServerLostError as error:
+        fix = "Check the address and the network, or download it and name the file."
         raise DataError(where, got=f"{url!r}: {error}", expected="a file", fix=fix) from error
 
 
+def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
+    """Raise a DataError if a document is a page of HTML, such as one that asks for a login."""
+    beginning = first_chunk.lstrip()[:14].lower()
+    if beginning.startswith((b"<!doctype html", b"<html")):
+        fix = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
+        raise DataError(where, got=f"{url!r}, a page of HTML", expected="a data file", fix=fix)
+
+
+def _cache_name(url: str, identity: tuple[Any, ...]) -> str:
+    """Name of a remote file in the cache: a key made of its identity, and its name in the store."""
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
+    return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
+
+
 def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
+    """Copy a remote file into the cache, unless this version of it is there already."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
     version = sorted(
         (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
     )
-    key = hashlib.sha256(repr((url, info.get("size"), version)).encode()).hexdigest()[:20]
-    target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
+    target = cache / _cache_name(url, (url, info.get("size"), version))
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:
                 filesystem.get_file(path, str(draft))
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
-                raise ServerLostError(str(error)) from error  # not the disk of the cache
+                # These are OSErrors, which `written_aside` takes for errors of the cache's disk.
+                raise ServerLostError(str(error)) from error
     return target
 
 
 def make_directory(path: Path, *, where: str) -> Path:
-    """Create `path` and its parents; a `DataError` that names `where` if that cannot be done."""
+    """Create a directory and its parents, if they do not exist.
+
+    Args:
+        path: the directory.
+        where: the configuration key, for errors.
+
+    Returns:
+        `path`.
+
+    Raises:
+        DataError: it cannot be created.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        got, fix = (
-            f"{path} ({error.strerror or error})",
-            "Choose another directory or change its permissions.",
-        )
         raise DataError(
-            where, got=got, expected="a directory that can be created and written", fix=fix
+            where,
+            got=f"{path} ({error.strerror or error})",
+            expected="a directory that can be created and written",
+            fix="Choose another directory or change its permissions.",
         ) from error
     return path
 
 
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
-    """Yield a path next to `target` for a file or a folder; on success it replaces `target`, on failure it is removed.
-    A DataError about the disk names `where`."""
+    """Context manager: a path to write to, next to `target`, which it replaces on success.
+
+    After an error the path is removed.
+
+    Args:
+        target: a file or a folder; it need not exist.
+        where: the configuration key, for errors of the disk.
+
+    Raises:
+        DataError: the disk is full, or the place cannot be written.
+    """
     make_directory(target.parent, where=where)
+    # In the same folder, so that the rename stays on one disk and is atomic.
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         yield draft
@@ -558,9 +742,12 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
         else:
             os.replace(draft, target)
     except OSError as error:
-        got = f"{target} ({error.strerror or error})"
-        fix = "Free some space, change the permissions, or choose another directory."
-        raise DataError(where, got=got, expected="a place that can be written", fix=fix) from error
+        raise DataError(
+            where,
+            got=f"{target} ({error.strerror or error})",
+            expected="a place that can be written",
+            fix="Free some space, change the permissions, or choose another directory.",
+        ) from error
     finally:
         if draft.is_dir():
             shutil.rmtree(draft)

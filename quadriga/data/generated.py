@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a generator of your own makes between the batches of training.
+"""Rows that a user's generator makes between the steps of training.
 
     files ──> rows ──┬──> batches ──> step ──> on_batch_end(batch) ──> generator.generate(data set)
                      └───────────────────────────────< rows <──────────────┘
 
-What was generated is in each checkpoint, so that a resumed run has it without the generator.
+Each checkpoint has all generated rows: a resumed run does not generate them again.
 """
 
 import hashlib
@@ -36,16 +36,26 @@ _WHERE = "data.datagen"
 
 
 class AbstractDataGenerator(ABC):
-    """Makes rows. With `state_dict()` and `load_state_dict(state)` its own state is in each checkpoint too.
-    `config`: the section `data.datagen`; `config.options` has what is set as `data.datagen.options.NAME`."""
+    """Makes rows.
+
+    With `state_dict()` and `load_state_dict(state)` the generator's state is in each checkpoint
+    too.
+
+    Args:
+        config: the section `data.datagen`. `config.options` has the values of
+            `data.datagen.options.NAME`.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @abstractmethod
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
-        """New rows, with the columns that rows of files have, and images by absolute paths or as bytes; perhaps none.
-        `dataset` has the rows so far (`dataframe`), and in `batch` the step that was taken, with its rewards."""
+        """Return new rows, possibly none.
+
+        Rows have the columns that rows of files have, and images by absolute paths or as bytes.
+        `dataset` has the rows so far (`dataframe`), and in `batch` the last step with its rewards.
+        """
 
 
 class _Generated(RLHFDataset):
@@ -53,11 +63,20 @@ class _Generated(RLHFDataset):
 
 
 class DynamicGenDataset(Dataset):
-    """The rows of files, and behind them those that the class of `data.datagen` generates after each training step.
-    `data_files`, `tokenizer`, `config`, `processor`, `max_samples`, `options`: as of `RLHFDataset`, which reads the
-    files.
-    Raises ConfigError: the generator cannot be loaded.
-    Raises DataError: the files are wrong."""
+    """Rows of files, followed by rows that the class of `data.datagen` generates after each step.
+
+    Args:
+        data_files: as for `RLHFDataset`, which reads the files.
+        tokenizer: as for `RLHFDataset`.
+        config: the section `data`.
+        processor: as for `RLHFDataset`.
+        max_samples: as for `RLHFDataset`, of the files.
+        options: further arguments of `RLHFDataset`.
+
+    Raises:
+        ConfigError: the generator cannot be loaded.
+        DataError: the files are wrong.
+    """
 
     def __init__(
         self,
@@ -69,57 +88,79 @@ class DynamicGenDataset(Dataset):
         max_samples: int = -1,
         **options: Any,
     ) -> None:
-        self.config, datagen, base = config, config.datagen, AbstractDataGenerator
+        self.config = config
         self.batch: DataProto | None = None  # of the last step, with rewards and advantages
-        cls = member_of(
-            import_file(str(datagen.path), _WHERE), str(datagen.name), _WHERE, base=base
-        )
+        datagen = config.datagen
+        # The generator is created first: its errors come before the files are read.
+        module = import_file(str(datagen.path), _WHERE)
+        cls = member_of(module, str(datagen.name), _WHERE, base=AbstractDataGenerator)
         self.data_generator = cls(datagen)
+
         options |= {"tokenizer": tokenizer, "config": config, "processor": processor}
-        self.parts = [RLHFDataset(data_files, max_samples=max_samples, **options)]
-        self._make_part, self.processor = partial(_Generated, **options), self.parts[0].processor
-        self._ends, self._contents = [len(self.parts[0])], list[bytes]()
+        file_rows = RLHFDataset(data_files, max_samples=max_samples, **options)
+        self.processor = file_rows.processor
+        self._make_part = partial(_Generated, **options)
+        # The rows of the files, and of each call of the generator.
+        self.parts = [file_rows]
+        # For each part, the number of the first row behind it.
+        self._ends = [len(file_rows)]
+        # Parquet files of the generated parts, for checkpoints.
+        self._contents: list[bytes] = []
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, as `RLHFDataset` returns it."""
+        # The part whose end is the first behind the item.
         part = bisect_right(self._ends, item)
-        return {**self.parts[part][item - (self._ends[part - 1] if part else 0)], "item": item}
+        first = self._ends[part - 1] if part else 0
+        return {**self.parts[part][item - first], "item": item}
 
     @property
     def dataframe(self) -> "datasets.Dataset":
         """All rows as they were read and generated."""
+        # Parts may differ in their columns and in the types of these.
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
         return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
     def on_batch_end(self, batch: DataProto) -> None:
-        """Has rows generated after a step. Raises DataError: they are no rows, or wrong ones."""
+        """Generate rows after a step.
+
+        Raises:
+            DataError: the generator returns no rows, or wrong ones.
+        """
         self.batch = batch
         self.append_dataframe(self.data_generator.generate(self))
 
     def append_dataframe(self, new_dataframe: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows; with `data.filter_overlong_prompts` those that are short enough, and the others are counted.
-        Raises DataError: they are no rows, or wrong ones."""
+        """Add rows. With `data.filter_overlong_prompts` those that are too long are left out.
+
+        Raises:
+            DataError: these are no rows, or wrong ones.
+        """
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        if wrong := [row for row in rows if not isinstance(row, Mapping)]:
-            raise DataError(
-                where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns"
-            )
+        columns: dict[str, None] = {}
+        for row in rows:
+            if not isinstance(row, Mapping):
+                expected = "rows, each a dictionary of columns"
+                raise DataError(where, got=shortened(row), expected=expected)
+            # Arrow would take the columns of the first row only.
+            columns |= dict.fromkeys(row)
         if not rows:
             return
-        content, columns = BytesIO(), dict.fromkeys(key for row in rows for key in row)
         try:
             table = pa.Table.from_pylist([dict.fromkeys(columns) | dict(row) for row in rows])
         except pa.ArrowException as error:
             raise DataError(where, got=str(error), expected="columns of one type each") from error
+        content = BytesIO()
         pq.write_table(table, content)
         self._append(content.getvalue())
 
     def _append(self, content: bytes) -> None:
-        """Add the rows of a Parquet file, which is written to the cache."""
+        """Write a Parquet file into the cache and add its rows."""
+        # A resumed run finds the file of the same rows, or writes it again.
         name = f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
         file = Path(self.config.cache_dir).expanduser() / "generated" / name
         if not file.is_file():
@@ -131,18 +172,30 @@ class DynamicGenDataset(Dataset):
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which rows the files have, all rows that were generated, and the state of a generator that has one."""
-        generator = self.data_generator
-        own = generator.state_dict() if hasattr(generator, "state_dict") else None
+        """Identity of the files' rows, all generated rows, and the generator's state, if any."""
+        generator_state = None
+        if hasattr(self.data_generator, "state_dict"):
+            generator_state = self.data_generator.state_dict()
         contents = [
             torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in self._contents
         ]
-        return {"files": self.parts[0].state_dict(), "generated": contents, "generator": own}
+        return {
+            "files": self.parts[0].state_dict(),
+            "generated": contents,
+            "generator": generator_state,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the rows of a state. Raises DataError: the files have other rows."""
+        """Restore the generated rows and the generator.
+
+        Raises:
+            DataError: the files have other rows than those of the state.
+        """
         self.parts[0].load_state_dict(state["files"])
-        del self.parts[1:], self._ends[1:], self._contents[:]
+        # The rows of the files are the same, so only the generated ones are replaced.
+        del self.parts[1:]
+        del self._ends[1:]
+        self._contents.clear()
         for content in state["generated"]:
             self._append(content.numpy().tobytes())
         if state["generator"] is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what the trainer iterates over: data set, sampler, loader; and what classes of a user's own must have.
+"""Creates data set, sampler and loader of the trainer, from this package or a user's classes.
 
-The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the
-position inside an epoch and the generator of the sampler: a resumed run sees the rows that the other would have seen.
+The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`,
+`load_state_dict`) holds the position inside an epoch and the generator of the sampler: a resumed
+run sees the rows that the run would have seen without interruption.
 """
 
 import gc
@@ -34,62 +35,73 @@ from quadriga.errors import ConfigError, DataError
 from quadriga.user_file import import_file, member_of, taken
 
 LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
-"""How `data.dataloader_num_workers` processes are started, by the name of `multiprocessing`'s context.
+"""Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
 
-fork: they have the data set as it is, which may be a user's that cannot be pickled, or of a class that only this
-process has imported; its rows are not copied; and the user's script is not run again, as spawn and forkserver do. What
-makes a fork of a process with threads unsafe is a lock that a thread held: these processes prepare rows, call nothing
-of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's handler of SIGTERM, and end without
-running this process's exit functions. Elsewhere than on Linux system libraries do not survive a fork."""
+A forked process has the data set as it is. It may be a user's that cannot be pickled, or of a class
+that only this process has imported; its rows are not copied; and the user's script is not run
+again, as spawn and forkserver do.
+
+A fork of a process with threads is unsafe because a thread may hold a lock. These processes prepare
+rows, call nothing of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's
+handler of SIGTERM, and end without running this process's exit functions. On systems other than
+Linux, system libraries do not survive a fork."""
 _SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 
 
 class RowLoader(StatefulDataLoader):
-    """A loader that compares the data with those of its state before the sampler is wound forward in them.
+    """A loader that compares the data with those of its state before it winds the sampler forward.
 
-    What a vision-language model takes of images is added here to batches without it
-    (`data.return_multi_modal_inputs=false`)."""
+    If rows come without the inputs of a vision-language model
+    (`data.return_multi_modal_inputs=false`), the loader adds these to the batch."""
 
     def __iter__(self) -> Any:
-        processor = getattr(self.dataset, "processor", None)
+        # The processor works in this process, on whole batches.
         batches = super().__iter__()
-        return (
-            map(processor.add_inputs, batches)
-            if isinstance(processor, VisionProcessor)
-            else batches
-        )
+        processor = getattr(self.dataset, "processor", None)
+        if isinstance(processor, VisionProcessor):
+            return map(processor.add_inputs, batches)
+        return batches
 
     def lets_read_ahead(self) -> bool:
-        """Whether a thread may fetch a batch before the step is over; it gets a tokenizer of its own then.
+        """Whether a thread may fetch a batch during the step. If so, it gets its own tokenizer.
 
-        Nothing of a user's may run there, which may draw from generators of the process; nothing may learn from the
-        step; and worker processes are ahead already."""
-        rows, tokenizer = self.dataset, getattr(self.dataset, "tokenizer", None)
-        rows = rows.block if isinstance(rows, StreamedDataset) else rows
-        own = type(rows).__getitem__ is RLHFDataset.__getitem__ and type(self.sampler) in _SAMPLERS
-        is_fast = getattr(tokenizer, "backend_tokenizer", None) is not None
-        if not own or not is_fast or hasattr(rows, "on_batch_end") or self.num_workers > 0:
+        A user's code must not run there, for it may draw from generators of the process. Nothing
+        may learn from the step. Worker processes read ahead already.
+        """
+        rows = self.dataset
+        tokenizer = getattr(rows, "tokenizer", None)
+        if isinstance(rows, StreamedDataset):
+            rows = rows.block
+        if type(rows).__getitem__ is not RLHFDataset.__getitem__:
             return False
-        # Two threads must not share one: how it pads and cuts is a state of it.
+        # A sampler of another class may learn from each step.
+        if type(self.sampler) not in _SAMPLERS or hasattr(rows, "on_batch_end"):
+            return False
+        if getattr(tokenizer, "backend_tokenizer", None) is None or self.num_workers > 0:
+            return False
+        # Two threads must not share a tokenizer: its padding and truncation are part of its state.
         rows.encoder = ChatEncoder(deepcopy(tokenizer), rows.config.apply_chat_template_kwargs)
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and which rows it is a position in."""
+        """The position, and the identity of the rows that it is a position in."""
         state = super().state_dict()
-        return (
-            state | {"rows": self.dataset.state_dict()}
-            if isinstance(self.dataset, FileDataset)
-            else state
-        )
+        if isinstance(self.dataset, FileDataset):
+            state = state | {"rows": self.dataset.state_dict()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position; DataError: it is one in other rows."""
-        if "rows" in state_dict and isinstance(self.dataset, FileDataset):
-            self.dataset.load_state_dict(state_dict["rows"])
-        super().load_state_dict(
-            {name: value for name, value in state_dict.items() if name != "rows"}
-        )
+        """Continue at a position.
+
+        Raises:
+            DataError: it is a position in other rows.
+        """
+        # The caller may load its state again.
+        state = dict(state_dict)
+        rows = state.pop("rows", None)
+        if rows is not None and isinstance(self.dataset, FileDataset):
+            self.dataset.load_state_dict(rows)
+        super().load_state_dict(state)
 
 
 _VERL_HOOKS = frozenset(
@@ -99,8 +111,9 @@ _VERL_HOOKS = frozenset(
         "maybe_filter_out_long_prompts",
         "_build_messages",
         "process_vision_info",
+        "resume_dataset_state",
+        "split",
     }
-    | {"resume_dataset_state", "split"}
 )
 """Methods of verl's `RLHFDataset` that its users override or call."""
 
@@ -114,133 +127,187 @@ def create_rl_dataset(
     max_samples: int = -1,
     context: PromptContext = NO_CONTEXT,
 ) -> Dataset:
-    """`RLHFDataset`; of training with `data.datagen` `DynamicGenDataset`, with `data.streaming` `StreamedDataset`; or
-    the class named by `data.custom_cls`.
+    """Create the data set of training or validation.
 
-    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has `__init__(data_files,
-    tokenizer, config, processor)`, with `is_train`, `max_samples` and `context` if it takes them, `__len__()`, and
-    `__getitem__(item)`, which returns a row with the keys of `RLHFDataset.__getitem__`. It may have
-    `on_batch_end(batch)`, which gets the `DataProto` of each training step after its update, in the trainer's process,
-    and `state_dict()` and `load_state_dict(state)`, which are called with each checkpoint.
+    It is a `RLHFDataset`; for training with `data.datagen` a `DynamicGenDataset`, with
+    `data.streaming` a `StreamedDataset`; or of the class named by `data.custom_cls`.
 
-    `context`: the tools that prompts are measured with, and how many ids the model knows.
-    Raises ConfigError: the class cannot be loaded.
-    Raises DataError: it cannot honour `max_samples`, or the data are wrong."""
-    custom, custom_key, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
+    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
+    `__init__(data_files, tokenizer, config, processor)`, with `is_train`, `max_samples` and
+    `context` if it takes them, `__len__()`, and `__getitem__(item)`, which returns a row with the
+    keys of `RLHFDataset.__getitem__`. It may have `on_batch_end(batch)`, which gets the `DataProto`
+    of each training step after its update, in the trainer's process, and `state_dict()` and
+    `load_state_dict(state)`, which are called with each checkpoint.
+
+    Args:
+        data_paths: a path, a glob, a URL, or a list of these.
+        data_config: the section `data`.
+        tokenizer: renders and tokenizes prompts.
+        processor: of a vision-language model. None: prompts are text.
+        is_train: whether the rows are for training, else for validation.
+        max_samples: use at most so many rows; -1 for all.
+        context: the tools that prompts are measured with, and the number of ids that the model
+            knows.
+
+    Returns:
+        A data set whose items are rows.
+
+    Raises:
+        ConfigError: the class cannot be loaded.
+        DataError: the class does not take `max_samples`, or the data are wrong.
+    """
+    custom = data_config.custom_cls
+    custom_key = "data.custom_cls"
+    cls: Any = RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
     elif is_train and data_config.streaming is not None:
         cls = StreamedDataset
     elif custom.path is not None:
         assert custom.name is not None
-        cls = member_of(import_file(custom.path, custom_key), custom.name, custom_key, base=Dataset)
+        module = import_file(custom.path, custom_key)
+        cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
-    own = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
-    if max_samples >= 0 and "max_samples" not in own:
-        where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
-        fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."
+    # Classes of users need not take all of these.
+    options = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
+    if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
-            where,
+            f"data.{'train' if is_train else 'val'}_max_samples",
             got=f"{max_samples}, which {cls.__name__} does not take",
-            expected=expected,
-            fix=fix,
+            expected="-1 with this class",
+            fix=f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out.",
         )
-    given = {
+    arguments = {
         "data_files": data_paths,
         "tokenizer": tokenizer,
         "config": data_config,
         "processor": processor,
-        **own,
+        **options,
     }
+    # Only a wrong signature is reported so, and not a TypeError inside of the class.
     try:
-        signature(cls).bind(**given)
+        signature(cls).bind(**arguments)
     except TypeError as error:
-        expected = "parameters data_files, tokenizer, config and processor"
         raise ConfigError(
-            custom_key, got=f"{cls.__name__}.__init__ ({error})", expected=expected
+            custom_key,
+            got=f"{cls.__name__}.__init__ ({error})",
+            expected="parameters data_files, tokenizer, config and processor",
         ) from error
-    return cls(**given)
+    return cls(**arguments)
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Refuse a class without rows, and what a subclass of `RLHFDataset` overrides of verl's class of that name, which
-    is not called here."""
+    """Refuse a user's class that lacks methods, or overrides methods that are not called here.
+
+    The latter are methods of verl's class `RLHFDataset`, in a subclass of the class of that name of
+    this package.
+    """
     methods = ("__len__", "__getitem__")
-    if missing := [
+    # torch's class has no length, and an item that only raises.
+    missing_methods = [
         name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)
-    ]:
-        got, expected = (
-            f"{cls.__name__} without {' and '.join(missing)}",
-            f"a class with {' and '.join(methods)}",
-        )
+    ]
+    if missing_methods:
         raise ConfigError(
-            where, got=got, expected=expected, fix="Return rows by their number there."
+            where,
+            got=f"{cls.__name__} without {' and '.join(missing_methods)}",
+            expected=f"a class with {' and '.join(methods)}",
+            fix="Return rows by their number there.",
         )
     if not issubclass(cls, RLHFDataset):
         return
-    own = [one for one in cls.__mro__ if not one.__module__.startswith("quadriga.")]
-    is_verls = any(one.__module__.startswith("quadriga.compat.") for one in cls.__mro__)
-    if not is_verls and (
-        found := sorted(_VERL_HOOKS & {name for one in own for name in vars(one)})
-    ):
-        got = f"{cls.__name__}, which overrides {', '.join(found)}"
-        fix = "Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with QUADRIGA_VERL=1."
+    # A hook that is never called would change nothing, in silence.
+    overridden_hooks: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("quadriga.compat."):
+            return  # verl's class as the compatibility layer offers it: it calls them
+        if not base.__module__.startswith("quadriga."):
+            overridden_hooks |= _VERL_HOOKS & vars(base).keys()
+    if overridden_hooks:
         raise ConfigError(
-            where, got=got, expected="methods that quadriga.data.RLHFDataset has", fix=fix
+            where,
+            got=f"{cls.__name__}, which overrides {', '.join(sorted(overridden_hooks))}",
+            expected="methods that quadriga.data.RLHFDataset has",
+            fix="Override __getitem__, or use verl.utils.dataset.RLHFDataset with QUADRIGA_VERL=1.",
         )
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
-    """The order of the training rows: the user's own sampler, a mixture by `data.mixture`, a seeded shuffle, new in
-    each epoch, or file order.
+    """Create the sampler, which decides the order of the rows.
 
-    Those of validation are in file order, or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`)
-    are seen from the next pass on.
+    Training rows come in the order of the user's own sampler, as a mixture by `data.mixture`, in a
+    seeded shuffle that is new in each epoch, or in file order. Validation rows are in file order,
+    or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`) are drawn from the
+    next pass on.
 
-    A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source, data_config)`,
-    `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the `DataProto` of each training step after
-    its update and before the next batch is drawn; and `state_dict()` and `load_state_dict(state)`: with them `__iter__`
-    goes on from the state, without them a resumed run iterates from the start and skips what was drawn.
-    Raises ConfigError: the class cannot be loaded.
-    Raises DataError: it has `update`, or rows are generated, and worker processes would fetch rows ahead of it."""
-    custom, num_workers = data_config.sampler, data_config.dataloader_num_workers
+    A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source,
+    data_config)`, `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the
+    `DataProto` of each training step after its update and before the next batch is drawn; and
+    `state_dict()` and `load_state_dict(state)`: with them `__iter__` goes on from the state,
+    without them a resumed run iterates from the start and skips what was drawn.
+
+    Args:
+        data_config: the section `data`.
+        dataset: the rows.
+        is_train: whether the rows are for training, else for validation.
+
+    Returns:
+        A sampler of row numbers.
+
+    Raises:
+        ConfigError: the class cannot be loaded.
+        DataError: it has `update`, or rows are generated, and worker processes would fetch rows
+            ahead of it.
+    """
+    num_workers = data_config.dataloader_num_workers
     if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
-        where, expected = "data.dataloader_num_workers", "0 with data.datagen"
-        fix = "Worker processes have copies of the data set, without the rows that are generated."
-        raise DataError(where, got=str(num_workers), expected=expected, fix=fix)
-    if is_train and custom.class_path is not None:
-        assert custom.class_name is not None
-        module = import_file(custom.class_path, "data.sampler")
-        cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
-        if hasattr(cls, "update") and num_workers > 0:
-            where, got = "data.dataloader_num_workers", str(num_workers)
-            fix = "Worker processes would fetch rows before the sampler has seen the batch before them."
-            raise DataError(
-                where,
-                got=got,
-                expected=f"0 with {cls.__name__}, which learns from each batch",
-                fix=fix,
-            )
-        if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
-            told = "a resumed run draws other rows than one that was not interrupted"
-            print(
-                f"data.sampler: {cls.__name__} has update() and no state_dict(): {told}.",
-                flush=True,
-            )
-        return cls(data_source=dataset, data_config=data_config)
+        raise DataError(
+            "data.dataloader_num_workers",
+            got=str(num_workers),
+            expected="0 with data.datagen",
+            fix="Worker processes have copies of the data set, without the rows that are generated.",
+        )
+    if is_train and data_config.sampler.class_path is not None:
+        return _create_custom_sampler(data_config, dataset)
     if isinstance(dataset, StreamedDataset):
         return SequentialSampler(dataset)
     if is_train and data_config.mixture:
         return MixtureSampler(dataset, data_config)
     if is_train and isinstance(dataset, DynamicGenDataset):
         return PassSampler(dataset, data_config)
-    if data_config.shuffle if is_train else data_config.validation_shuffle:
+    is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
+    # A generator of its own: what else draws random numbers does not change the order.
+    if is_shuffled:
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
 
 
+def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
+    """Create the sampler of `data.sampler`."""
+    custom = data_config.sampler
+    num_workers = data_config.dataloader_num_workers
+    assert custom.class_path is not None
+    assert custom.class_name is not None
+    module = import_file(custom.class_path, "data.sampler")
+    cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
+    if hasattr(cls, "update") and num_workers > 0:
+        raise DataError(
+            "data.dataloader_num_workers",
+            got=str(num_workers),
+            expected=f"0 with {cls.__name__}, which learns from each batch",
+            fix="Worker processes would fetch rows ahead of the batches that the sampler learns from.",
+        )
+    if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
+        print(
+            f"data.sampler: {cls.__name__} has update() and no state_dict(): a resumed run draws"
+            " other rows than one that was not interrupted.",
+            flush=True,
+        )
+    return cls(data_source=dataset, data_config=data_config)
+
+
 def _begin_worker(number: int) -> None:
-    """Leave alone what a forked process has inherited: freeing an object of Ray's takes a lock of Ray's threads."""
+    """Never free inherited objects: freeing one of Ray's takes a lock of Ray's threads."""
     gc.freeze()
 
 
@@ -253,11 +320,23 @@ def create_dataloader(
     drop_last: bool,
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
 ) -> RowLoader:
-    """A loader whose position can be saved and restored.
+    """Create a loader whose position can be saved and restored.
 
-    `batch_size=None` puts the whole data set into one batch; with `drop_last` an incomplete last batch is left out.
-    `collate` makes a batch of rows, where `collate_fn` does not.
-    Raises DataError: the data set is empty, or smaller than the only batch that would be kept."""
+    Args:
+        dataset: the rows.
+        config: the section `data`.
+        batch_size: rows of a batch. None: one batch has the whole data set.
+        sampler: the order of the rows.
+        drop_last: whether an incomplete last batch is left out.
+        collate: makes a batch of rows. None: `collate_fn`.
+
+    Returns:
+        A loader of batches.
+
+    Raises:
+        DataError: the data set is empty, or too small for a full batch although the last one is
+            dropped.
+    """
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     if num_rows == 0:
@@ -269,11 +348,14 @@ def create_dataloader(
         )
     size = num_rows if batch_size is None else batch_size
     if drop_last and size > num_rows:
-        got = f"{size} prompts a batch from a data set of {num_rows}"
-        fix = "Lower it, or add data: not one full batch could be made."
-        raise DataError("data.train_batch_size", got=got, expected=f"at most {num_rows}", fix=fix)
+        raise DataError(
+            "data.train_batch_size",
+            got=f"{size} prompts a batch from a data set of {num_rows}",
+            expected=f"at most {num_rows}",
+            fix="Lower it, or add data: not one full batch could be made.",
+        )
     with warnings.catch_warnings():
-        # torchdata calls a function that newer versions of torch only keep for its sake; the warning is of no use.
+        # torchdata calls a function that newer versions of torch keep only for torchdata.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return RowLoader(
             dataset,
@@ -284,7 +366,7 @@ def create_dataloader(
             worker_init_fn=_begin_worker,
             collate_fn=collate or collate_fn,
             drop_last=drop_last,
-            # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it
-            # once more than the run that was not interrupted.
+            # With a generator of its own, starting the loader leaves torch's global generator alone: a resumed run
+            # starts the loader once more than a run that was not interrupted.
             generator=torch.Generator().manual_seed(config.seed),
         )

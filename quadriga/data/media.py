@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in the messages of a row: which there are, and where they stand.
+"""Images and videos in the messages of a row, and the places where they stand.
 
-Nothing here opens one, and nothing here needs torch: processes that count tokens import this file.
+This file opens no image or video and does not need torch: processes that count tokens import it.
 """
 
 import re
@@ -10,65 +10,120 @@ from typing import Any
 
 from quadriga.config import DataConfig
 from quadriga.data.pictures import as_list
-from quadriga.data.tokenizing import Messages, as_messages
+from quadriga.data.tokenizing import Messages, as_messages, without_nulls
 from quadriga.errors import DataError
 
-IMAGE, VIDEO = "<image>", "<video>"
+IMAGE = "<image>"
+VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part under which its image or video may stand, besides those of its own name."""
+"""Keys of a content part for its image or video, besides those with the name of its kind."""
 
 
 def read_prompt(
     row: Mapping[str, Any], config: DataConfig, *, is_vision: bool, where: str
 ) -> tuple[Messages, list[list[Any]]]:
-    """The messages of a row, and its images and its videos, in the order of their places in these.
+    """The messages of a row, with its images and videos.
 
-    `is_vision`: whether the model takes images and videos.
-    Raises DataError: it has no chat, other images or videos than places for them, or some for a text-only model."""
+    Args:
+        row: values by column.
+        config: the section `data`, which names the columns.
+        is_vision: whether the model takes images and videos.
+        where: file and row, for errors.
+
+    Returns:
+        The messages; and two lists, the images and the videos in the order of their places.
+
+    Raises:
+        DataError: the row has no chat, or not as many images or videos as places for them, or it
+            has some and the model takes text only.
+    """
     at_prompt = f"{where}, column {config.prompt_key!r}"
     messages = as_messages(row.get(config.prompt_key), where=at_prompt)
     media = media_of(row, config)
     if not is_vision:
+        # Places without an image, and images without a place, would be lost in silence.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
-    messages, *given = with_parts(
-        messages, media.get("image", ()), media.get("video"), where=at_prompt
-    )
-    return messages, given
+    row_images = media.get("image", ())
+    messages, images, videos = with_parts(messages, row_images, media.get("video"), where=at_prompt)
+    return messages, [images, videos]
 
 
 def media_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, list[Any]]:
-    """The images and videos of a row's columns; without those whose key is null."""
-    keys = {"image": config.image_key, "video": config.video_key}
-    return {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+    """The images and videos in the columns of a row.
+
+    Args:
+        row: values by column.
+        config: the section `data`, which names the columns.
+
+    Returns:
+        Lists under "image" and "video"; no entry for a kind whose column is null.
+    """
+    media = {}
+    if config.image_key is not None:
+        media["image"] = as_list(row.get(config.image_key))
+    if config.video_key is not None:
+        media["video"] = as_list(row.get(config.video_key))
+    return media
 
 
 def with_parts(
     messages: Messages, images: Sequence[Any], videos: Sequence[Any] | None = (), *, where: str
 ) -> tuple[Messages, list[Any], list[Any]]:
-    """Messages whose images and videos are content parts of their own, as chat templates want them, and both in order.
+    """Give each image and video a content part of its own, as chat templates want them.
 
-    A part is made of each `<image>` and `<video>` in a text, whose image or video is the next one of those given.
-    Content that is a list of parts already may hold `{"type": "image"}`, likewise, or a part that brings its image:
-    `{"type": "image", "image": ...}`, and so for videos. With None for videos `<video>` is text.
-    Raises DataError: there are more or fewer places than the row has images, or videos."""
-    tags = {"image": IMAGE} | ({} if videos is None else {"video": VIDEO})
-    result = [
-        {**message, "content": _parts(message.get("content"), tags, where)} for message in messages
-    ]
-    places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
-    found = []
-    for what, given in (("image", images), ("video", videos or ())):
-        own = [part.pop(what, None) for part in places if part["type"] == what]
-        if (count := own.count(None)) != len(given):
-            got = f"{count} {TAGS[what]} in the prompt, and {len(given)} {what}s"
-            place = f"Write {TAGS[what]} into the text for each {what}"
-            fix = f"{place}, and set data.{what}_key to the column that holds them."
-            raise DataError(where, got=got, expected="one for each, where it stands", fix=fix)
-        rest = iter(given)
-        found.append([next(rest) if one is None else one for one in own])
-    return result, found[0], found[1]
+    Each `<image>` and `<video>` in a text becomes a part, which stands for the next of `images` or
+    `videos`. Content that is already a list of parts may hold `{"type": "image"}`, which stands for
+    the next one too, or a part that brings its image, `{"type": "image", "image": ...}`; so for
+    videos.
+
+    Args:
+        messages: the chat.
+        images: images from the columns of the row.
+        videos: videos from the columns of the row. None: `<video>` is text.
+        where: the row, for errors.
+
+    Returns:
+        The messages with parts; all images and all videos, in the order of their parts.
+
+    Raises:
+        DataError: there are more or fewer places than the row has images, or videos.
+    """
+    tags = {"image": IMAGE}
+    if videos is not None:
+        tags["video"] = VIDEO
+    new_messages = []
+    parts: list[dict[str, Any]] = []
+    for message in messages:
+        content = _as_parts(message.get("content"), tags, where)
+        new_messages.append({**message, "content": content})
+        if isinstance(content, list):
+            parts += content
+    # Places are counted over the whole chat: a row has one list of images.
+    all_images = _take_media(parts, "image", images, where)
+    all_videos = _take_media(parts, "video", videos or (), where)
+    return new_messages, all_images, all_videos
+
+
+def _take_media(
+    parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
+) -> list[Any]:
+    """Remove the media of one kind from their parts. Parts without one take from `row_media`."""
+    # Chat templates know only the place, not the image or video.
+    media = [part.pop(kind, None) for part in parts if part["type"] == kind]
+    num_open = media.count(None)
+    if num_open != len(row_media):
+        tag = TAGS[kind]
+        raise DataError(
+            where,
+            got=f"{num_open} {tag} in the prompt, and {len(row_media)} {kind}s",
+            expected="one for each, where it stands",
+            fix=f"Write {tag} into the text for each {kind}, and set data.{kind}_key to their column.",
+        )
+    # Parts with an image of their own take none from the columns.
+    remaining = iter(row_media)
+    return [next(remaining) if medium is None else medium for medium in media]
 
 
 def refuse_media(
@@ -79,70 +134,112 @@ def refuse_media(
     where: str,
     column: str | None = None,
 ) -> None:
-    """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
+    """Raise an error if a row for a text-only model has images or videos.
 
-    `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row,
-    and `column` that of the messages, `data.prompt_key` if it is None."""
+    Args:
+        messages: the chat.
+        media: images and videos of the columns, by kind. The tag of a kind that is missing is text.
+        config: the section `data`, which names the columns.
+        where: file and row, for errors.
+        column: column of the messages. None: `data.prompt_key`.
+
+    Raises:
+        DataError: an image or video stands in a column or in a message.
+    """
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt, expected = (
-        f"{where}, column {column or config.prompt_key!r}",
-        "text, or a vision-language model",
-    )
-    for what, given in media.items():
-        if given or TAGS[what] in text:
-            got = f"{what}s" if given else TAGS[what]
-            fix = f"Take one, or set data.{what}_key=null to train on the text alone."
-            place = f"{where}, column {getattr(config, f'{what}_key')!r}" if given else at_prompt
-            raise DataError(place, got=f"{got}, for a text-only model", expected=expected, fix=fix)
+    at_prompt = f"{where}, column {column or config.prompt_key!r}"
+    expected = "text, or a vision-language model"
+    # The first fault is reported at the place where the user finds it.
+    for kind, row_media in media.items():
+        place = at_prompt
+        if row_media:
+            name = f"{kind}s"
+            place = f"{where}, column {getattr(config, f'{kind}_key')!r}"
+        elif TAGS[kind] in text:
+            name = TAGS[kind]
+        else:
+            continue
+        got = f"{name}, for a text-only model"
+        fix = f"Use such a model, or set data.{kind}_key=null to train on the text alone."
+        raise DataError(place, got=got, expected=expected, fix=fix)
     if any(isinstance(content, list) for content in contents):
-        got = "images or videos in a message, for a text-only model"
-        raise DataError(at_prompt, got=got, expected=expected, fix="Take one, or leave them out.")
+        raise DataError(
+            at_prompt,
+            got="images or videos in a message, for a text-only model",
+            expected=expected,
+            fix="Use a vision-language model, or leave them out.",
+        )
 
 
-def _parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
+def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
+    """The content of a message as a list of parts; text without tags stays text."""
     if not isinstance(content, Sequence):
         return content
+    # Tags of videos are text where videos are not looked for.
+    kinds = {tag: kind for kind, tag in tags.items()}
+    if isinstance(content, str):
+        has_tags = any(tag in content for tag in kinds)
+        return _split_at_tags(content, kinds) if has_tags else content
     parts: list[dict[str, Any]] = []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        # A column of a parquet file gives each part the keys of all.
-        own = (
-            {key: value for key, value in part.items() if value is not None}
-            if isinstance(part, Mapping)
-            else {}
-        )
-        kind, text = (
-            str(own.pop("type", None) or next(iter(own), None)).removesuffix("_url"),
-            own.get("text"),
-        )
+    for part in content:
+        fields = {}
+        if isinstance(part, Mapping):
+            fields = without_nulls(part)
+        # OpenAI's form has the type image_url; other parts name their kind only by the key.
+        kind = fields.pop("type", None) or next(iter(fields), None)
+        kind = str(kind).removesuffix("_url")
+        text = fields.get("text")
         if kind == "text" and isinstance(text, str):
-            kinds = {tag: what for what, tag in tags.items()}
-            pieces = re.split(f"({'|'.join(kinds)})", text)
-            parts += [
-                {"type": kinds[one]} if one in kinds else {"type": "text", "text": one}
-                for one in pieces
-                if one
-            ]
-        elif kind in tags and (medium := _medium(kind, own)) is not None:
-            parts.append({"type": kind, **medium})
-        else:
+            parts += _split_at_tags(text, kinds)
+            continue
+        medium = _medium_of_part(kind, fields) if kind in tags else None
+        if medium is None:
             forms = "|".join(tags)
-            expected = f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its {forms}'
-            fix = "It is a path, a file:// URL or the bytes of a file."
             raise DataError(
-                where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix
+                where,
+                got=f"the part {str(part)[:80]!r} of a message",
+                expected=(
+                    f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its'
+                    f" {forms}"
+                ),
+                fix="It is a path, a file:// URL or the bytes of a file.",
             )
-    return (
-        content
-        if isinstance(content, str) and not any(tag in content for tag in tags.values())
-        else parts
-    )
+        parts.append({"type": kind, **medium})
+    return parts
 
 
-def _medium(kind: str, own: dict[str, Any]) -> dict[str, Any] | None:
-    """The image or video of a part under its kind, empty where the part is a place for one; None: it has other keys."""
-    given = [own[name] for name in own if name in (kind, f"{kind}_url", *_FILE_KEYS)]
-    fps = {"fps": own["fps"]} if kind == "video" and "fps" in own else {}
-    if len(given) > 1 or len(given) + len(fps) != len(own):
+def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Parts of a text: one for each tag, with its kind, and one for each text between tags."""
+    parts: list[dict[str, Any]] = []
+    # A group in the expression makes `split` return the tags too.
+    for piece in re.split(f"({'|'.join(kinds)})", text):
+        if piece in kinds:
+            parts.append({"type": kinds[piece]})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _medium_of_part(kind: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+    """The image or video of a part, under its kind.
+
+    Args:
+        kind: "image" or "video".
+        fields: the part without its type.
+
+    Returns:
+        Empty if the part is a place for an image or video of the row. None: it has unknown keys.
+    """
+    # A medium may stand under one of several keys, but not under two.
+    value_keys = {kind, f"{kind}_url", *_FILE_KEYS}
+    values = [value for key, value in fields.items() if key in value_keys]
+    has_fps = kind == "video" and "fps" in fields
+    if len(values) > 1 or len(values) + has_fps != len(fields):
         return None
-    return {kind: {"video": given[0], **fps} if fps else given[0]} if given else {}
+    if not values:
+        return {}
+    # Frames of a list need their rate, so it stays beside them.
+    if has_fps:
+        return {kind: {"video": values[0], "fps": fields["fps"]}}
+    return {kind: values[0]}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From token ids of rows to the columns of a batch: truncation, padding, position ids, collation.
 
-A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the beginning, `middle` keeps
-both ends (the end gets the odd token), `error` refuses.
+A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the
+beginning, `middle` keeps both ends (the end gets the odd token), `error` refuses.
 
 Shapes: `B` sequences, `L` positions.
 """
@@ -24,15 +24,38 @@ Truncation = Literal["error", "left", "right", "middle"]
 def truncate(
     ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt"
 ) -> list[int]:
-    """At most `max_length` of the token ids `ids`, cut as `mode` says.
-    Raises DataError: the mode is `error` and `ids` are too long (it names `where`), or there is no such mode."""
-    head, tail = _kept_ends(len(ids), max_length, mode, where)
+    """Cut token ids to at most `max_length`.
+
+    Args:
+        ids: token ids, [L].
+        max_length: tokens.
+        mode: the side that loses tokens.
+        where: the sequence, for errors.
+
+    Returns:
+        At most `max_length` token ids.
+
+    Raises:
+        DataError: the ids are too long and the mode is `error`, or there is no such mode.
+    """
+    # `ids[-tail:]` would be everything for a tail of 0.
+    head, tail = _lengths_of_ends(len(ids), max_length, mode, where)
     return [*ids[:head], *ids[len(ids) - tail :]]
 
 
 def pad_left(values: Tensor, length: int, fill: int) -> Tensor:
-    """[..., L] -> [..., length] with `fill` in front; what is already that long stays as it is."""
-    return F.pad(values, (max(length - values.shape[-1], 0), 0), value=fill)
+    """Pad the last dimension in front, where it is shorter than `length`.
+
+    Args:
+        values: [..., L].
+        length: positions of the result.
+        fill: value of the padding.
+
+    Returns:
+        [..., max(L, length)].
+    """
+    num_padding = max(length - values.shape[-1], 0)
+    return F.pad(values, (num_padding, 0), value=fill)
 
 
 def postprocess_data(
@@ -45,72 +68,112 @@ def postprocess_data(
     *,
     where: str = "a prompt",
 ) -> tuple[Tensor, Tensor]:
-    """Bring a tokenizer's output to exactly `max_length` columns: both tensors [B, L] -> [B, max_length].
+    """Cut or pad a tokenizer's output to exactly `max_length` columns.
 
-    `pad_token_id` fills `input_ids`, 0 the mask, in front where `left_pad`. What is too long is cut as `truncate` does.
+    Args:
+        input_ids: [B, L].
+        attention_mask: [B, L]; padding gets 0.
+        max_length: columns of the result.
+        pad_token_id: fills `input_ids`.
+        left_pad: whether padding stands in front of the tokens, else behind them.
+        truncation: the side that loses tokens of sequences that are too long.
+        where: the sequences, for errors.
+
+    Returns:
+        `input_ids` and `attention_mask`, [B, max_length].
+
+    Raises:
+        DataError: as for `truncate`.
     """
     length = input_ids.shape[-1]
-    head, tail = _kept_ends(length, max_length, truncation, where)
+    head, tail = _lengths_of_ends(length, max_length, truncation, where)
     if head + tail < length:
-        columns = (input_ids, attention_mask)
-        input_ids, attention_mask = (
-            torch.cat([one[:, :head], one[:, length - tail :]], dim=-1) for one in columns
-        )
+        positions = torch.arange(length)
+        remaining = torch.cat([positions[:head], positions[length - tail :]])
+        input_ids = input_ids[:, remaining]
+        attention_mask = attention_mask[:, remaining]
     num_padding = max(max_length - length, 0)
     padding = (num_padding, 0) if left_pad else (0, num_padding)
     return F.pad(input_ids, padding, value=pad_token_id), F.pad(attention_mask, padding)
 
 
-def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
-    """How many tokens stay at the beginning and how many at the end."""
-    if mode not in get_args(Truncation):
-        raise DataError(
-            "data.truncation", got=repr(mode), expected=f"one of {', '.join(get_args(Truncation))}"
-        )
+def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
+    """Number of tokens that are kept at the beginning and at the end."""
+    modes = get_args(Truncation)
+    if mode not in modes:
+        expected = f"one of {', '.join(modes)}"
+        raise DataError("data.truncation", got=repr(mode), expected=expected)
     if length <= max_length:
         return length, 0
     if mode == "error":
-        how = "cut them with data.truncation=left, right or middle"
-        fix = f"Raise that length, leave such rows out with data.filter_overlong_prompts=true, or {how}."
+        fix = (
+            "Raise that length, leave such rows out with data.filter_overlong_prompts=true,"
+            " or cut them with data.truncation=left, right or middle."
+        )
         expected = f"at most data.max_prompt_length={max_length}"
         raise DataError(where, got=f"{length} tokens", expected=expected, fix=fix)
-    head = {"left": 0, "right": max_length, "middle": max_length // 2}[mode]
+    head = 0
+    if mode == "right":
+        head = max_length
+    elif mode == "middle":
+        head = max_length // 2
+    # The end gets the odd token.
     return head, max_length - head
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]; padding, on either side, gets 0."""
+    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]. Padding gets 0."""
+    # Positions are integers whatever the type of the mask is.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
-    """Stack tensors to [B, ...]; put everything else, of whatever shape, into object arrays [B].
-    Raises DataError: rows differ in their keys, or the tensors of a key in their shape."""
-    if not data_list:
-        raise DataError("collate_fn", got="no rows", expected="at least one")
-    if wrong := [row for row in data_list if not isinstance(row, Mapping)]:
-        raise DataError(
-            "collate_fn",
-            got=f"a {type(wrong[0]).__name__}",
-            expected="rows, each a dictionary of columns",
-        )
-    keys = list(data_list[0])
-    for position, row in enumerate(data_list):
-        if set(row) != set(keys):
-            odd = ", ".join(sorted(set(row) ^ set(keys)))
-            got = f"row {position} of the batch and row 0, of which only one has {odd}"
-            fix = "Let the data set give each row every key, with None where there is no value."
-            raise DataError("collate_fn", got=got, expected="the same keys in every row", fix=fix)
+    """Make the columns of a batch from rows.
+
+    Returns:
+        Tensors stacked to [B, ...]; everything else, of whatever shape, in object arrays [B].
+
+    Raises:
+        DataError: rows differ in their keys, or the tensors of a key in their shape.
+    """
+    _check_rows(data_list)
     columns: dict[str, Tensor | np.ndarray] = {}
-    for key in keys:
+    for key in data_list[0]:
         values = [row[key] for row in data_list]
-        if all(isinstance(value, Tensor) for value in values):
-            shapes = {tuple(value.shape) for value in values}
-            if len(shapes) > 1:
-                got, fix = f"tensors of the shapes {sorted(shapes)}", "Pad them in the data set."
-                raise DataError(f"collate_fn, key {key!r}", got=got, expected="one shape", fix=fix)
-            columns[key] = torch.stack(values)
-        else:
+        # Values that are not all tensors stay as they are.
+        if not all(isinstance(value, Tensor) for value in values):
             columns[key] = object_array(values)
+            continue
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1:
+            raise DataError(
+                f"collate_fn, key {key!r}",
+                got=f"tensors of the shapes {sorted(shapes)}",
+                expected="one shape",
+                fix="Pad them in the data set.",
+            )
+        columns[key] = torch.stack(values)
     return columns
+
+
+def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a DataError unless there are rows that are dictionaries of the same keys."""
+    if not rows:
+        raise DataError("collate_fn", got="no rows", expected="at least one")
+    for row in rows:
+        if not isinstance(row, Mapping):
+            got = f"a {type(row).__name__}"
+            raise DataError("collate_fn", got=got, expected="rows, each a dictionary of columns")
+    # The first row is the measure for all others.
+    keys = set(rows[0])
+    for position, row in enumerate(rows):
+        differing_keys = set(row) ^ keys
+        if differing_keys:
+            names = ", ".join(sorted(differing_keys))
+            raise DataError(
+                "collate_fn",
+                got=f"row {position} of the batch and row 0, of which only one has {names}",
+                expected="the same keys in every row",
+                fix="Let the data set give each row every key, with None where there is no value.",
+            )

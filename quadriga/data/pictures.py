@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a row: from a path, the bytes of a file, or an image that is decoded already, to `PIL.Image.Image`s."""
+"""Images of a row: from a path, the bytes of a file or a decoded image to `PIL.Image.Image`s."""
 
 import hashlib
 import io
@@ -17,80 +17,120 @@ try:
 except ImportError:  # `require_pillow` reports it, where images are used
     Image = None
 
-from quadriga.data.tokenizing import shortened
+from quadriga.data.tokenizing import shortened, without_nulls
 from quadriga.errors import DataError
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""What is read: formats that Pillow decodes itself, without another program. JPEG includes MPO."""
+"""Formats that Pillow decodes itself, without another program. JPEG includes MPO."""
 MAX_PIXELS = 50_000_000
 _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
 _TURNED = (5, 6, 7, 8)
-"""Orientations of a camera that exchange height and width."""
+"""EXIF orientations that exchange height and width."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
-"""Formats whose frames follow each other; those of others are one picture in several sizes or depths."""
+"""Formats whose frames follow each other; other formats hold one picture in several sizes."""
 
 
 class Decoded:
-    """What was decoded of files, up to `max_bytes` of it, those that were asked for last: the same object again."""
+    """Cache of decoded files: least recently used values leave when it holds more than `max_bytes`.
+
+    A hit returns the same object again, which callers must not change.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes, self._lock = max_bytes, 0, threading.Lock()
-        self._found = OrderedDict[Any, tuple[Any, int]]()
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+        # Values with their bytes, the least recently used first.
+        self._values = OrderedDict[Any, tuple[Any, int]]()
 
     def get(
         self, source: Any, how: Any, decode: Callable[[], Any], size: Callable[[Any], int]
     ) -> Any:
-        """What `decode()` makes of a file, or of its bytes, in the way that `how` names; its `size` is in bytes."""
+        """Return the decoded value of a file, from the cache if it is there.
+
+        Args:
+            source: a file, or its bytes. Anything else is decoded each time.
+            how: names the way of decoding; part of the key.
+            decode: returns the value.
+            size: returns the bytes of a value.
+
+        Returns:
+            The result of `decode()`, now or in an earlier call.
+        """
         if isinstance(source, Path):
-            key: Any = (source, source.stat().st_mtime_ns, source.stat().st_size, how)
+            # A file that was written again has another time or size.
+            status = source.stat()
+            key: Any = (source, status.st_mtime_ns, status.st_size, how)
         elif isinstance(source, io.BytesIO):
             key = (hashlib.sha256(source.getbuffer()).digest(), how)
         else:
             return decode()
+
         with self._lock:
-            value, num_bytes = self._found.pop(key, (None, 0))
+            value, num_bytes = self._values.pop(key, (None, 0))
             self.num_bytes -= num_bytes
-        value = decode() if value is None else value
+        # Other threads use the cache meanwhile: decoding takes long.
+        if value is None:
+            value = decode()
+        num_bytes = size(value)
         with self._lock:
-            if key not in self._found and size(value) <= self.max_bytes:
-                self._found[key] = value, size(value)
-                self.num_bytes += size(value)
+            # Another thread may have decoded the same file meanwhile.
+            if key not in self._values and num_bytes <= self.max_bytes:
+                self._values[key] = (value, num_bytes)
+                self.num_bytes += num_bytes
             while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._found.popitem(last=False)[1][1]
+                _, (_, num_freed) = self._values.popitem(last=False)
+                self.num_bytes -= num_freed
         return value
 
 
 DECODED = Decoded(256 << 20)
-"""Of this process."""
+"""Cache of this process, 256 MiB."""
 
 
 def require_pillow(where: str) -> None:
-    """Raises a `DataError` where Pillow, which reads images, is not installed."""
+    """Raise a DataError if Pillow, which reads images, is not installed."""
     if Image is None:
-        got, fix = "images, without Pillow to read them", "pip install -e '.[vision]'."
-        raise DataError(where, got=got, expected="it", fix=fix)
+        raise DataError(
+            where,
+            got="images, without Pillow to read them",
+            expected="it",
+            fix="pip install -e '.[vision]'.",
+        )
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images or videos of a row: nothing, one, or a list of them, without those that are null."""
+    """The images or videos of a column, which may be null, one, or a list; without nulls."""
+    # A text is a sequence too, of characters.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return [one for one in (value if is_list else [value]) if one is not None]
+    values = value if is_list else [value]
+    return [medium for medium in values if medium is not None]
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
-    """An image in RGB, upright by its EXIF orientation, on white where it is transparent.
-    `value`: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
-    file; a dictionary with `bytes`, `path`, or any of these as `image`; a `PIL.Image.Image`.
-    `folder`: of the data file.
-    `where`: the row and the number of the image, for errors.
-    Raises DataError: it is none of these, is not there, is no image, is of a format that is not read, or has more than
-    `MAX_PIXELS`."""
+    """Read an image: in RGB, upright by its EXIF orientation, on white where it is transparent.
+
+    Args:
+        value: a path or a `file://` URL; bytes of an image file; a dictionary with `bytes`, `path`,
+            or any of these as `image`; a `PIL.Image.Image`.
+        folder: folder of the data file. Relative paths start there, or else in the working
+            directory.
+        where: the row and the number of the image, for errors.
+
+    Returns:
+        A `PIL.Image.Image`.
+
+    Raises:
+        DataError: the value has none of these forms, does not exist, is no image, is of a format
+            that is not read, or has more than `MAX_PIXELS`.
+    """
     source = source_of(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
         with _opened(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
+                # Transparent pixels may have any color underneath; processors drop only the transparency.
                 upright = upright.convert("RGBA")
                 ground = Image.new("RGBA", upright.size, "white")
                 upright = Image.alpha_composite(ground, upright)
@@ -100,58 +140,95 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
 
 
 def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
-    """Height and width in pixels, from the header of the file; arguments and errors as for `read_picture`."""
-    with _opened(source_of(value, folder, where, "image", _FORMS), where) as picture:
+    """Height and width of an image in pixels, from the header of the file.
+
+    Args:
+        value: the image, as for `read_picture`.
+        folder: folder of the data file.
+        where: the row and the number of the image, for errors.
+
+    Returns:
+        Height and width of the upright image.
+
+    Raises:
+        DataError: as for `read_picture`.
+    """
+    source = source_of(value, folder, where, "image", _FORMS)
+    with _opened(source, where) as picture:
         width, height = picture.size
-        is_turned = picture.getexif().get(ExifTags.Base.Orientation) in _TURNED
-    return (width, height) if is_turned else (height, width)
+        # The size in the header is that of the stored pixels, before they are turned.
+        orientation = picture.getexif().get(ExifTags.Base.Orientation)
+    return (width, height) if orientation in _TURNED else (height, width)
 
 
 @contextmanager
 def _opened(source: Any, where: str) -> Iterator[Any]:
+    """Context manager: an open image. Errors of the decoder inside become DataErrors."""
     try:
         if not isinstance(source, Path | io.BytesIO):
             yield source
             return
         with warnings.catch_warnings():
+            # `_check_picture` has a limit of its own, and raises instead of warning.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # Pillow registers rare formats only on demand.
             Image.init()
-            with Image.open(
-                source, formats=[name for name in _FORMATS if name in Image.OPEN]
-            ) as picture:
-                if picture.width * picture.height > MAX_PIXELS:
-                    raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
-                if getattr(picture, "n_frames", 1) > 1 and picture.format in _ANIMATED:
-                    got = f"an image of {picture.n_frames} frames ({picture.format})"
-                    fix = "Save the frame that is meant, or give it as a video: <video> and data.video_key."
-                    raise DataError(where, got=got, expected="an image of one frame", fix=fix)
+            formats = [name for name in _FORMATS if name in Image.OPEN]
+            with Image.open(source, formats=formats) as picture:
+                _check_picture(picture, where)
                 yield picture
     except DataError:
         raise
     except Exception as error:  # decoders raise what they like about a damaged file
-        reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
-        if isinstance(error, Image.DecompressionBombError):
-            got, limit = f"an image that is too large ({reason})", f"at most {MAX_PIXELS} pixels"
-            raise DataError(where, got=got, expected=limit, fix="Make it smaller.") from error
-        if isinstance(error, UnidentifiedImageError) and (name := _format_of(source)):
-            fix = "Save it as one of these."
-            raise DataError(
-                where, got=f"an image in {name}", expected=", ".join(_FORMATS), fix=fix
-            ) from error
-        described = (
-            f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
-        )
-        got, fix = (
-            f"{described}, which is no image that can be read ({reason})",
-            "Correct or leave out the row.",
-        )
+        raise _unreadable(error, source, where) from error
+
+
+def _check_picture(picture: Any, where: str) -> None:
+    """Refuse an image that is too large or animated."""
+    # The header is enough to refuse an image that would fill the memory.
+    if picture.width * picture.height > MAX_PIXELS:
+        raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
+    num_frames = getattr(picture, "n_frames", 1)
+    if num_frames > 1 and picture.format in _ANIMATED:
         raise DataError(
-            where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix
-        ) from error
+            where,
+            got=f"an image of {num_frames} frames ({picture.format})",
+            expected="an image of one frame",
+            fix="Save one frame, or give it as a video: <video> and data.video_key.",
+        )
+
+
+def _unreadable(error: Exception, source: Any, where: str) -> DataError:
+    """The DataError for an error of Pillow."""
+    # Some errors have no text, some have several lines.
+    reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
+    if isinstance(error, Image.DecompressionBombError):
+        got = f"an image that is too large ({reason})"
+        expected = f"at most {MAX_PIXELS} pixels"
+        return DataError(where, got=got, expected=expected, fix="Make it smaller.")
+    if isinstance(error, UnidentifiedImageError):
+        name = _format_of(source)
+        if name:
+            got = f"an image in {name}"
+            expected = ", ".join(_FORMATS)
+            return DataError(where, got=got, expected=expected, fix="Save it as one of these.")
+    return DataError(
+        where,
+        got=f"{described(source)}, which is no image that can be read ({reason})",
+        expected="a whole image file of a format that Pillow knows",
+        fix="Correct or leave out the row.",
+    )
+
+
+def described(source: Any) -> str:
+    """Text that identifies a file, or its bytes, in an error."""
+    if isinstance(source, io.BytesIO):
+        return f"{source.getbuffer().nbytes} bytes"
+    return str(source)
 
 
 def _format_of(source: Path | io.BytesIO) -> str:
-    """The format that the first bytes of a file stand for in Pillow, which reads no further; empty if it knows none."""
+    """The format that Pillow recognizes by the first bytes of a file; empty if there is none."""
     if isinstance(source, io.BytesIO):
         first_bytes = bytes(source.getbuffer()[:16])
     else:
@@ -165,24 +242,23 @@ def _format_of(source: Path | io.BytesIO) -> str:
 
 
 def source_of(value: Any, folder: Path, where: str, what: str, expected: str) -> Any:
-    """An image as it is, or the file or the bytes that an image or a video is to be read from.
-    `value`, `folder`, `where`: as for `read_picture`.
-    `what`: image, or video.
-    `expected`: the forms that it may have."""
+    """Find the file or the bytes that an image or a video is to be read from.
+
+    Args:
+        value: the image or video, in one of the forms of `expected`.
+        folder: folder of the data file.
+        where: the row and the number of the image or video, for errors.
+        what: "image" or "video".
+        expected: the forms that it may have, in words.
+
+    Returns:
+        A path to a file, an `io.BytesIO`, or a `PIL.Image.Image` as it is.
+
+    Raises:
+        DataError: the value has another form, or does not exist.
+    """
     if isinstance(value, Mapping):
-        given = {name: one for name, one in value.items() if one is not None}
-        if sizes := [name for name in given if "pixels" in name or "resized" in name]:
-            fix = f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {what}s."
-            raise DataError(
-                where,
-                got=f"{', '.join(sizes)} beside the {what}",
-                expected="no size of its own",
-                fix=fix,
-            )
-        value = next(
-            (given[name] for name in ("bytes", "path", what, "url") if name in given),
-            dict.fromkeys(value),
-        )
+        value = _value_of_fields(value, where, what)
     if what == "image" and isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes):
@@ -190,36 +266,53 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
     if not isinstance(value, str | Path):
         fix = f"Correct the row, or set data.{what}_key to the column that holds the {what}s."
         raise DataError(where, got=f"the {what} {shortened(value)}", expected=expected, fix=fix)
-    text = str(value)
+    return _file_at(str(value), folder, where, what)
+
+
+def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
+    """The image or video of a dictionary. Without one: a dictionary of its keys, to be reported."""
+    values = without_nulls(fields)
+    size_keys = [name for name in values if "pixels" in name or "resized" in name]
+    if size_keys:
+        raise DataError(
+            where,
+            got=f"{', '.join(size_keys)} beside the {kind}",
+            expected="no size of its own",
+            fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {kind}s.",
+        )
+    # Bytes first: files of Hugging Face datasets have both, and paths of another machine.
+    for name in ("bytes", "path", kind, "url"):
+        if name in values:
+            return values[name]
+    return dict.fromkeys(fields)
+
+
+def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
+    """The file of a path or `file://` URL, which may be relative to the folder of the data file."""
     plain = text.removeprefix("file://")
     if "://" in plain or plain.startswith("data:"):
-        fix = f"Fetch the {what}s first: a run reads no {what} from elsewhere."
         raise DataError(
             where,
             got=f"the URL {shortened(text)}",
             expected="a path, or the bytes of the file",
-            fix=fix,
+            fix=f"Download the {kind}s first: a run reads local files only.",
         )
     path = Path(plain).expanduser()
     if not path.is_absolute() and ".." in path.parts:
-        got, fix = (
-            f"the {what} {shortened(text)}, which leads out of its folder",
-            "Write the path from the root.",
-        )
         raise DataError(
             where,
-            got=got,
+            got=f"the {kind} {shortened(text)}, which leads out of its folder",
             expected="a path below the data file's folder, or an absolute one",
-            fix=fix,
+            fix="Write the path from the root.",
         )
+    # Data files that travel with their images name them relative to themselves.
     candidates = [path] if path.is_absolute() else [folder / path, path]
-    if found := next((one for one in candidates if one.is_file()), None):
-        return found
-    got = f"the {what} {shortened(text)}, which is not there"
-    fix = "Correct the path; one that is not absolute starts at the data file's folder, or else the working one."
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
     raise DataError(
         where,
-        got=got,
-        expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
-        fix=fix,
+        got=f"the {kind} {shortened(text)}, which is not there",
+        expected=f"a file, here: {' or '.join(map(str, candidates))}",
+        fix="Correct the path. A relative one starts at the data file's folder or the working one.",
     )

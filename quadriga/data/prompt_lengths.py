@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens the prompts of a file have: counted once, in several processes if asked for, and kept on disk.
+"""Counts the tokens of prompts once, in several processes if desired, and stores the counts.
 
     driver                                process that counts
       | -- what counts, and the table --> |  loads the tokenizer, opens the file again
@@ -10,9 +10,10 @@
 driver    waits for the next answer of any process; unblocked by the answer, or by the end of a process.
 process   waits for the rows of a batch; unblocked by them, or by the end of the driver.
 
-A process is a program of its own (`quadriga.programs.SupervisedProgram`), not a fork: a fork inherits locks and
-signal handlers of the driver's threads, among them Ray's. It is not started by `multiprocessing` either, which would
-run the user's script again. It does not import torch, unless it counts the tokens of images.
+A process is a separate program (`quadriga.programs.SupervisedProgram`), not a fork: a fork inherits
+locks and signal handlers of the driver's threads, among them Ray's. It is not started by
+`multiprocessing` either, which would run the user's script again. It does not import torch, unless
+it counts the tokens of images.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256
 BAD = -1
-"""Where the tokens of a bad row would be counted."""
+"""Number of tokens that stands for a bad row."""
 IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
@@ -63,17 +64,17 @@ NOTES = {
     WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""What is kept of a prompt: its number of tokens, the sum of its `NOTES`, a hash of its role order.
+"""Fields of a measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
 
 The hash is 0 for a bad row."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
-"""Some rows as `MEASURED` [rows], with `BAD` tokens where a row is bad; and what is wrong with the bad ones."""
+"""Rows as `MEASURED` [rows], a bad row with `BAD` tokens; and the errors of the bad rows."""
 _WORKERS = "data.filter_overlong_prompts_workers"
 
 
 @dataclass(frozen=True)
 class PromptContext:
-    """What decides about prompts beside the section `data`: the rollout's tools, the model's size.
+    """Facts about the rollout and the model that decide about prompts, beside the section `data`.
 
     Attributes:
         tools: schemas that agent loops offer.
@@ -90,10 +91,11 @@ class PromptContext:
 
     def tools_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """The tools that the agent loop of a row offers."""
-        return self.tools if (row.get("agent_name") or self.default_agent) in self.agents else ()
+        agent = row.get("agent_name") or self.default_agent
+        return self.tools if agent in self.agents else ()
 
     def fingerprint(self) -> str:
-        """Changes whenever the length of some prompt, or what is refused, could."""
+        """Text of all facts here, which decide about the length of a prompt and its refusal."""
         facts = [self.tools, sorted(self.agents), self.default_agent, self.vocabulary_size]
         return json.dumps(facts, default=repr)
 
@@ -103,10 +105,16 @@ NO_CONTEXT = PromptContext()
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts, those of images and videos included where there is a processor, and checks rows.
+    """Counts the tokens of prompts and checks their rows.
 
-    With a `limit` a number only has to tell on which side of it the prompt is: where that takes no tokenizer it is a
-    bound."""
+    Attributes:
+        encoder: renders prompts.
+        processor: counts the tokens of images and videos. None: prompts are text.
+        config: the section `data`.
+        limit: a number of tokens. A count only has to tell on which side of it a prompt is: it is a
+            bound where the tokenizer is not needed for that. None: counts are exact.
+        context: the tools of the rollout and the size of the model.
+    """
 
     encoder: ChatEncoder
     processor: "VisionProcessor | None"
@@ -115,79 +123,113 @@ class PromptMeter:
     context: PromptContext = NO_CONTEXT
 
     def measure(self, table: RowTable, rows: range) -> Counts:
-        """Measure the prompt of each of these rows."""
-        config = self.config
-        keys = (config.prompt_key, config.image_key, config.video_key)
-        names = dict.fromkeys((*keys, "extra_info", "agent_name"))
-        columns, schema = [name for name in names if name in table.columns], table.schema
-        if (
-            schema is not None
-            and "extra_info" in columns
-            and pa.types.is_struct(schema.field("extra_info").type)
-        ):
-            columns.remove("extra_info")  # what is checked
-        prompts: list[_Rendered] = []
-        errors: list[DataError] = []
-        for number, row in enumerate(
-            next(table.batches(columns, len(rows), rows)), start=table.first + rows.start
-        ):
+        """Measure the prompts of some rows.
+
+        Args:
+            table: the rows of a file.
+            rows: numbers of rows in the table.
+
+        Returns:
+            The measured prompts, and the errors of bad rows.
+        """
+        prompts = []
+        errors = []
+        values = next(table.batches(self._columns(table), len(rows), rows))
+        for number, row in enumerate(values, start=table.first + rows.start):
             try:
                 prompt = self._rendered(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
                 prompt = _Rendered("", BAD, 0, 0)
             prompts.append(prompt)
-        more = np.array([prompt.num_further_tokens for prompt in prompts], dtype=np.int64)
+        # With images or videos the text is only a part of the prompt, so its tokens are counted exactly.
         limit = None if self.processor else self.limit
-        least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
+        texts, num_further_tokens, notes, orders = zip(*prompts, strict=True)
+        least, most = self.encoder.counter.bounds(texts, limit).T
         counts = most if limit is None else np.where(least > limit, least, most)
+
+        further = np.array(num_further_tokens, dtype=np.int64)
         measured = np.empty(len(prompts), MEASURED)
-        measured["tokens"] = np.where(more == BAD, BAD, counts + more)
-        measured["notes"] = [prompt.notes for prompt in prompts]
-        measured["order"] = [prompt.order for prompt in prompts]
+        measured["tokens"] = np.where(further == BAD, BAD, counts + further)
+        measured["notes"] = notes
+        measured["order"] = orders
         return measured, errors
 
+    def _columns(self, table: RowTable) -> list[str]:
+        """The columns of a file that decide about prompts, or are checked."""
+        config = self.config
+        names = (
+            config.prompt_key,
+            config.image_key,
+            config.video_key,
+            "extra_info",
+            "agent_name",
+        )
+        columns = [name for name in dict.fromkeys(names) if name in table.columns]
+        if table.schema is None or "extra_info" not in columns:
+            return columns
+        # The form of this column is checked; a struct has it.
+        if pa.types.is_struct(table.schema.field("extra_info").type):
+            columns.remove("extra_info")
+        return columns
+
     def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> "_Rendered":
-        """Check a row and render its prompt."""
-        if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
-            got, fix = (
-                shortened(extra),
-                "Correct the row: other facts about it stand there, by name.",
-            )
+        """Check a row and render its prompt.
+
+        Args:
+            row: values by column.
+            where: file and row, for errors.
+            folder: folder of the data file.
+
+        Raises:
+            DataError: the row is bad.
+        """
+        config = self.config
+        processor = self.processor
+        extra = row.get("extra_info")
+        if extra and not isinstance(extra, Mapping):
             raise DataError(
-                f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix
+                f"{where}, column 'extra_info'",
+                got=shortened(extra),
+                expected="a dictionary",
+                fix="Correct the row: it holds other facts about the row, by name.",
             )
-        config, processor, context = self.config, self.processor, self.context
-        num_further_tokens = 0
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
+        # The text has one token for each image and video already.
+        num_further_tokens = 0
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
             num_further_tokens = sum(counts) - len(counts)
-        tools = context.tools_of(row)
-        options: dict[str, Any] = {"tools": tools} if tools else {}
+
         at_prompt = f"{where}, column {config.prompt_key!r}"
-        text = self.encoder.render(messages, where=at_prompt, **options)
-        if missing := [name for tool in tools if (name := tool["function"]["name"]) not in text]:
-            got = f"a prompt that does not name the tools {', '.join(missing)}"
-            fix = "Take a chat template that writes tools, or describe them in the row's system message."
+        tools = self.context.tools_of(row)
+        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        # A template that ignores tools would train the model to call functions that it was never told of.
+        tool_names = [tool["function"]["name"] for tool in tools]
+        missing_names = [name for name in tool_names if name not in text]
+        if missing_names:
             raise DataError(
-                at_prompt, got=got, expected="one that names the tools of its agent loop", fix=fix
+                at_prompt,
+                got=f"a prompt that does not name the tools {', '.join(missing_names)}",
+                expected="one that names the tools of its agent loop",
+                fix="Use a chat template that writes tools, or describe them in a system message.",
             )
-        if context.vocabulary_size is not None:
+        # An id without a row in the embedding would fail in the middle of a run.
+        vocabulary_size = self.context.vocabulary_size
+        if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
-            require_embedded(
-                token_ids, context.vocabulary_size, self.encoder.tokenizer, where=at_prompt
-            )
+            require_embedded(token_ids, vocabulary_size, self.encoder.tokenizer, where=at_prompt)
         notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
         notes += CONTINUED * self.encoder.continues(messages)
         notes += WITH_TOOLS * bool(tools)
+        # Hashes of the orders can be stored and counted over processes.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
 
 
 class _Rendered(NamedTuple):
-    """The text of a prompt, and what is known of it besides.
+    """A rendered prompt.
 
     Attributes:
         text: as the chat template writes it.
@@ -204,9 +246,10 @@ class _Rendered(NamedTuple):
 
 
 def told_prompts(measured: np.ndarray) -> str:
-    """What was looked at in prompts, for the line that a start prints.
+    """Describe which prompts were checked, for the line that a start prints.
 
-    `measured`: `MEASURED` [rows].
+    Args:
+        measured: `MEASURED` [rows].
     """
     orders = np.unique(measured["order"])
     return f"{len(measured)} prompts measured; {told_orders(np.count_nonzero(orders))}"
@@ -215,14 +258,29 @@ def told_prompts(measured: np.ndarray) -> str:
 def prompt_lengths(
     table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
 ) -> Counts:
-    """Measure every prompt in `table` once; the result is cached on disk.
+    """Measure every prompt of a file, and store the result on disk.
 
-    The key is made of the content of the file, the tokenizer, the chat template and its arguments, the tools, the
-    limit and the size of a smaller embedding; entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be
-    read is reported as damaged and measured again. Prompts of a vision-language model are measured each time: a path
-    says nothing of the file that lies there. Of an image only the header is read. `num_workers` processes measure."""
+    The key of an entry is made of the content of the file, the tokenizer, the chat template and its
+    arguments, the tools, the limit and the size of a smaller embedding. An entry that cannot be
+    read is reported as damaged and measured again. Prompts of a vision-language model are measured
+    each time, for a path says nothing about the image that it leads to; of an image only the header
+    is read.
+
+    Args:
+        table: the rows of the file.
+        meter: measures the prompts.
+        cache_dir: entries lie in `prompt_lengths/` inside it.
+        num_workers: processes that measure.
+
+    Returns:
+        The measured prompts, and the errors of bad rows.
+
+    Raises:
+        DataError: a process has died, or counting has failed.
+    """
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
+    # Everything that decides about a length, or about whether a row is bad.
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
     facts = (
         table.digest,
@@ -238,49 +296,63 @@ def prompt_lengths(
         try:
             # The archive's own checksum finds a damaged byte anywhere in it.
             with np.load(entry, allow_pickle=False) as archive:
-                lengths = archive["lengths"]
-            if lengths.shape == (len(table),) and lengths.dtype == MEASURED:
-                bad = np.flatnonzero(lengths["tokens"] == BAD).tolist()
-                return lengths, [
-                    error for row in bad for error in meter.measure(table, range(row, row + 1))[1]
-                ]
-            reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
+                measured = archive["lengths"]
+            if measured.shape == (len(table),) and measured.dtype == MEASURED:
+                return measured, _errors_of_bad_rows(measured, table, meter)
+            reason = f"{measured.dtype} {measured.shape} for {len(table)} rows"
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = str(error)
         print(
             f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.",
             flush=True,
         )
-    lengths, errors = _measure(table, meter, num_workers)
+    measured, errors = _measure(table, meter, num_workers)
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
-            np.savez(file, lengths=lengths)
+            np.savez(file, lengths=measured)
     except DataError as error:
         print(f"{error} Until then the prompts are measured at each start.", flush=True)
-    return lengths, errors
+    return measured, errors
+
+
+def _errors_of_bad_rows(
+    measured: np.ndarray, table: RowTable, meter: PromptMeter
+) -> list[DataError]:
+    """Measure the bad rows of a stored result again, which does not hold their errors."""
+    errors: list[DataError] = []
+    for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
+        _, row_errors = meter.measure(table, range(number, number + 1))
+        errors += row_errors
+    return errors
 
 
 def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
-    batches = [
-        range(start, min(start + BATCH_ROWS, len(table)))
-        for start in range(0, len(table), BATCH_ROWS)
-    ]
+    """Measure every prompt of a file, batch by batch."""
+    batches = []
+    for start in range(0, len(table), BATCH_ROWS):
+        batches.append(range(start, min(start + BATCH_ROWS, len(table))))
+    # A process without a batch would start for nothing.
     num_workers = min(num_workers, len(batches))
     counted: dict[int, Counts] = {}  # by number of the batch
 
-    def told() -> str:
+    def progress() -> str:
         return f"{len(counted)} of {len(batches)} batches of {BATCH_ROWS} rows are there"
 
-    with waiting(f"the token counts of {table.path}", told):
+    with waiting(f"the token counts of {table.path}", progress):
         if num_workers > 1:
             _measure_elsewhere(table, meter, batches, num_workers, counted)
-        # All of them with one worker, and what other processes could not be given.
+        # All batches with one worker, or if other processes cannot load the tokenizer.
         for number, rows in enumerate(batches):
             if number not in counted:
                 counted[number] = meter.measure(table, rows)
-    lengths = [counted[number][0] for number in range(len(batches))]
-    errors = [error for number in range(len(batches)) for error in counted[number][1]]
-    return np.concatenate(lengths), errors
+    # In the order of the rows, whoever was faster.
+    parts = []
+    errors: list[DataError] = []
+    for number in range(len(batches)):
+        measured, batch_errors = counted[number]
+        parts.append(measured)
+        errors += batch_errors
+    return np.concatenate(parts), errors
 
 
 # ---- processes that count -----------------------------------------------------------------------
@@ -300,7 +372,7 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Failed:
-    """Counting has raised an error that is not a bad row's."""
+    """Counting has raised an error, and not for a bad row."""
 
     reason: str
     trace: str
@@ -313,14 +385,23 @@ def _measure_elsewhere(
     num_workers: int,
     counted: dict[int, Counts],
 ) -> None:
-    """Count in other processes, and put the results into `counted`. Nothing, and a notice, where the tokenizer or
-    the rows cannot be sent.
+    """Count in other processes. If they cannot load the tokenizer or the rows, print a notice.
 
-    Raises DataError: a process has died, or counting has failed there."""
+    Args:
+        table: the rows of a file.
+        meter: measures the prompts.
+        batches: the rows of each batch.
+        num_workers: processes to start.
+        counted: gets the result of each batch, by its number.
+
+    Raises:
+        DataError: a process has died, or counting has failed there.
+    """
     try:
+        # Pickled once for all processes.
         work = pickle.dumps((meter, table), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        # Classes decide themselves what they raise when they are pickled.
+        # Classes may raise anything when they are pickled.
         _tell_unusable(f"{type(error).__name__}: {error}")
         return
     with ExitStack() as stack:
@@ -331,10 +412,10 @@ def _measure_elsewhere(
             programs[program.connection] = program
         sent: dict[Connection, list[int]] = {connection: [] for connection in programs}
         for connection in programs:
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # it has died, which its end of the pipe tells below
+            # The program may have died already, which `recv` reports below.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(work)
+        # Batches go to whichever process is free next.
         numbers = iter(range(len(batches)))
         while len(counted) < len(batches):
             for connection in wait(list(programs)):
@@ -342,6 +423,7 @@ def _measure_elsewhere(
                 try:
                     answer = connection.recv()
                 except (EOFError, ConnectionResetError):
+                    # The process ended without an answer.
                     raise _died(programs[connection], batches, sent[connection]) from None
                 if isinstance(answer, Unusable):
                     _tell_unusable(answer.reason)
@@ -364,16 +446,22 @@ def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> 
     if sent:
         rows = batches[sent[0]]
         task = f"counted the tokens of rows {rows.start} to {rows.stop - 1}"
-    got = f"a process that ended with {program.close(patience_s=1.0)} while it {task}"
-    fix = f"Its output above may say why. With {_WORKERS}=1 this process counts, and needs less memory in all."
-    return DataError(_WORKERS, got=got, expected="processes that count to the end", fix=fix)
+    return DataError(
+        _WORKERS,
+        got=f"a process that ended with {program.close(patience_s=1.0)} while it {task}",
+        expected="processes that count to the end",
+        fix=f"Its output above may say why. With {_WORKERS}=1 this process counts, in less memory.",
+    )
 
 
 def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
-    where = f"{table.path} rows {table.first + rows.start} to {table.first + rows.stop - 1}"
-    fix = "The tokenizer or its chat template raised it; --traceback shows where."
+    first = table.first + rows.start
+    last = table.first + rows.stop - 1
     error = DataError(
-        where, got=failure.reason, expected="prompts whose tokens can be counted", fix=fix
+        f"{table.path} rows {first} to {last}",
+        got=failure.reason,
+        expected="prompts whose tokens can be counted",
+        fix="The tokenizer or its chat template raised it; --traceback shows where.",
     )
     error.add_note(f"In the process that counted:\n{failure.trace}")
     return error
@@ -392,13 +480,12 @@ def _tell_unusable(reason: str) -> None:
 
 
 def main(connection_fd: int) -> None:
-    """Count what the driver asks for, until it closes the pipe."""
+    """Count the batches that the driver sends, until it closes the pipe."""
     # Each process has its share of the cores; the tokenizer's own threads would only be in the way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = Connection(connection_fd)
-    with suppress(
-        EOFError, BrokenPipeError, ConnectionResetError
-    ):  # the driver has what it wanted, or is gone
+    # The driver has all counts, or is gone.
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection)
 
 
@@ -407,9 +494,10 @@ def _serve(connection: Connection) -> None:
     try:
         meter, table = pickle.loads(work)
     except Exception as error:
-        # Classes that this process cannot import, and whatever theirs raise.
+        # This process may be unable to import a class, and classes may raise anything.
         connection.send(Unusable(f"{type(error).__name__}: {error}"))
         return
+    # The driver sends rows only to a process that can count them.
     connection.send(Ready())
     while True:
         rows = connection.recv()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data set of reinforcement learning: prompts with what is needed to grade the responses.
+"""Data set for reinforcement learning: prompts, with the columns for grading responses.
 
-    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
-                                                          images of the row -> patches ┘ with a processor
+    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids ->
+    cut, left-padded
+                                                          images of the row -> patches ┘ with a
+                                                          processor
 
-A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these
-travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
+A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info;
+columns beyond these travel along. `RLHFDataset.__getitem__` lists the fields of a row.
 """
 
 import hashlib
@@ -52,17 +54,31 @@ if TYPE_CHECKING:
 
 
 class RLHFDataset(FileDataset):
-    """Prompts from parquet, json and jsonl files, tokenized when they are fetched. Arguments as for `FileDataset`, and
-    `processor`: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
-    `is_train`: also whether `data.shuffle` or `data.validation_shuffle` decides how a sample is drawn.
-    `max_samples`: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
-    `required_columns`: columns every file must have; None stands for those that training reads.
-    `context`: the tools that prompts are measured with, and how many ids the model knows.
-    Raises DataError: a file that is missing, empty, damaged or without a required column, or no row that is short
-    enough."""
+    """Prompts from parquet, json and jsonl files, tokenized when they are fetched.
 
-    may_be_empty, keeps_lengths = False, True
-    """Whether it may be that no row is short enough, or good; whether what was measured is kept in the cache."""
+    Args:
+        data_files: as for `FileDataset`.
+        tokenizer: as for `FileDataset`.
+        config: the section `data`.
+        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts
+            are text.
+        is_train: as for `FileDataset`; also whether `data.shuffle` or `data.validation_shuffle`
+            decides how a sample is drawn.
+        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled,
+            else the first.
+        required_columns: columns every file must have. None: the columns that training reads.
+        context: the tools that prompts are measured with, and the number of ids that the model
+            knows.
+
+    Raises:
+        DataError: a file is missing, empty, damaged or without a required column, or no row is
+            short enough.
+    """
+
+    may_be_empty = False
+    """Whether it is allowed that no row is good, or short enough."""
+    keeps_lengths = True
+    """Whether measured lengths are stored in the cache."""
 
     def __init__(
         self,
@@ -82,62 +98,79 @@ class RLHFDataset(FileDataset):
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
-        self._columns = list(
-            dict.fromkeys(column for table in self._tables for column in table.columns)
-        )
+        self._columns = list(dict.fromkeys(chain(*(table.columns for table in self._tables))))
+        # For each file, the number of the first row behind it among the rows of all files.
         self._ends = np.cumsum([len(table) for table in self._tables])
-        if aside := sorted((RESERVED & {*self._columns}) - {config.prompt_key}):
-            told = f"{', '.join(aside)}: columns with names of the batch, which are moved into extra_info"
-            print(f"{self._key}: {told}.", flush=True)
-
-        self._rows = self._chosen(
-            max_samples, is_shuffled=config.shuffle if is_train else config.validation_shuffle
-        )
+        moved_columns = sorted((RESERVED & {*self._columns}) - {config.prompt_key})
+        if moved_columns:
+            print(
+                f"{self._key}: {', '.join(moved_columns)}: columns with names of the batch, which"
+                " are moved into extra_info.",
+                flush=True,
+            )
+        is_shuffled = config.shuffle if is_train else config.validation_shuffle
+        self._rows = self._chosen(max_samples, is_shuffled=is_shuffled)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, ready for `collate_fn`. `P` is `data.max_prompt_length`.
-        Returns `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the
-        same ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-        `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has none;
-        the others may be columns of their own); `item`; `source_row`; and, with `data.return_raw_chat`, `raw_prompt`
-        (chat messages), with `data.return_full_prompt`, `full_prompts` (rendered text). With a processor `position_ids`
-        are [3, P], `raw_prompt_ids` have one token for each image and video, and `multi_modal_data` and
-        `multi_modal_inputs` take the place of the columns of both.
-        Raises DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images or videos are
-        wrong; it names file and row."""
+
+        Returns:
+            The row's columns but the prompt, and:
+
+            - `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left. With
+              a processor `position_ids` are [3, P].
+            - `raw_prompt_ids`, the same ids as a list without padding, with one token for each
+              image and video.
+            - `index`, `tools_kwargs` and `interaction_kwargs` out of `extra_info`. Without `index`,
+              a number or a text, it is the row's number; the others may be columns of their own.
+            - `item` and `source_row`, the row's number in this data set and its place in words.
+            - with `data.return_raw_chat`, `raw_prompt` (chat messages); with
+              `data.return_full_prompt`, `full_prompts` (rendered text).
+            - with a processor, `multi_modal_data` and `multi_modal_inputs` in place of the columns
+              of images and videos.
+
+        Raises:
+            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its
+                images or videos are wrong; it names file and row.
+        """
+        config = self.config
         number = int(self._rows[item])
-        table, own_number, where = self._place(number)
-        row = dict.fromkeys(self._columns) | table[own_number]
+        table, file_row, where = self._place(number)
+        # Rows of all files have the same columns, for they meet in batches.
+        row = dict.fromkeys(self._columns) | table[file_row]
         messages, media = read_prompt(
-            row, self.config, is_vision=self.processor is not None, where=where
+            row, config, is_vision=self.processor is not None, where=where
         )
-        used = [self.config.prompt_key]
-        if self.processor is not None:
-            used += [self.config.image_key, self.config.video_key]
+        # The agent loop is named in a column of the row.
         tools = self.context.tools_of(row)
-        row = set_aside({name: value for name, value in row.items() if name not in used})
-        pictures, clips = read_media(
-            media, self.processor, self.config, folder=table.path.parent, where=where
-        )
-        options: dict[str, Any] = {"tools": tools} if tools else {}
-        text = self.encoder.render(
-            messages, where=f"{where}, column {self.config.prompt_key!r}", **options
-        )
+        used_columns = {config.prompt_key}
+        if self.processor is not None:
+            used_columns |= {config.image_key, config.video_key}
+        row = set_aside({name: value for name, value in row.items() if name not in used_columns})
+
+        folder = table.path.parent
+        pictures, clips = read_media(media, self.processor, config, folder=folder, where=where)
+        at_prompt = f"{where}, column {config.prompt_key!r}"
+        text = self.encoder.render(messages, where=at_prompt, tools=tools)
         row |= prompt_columns(
-            text, pictures, clips, self.encoder, self.processor, self.config, where=where
+            text, pictures, clips, self.encoder, self.processor, config, where=where
         )
-        if not self.config.return_multi_modal_inputs:
+        # The loader makes them for whole batches then, which sends less between processes.
+        if not config.return_multi_modal_inputs:
             row.pop("multi_modal_inputs", None)
-        if self.config.return_raw_chat:
+        if config.return_raw_chat:
             row["raw_prompt"] = messages
-        if self.config.return_full_prompt:
+        if config.return_full_prompt:
             row["full_prompts"] = text
         extra = row.get("extra_info") or {}
-        row["index"] = table.first + number if extra.get("index") is None else extra["index"]
-        row["item"], row["source_row"] = item, where
+        row["index"] = extra.get("index")
+        if row["index"] is None:
+            row["index"] = table.first + number
+        row["item"] = item
+        row["source_row"] = where
         for name in ("tools_kwargs", "interaction_kwargs"):
             row[name] = extra.get(name) or row.get(name) or {}
         return row
@@ -153,144 +186,221 @@ class RLHFDataset(FileDataset):
         """The number of the file of each item, and of its row in that file."""
         numbers = self._rows[np.asarray(items, dtype=np.int64)]
         files = np.searchsorted(self._ends, numbers, side="right")
+        # The number of the first row of each file among all rows.
         first_rows = np.concatenate([[0], self._ends])[files]
         return list(zip(files.tolist(), (numbers - first_rows).tolist(), strict=True))
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
-        """Of a row of all files: its file, its number there, and both in words."""
+        """The file of a row of all files, its number in that file, and both in words."""
         position = int(np.searchsorted(self._ends, number, side="right"))
-        table, own_number = (
-            self._tables[position],
-            number - int(self._ends[position - 1]) if position else number,
-        )
-        return table, own_number, f"{table.path} row {table.first + own_number}"
+        table = self._tables[position]
+        file_row = number - int(self._ends[position - 1]) if position else number
+        return table, file_row, f"{table.path} row {table.first + file_row}"
 
     @property
     def digest(self) -> str:
         """Hash of the files' contents and of the numbers of the rows in use."""
+        # A sample or a filter with other settings has other rows of the same files.
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
 
     def items_by_entry(self) -> list[np.ndarray]:
-        """The items out of the files of each entry of `data_files`."""
-        entries = np.array(self._entries)[np.searchsorted(self._ends, self._rows, side="right")]
+        """The items from the files of each entry of `data_files`."""
+        files = np.searchsorted(self._ends, self._rows, side="right")
+        entries = np.array(self._entries)[files]
         return [np.flatnonzero(entries == number) for number in range(self._entries[-1] + 1)]
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Of each row in use its file and number, and the value of a column; None where it has none."""
-        is_used, first = np.zeros(self._ends[-1], dtype=bool), 0
+        """The place in words and the value of a column, of each row in use. A value may be None."""
+        # Files are read once, in order, so the rows are found by a mask.
+        is_used = np.zeros(self._ends[-1], dtype=bool)
         is_used[self._rows] = True
+        first = 0
         for table in self._tables:
-            batches = (
-                table.batches([name], BATCH_ROWS) if name in table.columns else [[{}] * len(table)]
-            )
+            has_column = name in table.columns
+            batches = table.batches([name], BATCH_ROWS) if has_column else [[{}] * len(table)]
             for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
                     yield f"{table.path} row {table.first + number}", row.get(name)
             first += len(table)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
-        """The rows to use: those that are right and not too long, and a sample of them. What is left out is printed.
-        Raises DataError: none is left, or a row that would end a run in the middle of it."""
-        config, rows, limit = self.config, np.arange(self._ends[-1]), self.config.max_prompt_length
-        # A subclass may make its rows of other columns.
-        is_own, filters = (
-            type(self).__getitem__ is RLHFDataset.__getitem__,
-            config.filter_overlong_prompts,
-        )
-        is_sample, lengths = 0 <= max_samples < len(rows), None
+        """Choose the rows to use: good rows that are not too long, and a sample of them.
+
+        Print what is left out.
+
+        Args:
+            max_samples: most rows; -1 for all.
+            is_shuffled: whether the sample is drawn, else it is the first rows.
+
+        Returns:
+            Rising numbers among the rows of all files.
+
+        Raises:
+            DataError: none is left, or there is a row that would end a run in the middle of it.
+        """
+        config = self.config
+        rows = np.arange(self._ends[-1])
+        # A subclass with its own `__getitem__` may make its rows of other columns.
+        is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
+        is_sample = 0 <= max_samples < len(rows)
+        is_measured = config.filter_overlong_prompts or (is_plain and not is_sample)
         measured = np.zeros(len(rows), MEASURED)
-        if filters or (is_own and not is_sample):
+        if is_measured:
             measured = np.concatenate([self._measured(table) for table in self._tables])
-            lengths = measured["tokens"]
-            rows = rows[lengths != BAD]
-            is_long = lengths[rows] > limit
-            if filters and len(rows) and is_long.all() and not self.may_be_empty:
-                got = f"prompts of at least {lengths[rows].min()} tokens"
-                expected = f"at least one of at most data.max_prompt_length={limit}"
-                raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
-            if filters and (left_out := np.count_nonzero(is_long)):
-                told = f"{left_out} of {len(lengths)} prompts are over {limit} tokens and left out"
-                print(f"{self._key}: {told}.", flush=True)
-            rows = rows[~is_long] if filters else rows
+            rows = rows[measured["tokens"] != BAD]
+        if config.filter_overlong_prompts:
+            rows = self._without_long(rows, measured["tokens"])
         if 0 <= max_samples < len(rows):
             if is_shuffled:
-                rows = np.sort(
-                    np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False)
-                )
+                rng = np.random.default_rng(config.seed)
+                # In the order of the files, as without a sample; the sampler shuffles.
+                rows = np.sort(rng.choice(rows, size=max_samples, replace=False))
             rows = rows[:max_samples]
-        if is_own and lengths is None and len(rows):  # what is not in use need not be measured
-            lengths = measured["tokens"]
+        if is_plain and not is_measured and len(rows):
+            # Of a sample only the rows in use need to be measured.
+            is_measured = True
             for number in rows.tolist():
-                table, row, _ = self._place(number)
-                measured[number] = self._measured(table, range(row, row + 1))[0]
-            rows = rows[lengths[rows] != BAD]
+                table, file_row, _ = self._place(number)
+                measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
+            rows = rows[measured["tokens"][rows] != BAD]
+        # Errors of bad rows are printed before one that says that no row is left.
         self._tell(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
-        if lengths is not None:
-            has_tools = (measured["notes"][rows] & WITH_TOOLS) != 0
-            self._refuse_long_tools(rows[has_tools & (lengths[rows] > limit)])
-        if lengths is not None and (config.truncation == "error" or self.processor is not None):
-            self._rows = rows[lengths[rows] > limit]
+        if is_measured:
+            self._try_long(rows, measured[rows])
+        return rows
+
+    def _without_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Leave out rows that are too long.
+
+        Args:
+            rows: numbers of good rows.
+            lengths: tokens of each row of all files.
+
+        Returns:
+            The numbers of the other rows.
+
+        Raises:
+            DataError: all rows are too long.
+        """
+        limit = self.config.max_prompt_length
+        is_long = lengths[rows] > limit
+        if len(rows) and is_long.all() and not self.may_be_empty:
+            raise DataError(
+                self._key,
+                got=f"prompts of at least {lengths[rows].min()} tokens",
+                expected=f"at least one of at most data.max_prompt_length={limit}",
+                fix="Raise that length.",
+            )
+        num_long = np.count_nonzero(is_long)
+        if num_long:
+            print(
+                f"{self._key}: {num_long} of {len(lengths)} prompts are over {limit} tokens and"
+                " left out.",
+                flush=True,
+            )
+        return rows[~is_long]
+
+    def _try_long(self, rows: np.ndarray, measured: np.ndarray) -> None:
+        """Raise the error of the first row that is too long and cannot be cut.
+
+        Args:
+            rows: numbers of the rows in use.
+            measured: `MEASURED` [rows].
+        """
+        config = self.config
+        is_long = measured["tokens"] > config.max_prompt_length
+        has_tools = (measured["notes"] & WITH_TOOLS) != 0
+        long_rows_with_tools = rows[is_long & has_tools]
+        if len(long_rows_with_tools):
+            self._refuse_long_tools(int(long_rows_with_tools[0]))
+        if config.truncation == "error" or self.processor is not None:
+            # Fetching a row raises its error.
+            self._rows = rows[is_long]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
                 for item in range(len(self)):
                     self[item]
-        return rows
 
-    def _refuse_long_tools(self, rows: np.ndarray) -> None:
-        """Raise a DataError for the first of these rows, whose tools make their prompts too long."""
-        for number in rows.tolist():
-            table, row, where = self._place(number)
-            meter = PromptMeter(self.encoder, self.processor, self.config, context=self.context)
-            measured, _ = meter.measure(table, range(row, row + 1))
-            got = f"a prompt of {measured['tokens'][0]} tokens with its {len(self.context.tools)} tools"
-            expected = f"at most data.max_prompt_length={self.config.max_prompt_length}"
-            left_out = "leave such rows out with data.filter_overlong_prompts=true"
-            fix = f"Raise that length, offer fewer tools, or {left_out}: a prompt with tools is not cut."
-            raise DataError(where, got=got, expected=expected, fix=fix)
+    def _refuse_long_tools(self, number: int) -> None:
+        """Raise a DataError for a row whose prompt is too long with its tools."""
+        table, file_row, where = self._place(number)
+        # Without a limit the count is exact.
+        meter = PromptMeter(self.encoder, self.processor, self.config, context=self.context)
+        measured, _ = meter.measure(table, range(file_row, file_row + 1))
+        num_tokens = measured["tokens"][0]
+        raise DataError(
+            where,
+            got=f"a prompt of {num_tokens} tokens with its {len(self.context.tools)} tools",
+            expected=f"at most data.max_prompt_length={self.config.max_prompt_length}",
+            fix=(
+                "Raise that length, offer fewer tools, or leave such rows out with"
+                " data.filter_overlong_prompts=true: a prompt with tools is not cut."
+            ),
+        )
 
     def _tell(self, measured: np.ndarray) -> None:
-        """Print which rows are left out, what was looked at in the others, and their `NOTES`.
+        """Print which rows are left out, and the role orders and `NOTES` of the others.
 
-        `measured`: those of the rows in use.
+        Args:
+            measured: `MEASURED` [rows in use].
         """
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
         # Blocks of a stream and rows of a generator come while the run trains.
         if not self.may_be_empty and measured["order"].any():
             print(f"{self._key}: {told_prompts(measured)}.", flush=True)
-        for note, told in NOTES.items():
-            if count := np.count_nonzero(measured["notes"] & note):
-                print(f"{self._key}: {count} {told}.", flush=True)
+        for note, description in NOTES.items():
+            count = np.count_nonzero(measured["notes"] & note)
+            if count:
+                print(f"{self._key}: {count} {description}.", flush=True)
 
     def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
-        """Every prompt of a file, or those of some rows, as `PromptMeter` measures them."""
+        """Measure the prompts of a file.
+
+        Args:
+            table: the rows of the file.
+            rows: numbers of rows in the table. None: all rows.
+
+        Returns:
+            `MEASURED` [rows].
+
+        Raises:
+            DataError: a row is bad, and bad rows are not to be left out.
+        """
         config = self.config
         meter = PromptMeter(
             self.encoder, self.processor, config, config.max_prompt_length, self.context
         )
         if rows is None and self.keeps_lengths:
-            workers = config.filter_overlong_prompts_workers
-            lengths, errors = prompt_lengths(
-                table, meter, cache_dir=config.cache_dir, num_workers=workers
+            measured, errors = prompt_lengths(
+                table,
+                meter,
+                cache_dir=config.cache_dir,
+                num_workers=config.filter_overlong_prompts_workers,
             )
         else:
-            lengths, errors = meter.measure(table, range(len(table)) if rows is None else rows)
+            # Blocks and single rows come once, so their counts are not stored.
+            measured, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
             raise errors[0]
         self.bad_rows += errors
-        return lengths
+        return measured
 
 
 def set_aside(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its columns of reserved names in `extra_info`, where reward functions find them; in a batch the
-    training loop would write over them."""
+    """Move the columns with reserved names into `extra_info`, where reward functions find them.
+
+    In a batch the training loop would overwrite them.
+    """
     columns = {name: row.pop(name) for name in RESERVED & row.keys()}
-    return row | {"extra_info": columns | (row.get("extra_info") or {})} if columns else row
+    if not columns:
+        return row
+    return row | {"extra_info": columns | (row.get("extra_info") or {})}
 
 
 def prompt_columns(
@@ -303,46 +413,72 @@ def prompt_columns(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """What the rollout reads of a rendered prompt, its images and videos, [P] each, as `RLHFDataset` returns it.
-    Raises DataError: the prompt is too long, or its images or videos are wrong."""
-    limit, ids = config.max_prompt_length, encoder.encode([text])[0]
+    """The columns of a rendered prompt that the rollout reads.
+
+    Args:
+        text: the rendered prompt.
+        pictures: its images in RGB.
+        clips: its videos with their frames.
+        encoder: tokenizes.
+        processor: `VisionProcessor` of a vision-language model, or None.
+        config: the section `data`.
+        where: file and row, for errors.
+
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids` and `raw_prompt_ids`, and those of images and
+        videos, as `RLHFDataset` returns them.
+
+    Raises:
+        DataError: the prompt is too long, or its images or videos are wrong.
+    """
+    limit = config.max_prompt_length
+    ids = encoder.encode([text])[0]
+    # The expanded length of a prompt with images is only known below, and such a prompt is not cut.
     if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
-    seen = None
+    prompt_ids = ids
+    vision_prompt = None
     if processor is not None:
-        seen = processor.prompt(
+        vision_prompt = processor.prompt(
             ids, pictures, limit, where=where, clips=clips, encode=encoder.encode
         )
-    input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
-    pad = encoder.tokenizer.pad_token_id
+        prompt_ids = vision_prompt.ids
+    input_ids = torch.tensor([prompt_ids], dtype=torch.int64)
+    # The ids fit already, so this only pads.
     input_ids, mask = postprocess_data(
-        input_ids, torch.ones_like(input_ids), limit, pad, where=where
+        input_ids,
+        torch.ones_like(input_ids),
+        limit,
+        encoder.tokenizer.pad_token_id,
+        where=where,
     )
-    tensors = {"input_ids": input_ids[0], "attention_mask": mask[0]}
-    if seen is None:
-        return {
-            **tensors,
-            "position_ids": compute_position_id_with_mask(mask)[0],
-            "raw_prompt_ids": ids,
-        }
-    return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
+    columns: dict[str, Any] = {"input_ids": input_ids[0], "attention_mask": mask[0]}
+    if vision_prompt is None:
+        columns["position_ids"] = compute_position_id_with_mask(mask)[0]
+        columns["raw_prompt_ids"] = ids
+        return columns
+    # Positions of padding are 0 along each axis.
+    columns["position_ids"] = pad_left(vision_prompt.positions, limit, 0)
+    return columns | vision_prompt.columns()
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:
-    """One error for everything that is missing, so that a file is corrected once."""
+    """Raise one DataError for all missing columns, so that a file is corrected once."""
     fixes = {
         config.prompt_key: "set data.prompt_key to the column that holds the prompts",
         config.reward_fn_key: "set data.reward_fn_key to the column that names the data source",
         "reward_model": 'give each row reward_model={"style": "rule", "ground_truth": "..."}',
     }
     problems = []
+    # All files are checked before the first error is raised.
     for table in tables:
         got = f"the columns {', '.join(table.columns)}"
-        for column in (one for one in required if one not in table.columns):
+        for column in required:
+            if column in table.columns:
+                continue
             fix = f"Rename or add it, or {fixes[column]}." if column in fixes else "Add it."
-            problems.append(
-                DataError(str(table.path), got=got, expected=f"a column {column!r}", fix=fix)
-            )
+            expected = f"a column {column!r}"
+            problems.append(DataError(str(table.path), got=got, expected=expected, fix=fix))
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -353,7 +489,7 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
 
 
 def as_hf_dataset(table: pa.Table) -> "datasets.Dataset":
-    """Return a table as a dataset of Hugging Face's library, which is imported here: it brings pandas along."""
+    """A table as a dataset of Hugging Face's library, which is slow to import: it needs pandas."""
     import datasets
 
     return datasets.Dataset(table)

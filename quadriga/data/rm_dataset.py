@@ -16,7 +16,14 @@ from quadriga.errors import DataError
 
 
 class Pair(NamedTuple):
-    """Token ids, int32 [L]: of the prompt, of the better response and of the worse one; and what the prompt shows."""
+    """Token ids of a prompt and of two responses, int32 [L] each.
+
+    Attributes:
+        prompt: the rendered prompt.
+        chosen: the better response.
+        rejected: the worse response.
+        media: images and videos of the prompt.
+    """
 
     prompt: np.ndarray
     chosen: np.ndarray
@@ -31,51 +38,56 @@ class RMDataset(TokenizedRows[Pair]):
         chosen     the better response: text, a list with the assistant's message, or a whole chat
         rejected   the worse one, in the same form
 
-    Read in the tokens that a rollout would have: the rendered prompt, then the response up to its end of sequence.
-    Arguments as for `TokenizedRows`.
-    Raises DataError: also for a pair of equal responses, from which nothing can be learned."""
+    Tokens are those that a rollout would have: the rendered prompt, then the response up to its end
+    of sequence. Arguments as for `TokenizedRows`.
+
+    Raises:
+        DataError: also for a pair of equal responses, from which nothing can be learned.
+    """
 
     columns = ("chosen_key", "rejected_key")
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Pair `item`, padded on the right to `data.max_length` = L.
-        Returns `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
-        `num_prompt_tokens`, int64 [], with which both begin. With a processor positions are [2, 3, L], and there are
-        `multi_modal_inputs`."""
+
+        Returns:
+            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response
+            first; and `num_prompt_tokens`, int64 [], with which both begin. With a processor
+            positions are [2, 3, L], and there are `multi_modal_inputs`.
+        """
         pair = self.rows[item]
         sequences = [
-            np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)
+            np.concatenate([pair.prompt, pair.chosen]),
+            np.concatenate([pair.prompt, pair.rejected]),
         ]
-        return {
-            **self.padded(sequences, pair.media),
-            "num_prompt_tokens": torch.tensor(len(pair.prompt)),
-        }
+        # Both sequences repeat the prompt, which is in memory once.
+        columns = self.padded(sequences, pair.media)
+        return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
-        chats: list[tuple[str, Messages]] = []
+        chats = []
         for key in self.columns:
             column = getattr(self.config, key)
-            place, prompt, response = (
-                f"{where}, {column}",
-                row.get(self.config.prompt_key),
-                row[column],
-            )
-            before = [] if prompt is None else as_messages(prompt, where=place)
+            place = f"{where}, {column}"
+            response = row[column]
+            prompt = row.get(self.config.prompt_key)
+            prompt_messages: Messages = []
+            if prompt is not None:
+                prompt_messages = as_messages(prompt, where=place)
             if isinstance(response, str):
-                if not before:
-                    got = "a response in text, without a prompt"
-                    fix = "Name the column of the prompts with data.prompt_key."
+                if not prompt_messages:
                     raise DataError(
                         place,
-                        got=got,
+                        got="a response in text, without a prompt",
                         expected="a prompt in the same row, or a whole chat",
-                        fix=fix,
+                        fix="Name the column of the prompts with data.prompt_key.",
                     )
-                messages = [*before, {"role": ASSISTANT, "content": response}]
+                messages = [*prompt_messages, {"role": ASSISTANT, "content": response}]
             else:
-                chat = as_messages(response, where=place, key=key)
+                messages = as_messages(response, where=place, key=key)
                 # Some data sets repeat the prompt in front of each response.
-                messages = chat if chat[: len(before)] == before else [*before, *chat]
+                if messages[: len(prompt_messages)] != prompt_messages:
+                    messages = [*prompt_messages, *messages]
             chats.append((place, messages))
         return chats
 
@@ -86,46 +98,49 @@ class RMDataset(TokenizedRows[Pair]):
         media: RowMedia | None,
         where: str,
     ) -> Pair:
-        if parts[0].text != parts[2].text:
-            expected = "responses to one prompt: chats that differ in the last turn only"
+        # Each chat has two parts: the prompt and the last turn of the assistant.
+        prompt, chosen, rejected_prompt, _ = parts
+        prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
+        # One prompt is stored for both, so it must be the same.
+        if prompt.text != rejected_prompt.text:
             raise DataError(
                 where,
                 got="two responses to different prompts",
-                expected=expected,
+                expected="responses to one prompt: chats that differ in the last turn only",
                 fix="Correct the row.",
             )
-        if self.processor and not set(self.processor.media_ids).isdisjoint(
-            [*tokens[1], *tokens[3]]
-        ):
-            expected = "text, to a prompt that may have some"
+        if self.processor:
+            response_ids = {*chosen_ids, *rejected_ids}
+            if not response_ids.isdisjoint(self.processor.media_ids):
+                raise DataError(
+                    where,
+                    got="images or videos in a response",
+                    expected="text, to a prompt that may have some",
+                    fix="Leave the row out.",
+                )
+        responses = []
+        # Ends of turns are treated as in supervised training.
+        for part_ids in ([prompt_ids, chosen_ids], [rejected_prompt_ids, rejected_ids]):
+            joined = conversation(
+                part_ids, [False, True], self.tokenizer.eos_token_id, self.stop_token_ids
+            )
+            responses.append(joined.ids[len(part_ids[0]) :])
+        if np.array_equal(*responses):
             raise DataError(
                 where,
-                got="images or videos in a response",
-                expected=expected,
-                fix="Leave the row out.",
-            )
-        ends = (self.tokenizer.eos_token_id, self.stop_token_ids)
-        chosen, rejected = (
-            conversation(tokens[i : i + 2], [False, True], *ends).ids[len(tokens[i]) :]
-            for i in (0, 2)
-        )
-        if np.array_equal(chosen, rejected):
-            got, expected = (
-                f"two equal responses, {parts[1].text[:60]!r}",
-                "a better one and a worse one",
-            )
-            raise DataError(
-                where,
-                got=got,
-                expected=expected,
+                got=f"two equal responses, {chosen.text[:60]!r}",
+                expected="a better one and a worse one",
                 fix="Leave the row out: nothing can be learned from it.",
             )
-        return Pair(np.array(tokens[0], dtype=np.int32), chosen, rejected, media)
+        return Pair(np.array(prompt_ids, dtype=np.int32), responses[0], responses[1], media)
 
     def num_tokens(self, row: Pair) -> int:
         return len(row.prompt) + max(len(row.chosen), len(row.rejected))
 
     def cut(self, row: Pair) -> Pair | None:
-        # The prompt loses its beginning; one token of it must be left.
-        kept = len(row.prompt) - (self.num_tokens(row) - self.config.max_length)
-        return Pair(row.prompt[-kept:], row.chosen, row.rejected) if kept > 0 else None
+        # The prompt loses its beginning. One token of it must remain, which predicts the response.
+        num_excess = self.num_tokens(row) - self.config.max_length
+        num_remaining = len(row.prompt) - num_excess
+        if num_remaining <= 0:
+            return None
+        return Pair(row.prompt[-num_remaining:], row.chosen, row.rejected)

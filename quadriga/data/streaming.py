@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of files that are read as they are needed: `data.streaming` rows at a time, file after file, pass after pass.
+"""Prompts of files that are read as needed, `data.streaming` rows at a time, pass after pass.
 
     file 0: block, block, block; file 1: block, block; file 0: block ...      one block is in memory
 
-Nothing is read before its turn but the first block of each file. Rows are shuffled within a block, so that the state is
-the place of a block, and how many rows of it were taken follows from the loader's.
+Only the first block of each file is read before its turn. Rows are shuffled within a block.
+Therefore the state is the place of a block; the number of its rows that were taken follows from the
+loader's state.
 """
 
 import sys
@@ -23,10 +24,13 @@ from quadriga.errors import DataError
 
 
 class _Block(RLHFDataset):
-    """The rows of a block that are right and short enough; before one is opened, what the first block of each file
-    has of columns."""
+    """Rows of one block that are neither bad nor too long.
 
-    may_be_empty, keeps_lengths = True, False
+    Before the first `open`, it has no rows, but the columns of the first block of each file.
+    """
+
+    may_be_empty = True
+    keeps_lengths = False
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
@@ -34,36 +38,50 @@ class _Block(RLHFDataset):
         blocks = read_blocks(
             file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns
         )
-        if (table := next(blocks, None)) is None:
+        table = next(blocks, None)
+        if table is None:
             raise DataError(
                 str(file), got="no rows", expected="at least one", fix="Leave the file out."
             )
         return table
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
-        """Have the rows of another block."""
-        if new := sorted({*table.columns}.difference(self._columns)):
-            got, fix = (
-                f"the column {new[0]!r} behind row {table.first}",
-                "Give the first row of a file all columns.",
-            )
+        """Replace the rows by those of another block, whose bad lines are reported with it."""
+        # A batch has the columns of all files, which were fixed when the run began.
+        new_columns = sorted({*table.columns}.difference(self._columns))
+        if new_columns:
             raise DataError(
-                str(table.path), got=got, expected="columns that its first rows have", fix=fix
+                str(table.path),
+                got=f"the column {new_columns[0]!r} behind row {table.first}",
+                expected="columns that its first rows have",
+                fix="Give the first row of a file all columns.",
             )
-        self._is_open, self.bad_rows = True, bad_lines
-        self._tables, self._ends = [table], np.array([len(table)])
+        self._is_open = True
+        self.bad_rows = bad_lines
+        self._tables = [table]
+        self._ends = np.array([len(table)])
         self._rows = self._chosen(-1, is_shuffled=False)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
-        return (
-            super()._chosen(max_samples, is_shuffled=is_shuffled) if self._is_open else np.arange(0)
-        )
+        if not self._is_open:
+            return np.arange(0)
+        return super()._chosen(max_samples, is_shuffled=is_shuffled)
 
 
 class StreamedDataset(Dataset):
-    """Rows as `RLHFDataset` returns them, without end; they are asked for in order.
-    `data_files`, `tokenizer`, `config`, `processor`, `is_train`, `context`: as of `RLHFDataset`.
-    Raises DataError: a file is wrong, or one of its rows, when its block is read."""
+    """Endless stream of rows as `RLHFDataset` returns them. Items are requested in order.
+
+    Args:
+        data_files: as for `RLHFDataset`.
+        tokenizer: as for `RLHFDataset`.
+        config: the section `data`.
+        processor: as for `RLHFDataset`.
+        is_train: as for `RLHFDataset`.
+        context: as for `RLHFDataset`.
+
+    Raises:
+        DataError: a file is wrong. Errors of its rows are raised when their block is read.
+    """
 
     def __init__(
         self,
@@ -75,89 +93,113 @@ class StreamedDataset(Dataset):
         is_train: bool = True,
         context: PromptContext = NO_CONTEXT,
     ) -> None:
-        options: dict[str, Any] = {"is_train": is_train, "context": context}
+        self.config = config
+        self.tokenizer = tokenizer
+        # The rows in memory.
         self.block = _Block(
-            data_files, tokenizer, config, processor, **options
-        )  # the rows in memory
-        self.config, self.tokenizer, self.processor = config, tokenizer, self.block.processor
-        self._files = [table.path for table in self.block._tables]
-        order = (
-            f"shuffled among {config.streaming} at a time"
-            if config.shuffle
-            else "in the order of the files"
+            data_files, tokenizer, config, processor, is_train=is_train, context=context
         )
+        self.processor = self.block.processor
+        self._files = [table.path for table in self.block._tables]
+        order = "in the order of the files"
+        if config.shuffle:
+            order = f"shuffled among {config.streaming} at a time"
         print(f"data.streaming: rows are read as they are needed, {order}.", flush=True)
-        self._begin(0, 0, 0, 0)
+        self._begin(passes=0, file=0, row=0, first=0)
 
     def __len__(self) -> int:
-        """More than are ever asked for."""
+        """More than a run ever asks for: the stream has no end."""
         return sys.maxsize
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """The row with this number of all that were taken since the run began."""
+        """The row with this number among all rows since the run began."""
         while item >= self._first + len(self.block):
-            self._advance()
-        return {**self.block[int(self._order[item - self._first])], "item": item}
+            self._first += len(self.block)
+            self._open_next()
+        # The item numbers of a stream go on over blocks and passes.
+        number = self._order[item - self._first]
+        return {**self.block[int(number)], "item": item}
 
     @property
     def parts(self) -> list[RLHFDataset]:
-        """What is known of the rows before training."""
+        """Data sets whose columns are known before training."""
         return [self.block]
 
-    def _begin(self, passes: int, file: int, row: int, first: int) -> None:
-        """Read on from a row of a file; the first that is read is item `first`."""
-        self._bad_lines = list[DataError]()
+    def _begin(self, *, passes: int, file: int, row: int, first: int) -> None:
+        """Start to read at a row of a file, where a block begins; that row is item `first`."""
+        self._bad_lines: list[DataError] = []
         self._blocks = self._read_on(passes, file, row)
-        self._first, self._order, self._used = first, np.arange(0), passes
-        self._advance(is_next=False)
+        self._first = first
+        # The last pass that had a row to use.
+        self._used_pass = passes
+        self._open_next()
 
     def _read_on(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
+        """All blocks from a row of a file on, each with the numbers of its pass and its file."""
         config = self.config
-        bad = self._bad_lines if config.on_bad_row == "skip" else None
+        bad_lines = self._bad_lines if config.on_bad_row == "skip" else None
         while True:
             for number in range(file, len(self._files)):
-                for table in read_blocks(
-                    self._files[number], config.streaming, row, bad, config.chat_columns
-                ):
+                blocks = read_blocks(
+                    self._files[number], config.streaming, row, bad_lines, config.chat_columns
+                )
+                for table in blocks:
                     yield passes, number, table
+                # Only the first file begins in the middle.
                 row = 0
-            passes, file = passes + 1, 0
+            passes += 1
+            file = 0
 
-    def _advance(self, *, is_next: bool = True) -> None:
-        """Open the next block. Raises DataError: a whole pass had no row that can be used."""
-        self._first += len(self.block) if is_next else 0
+    def _open_next(self) -> None:
+        """Read the next block.
+
+        Raises:
+            DataError: a whole pass had no row that can be used.
+        """
         passes, number, table = next(self._blocks)
-        if passes > self._used + 1:
-            got, fix = (
-                "a pass over the files without a row that can be used",
-                "Raise data.max_prompt_length.",
+        # The pass behind the last one with a row is over, and had none.
+        if passes > self._used_pass + 1:
+            raise DataError(
+                "data.train_files",
+                got="a pass over the files without a row that can be used",
+                expected="at least one",
+                fix="Raise data.max_prompt_length.",
             )
-            raise DataError("data.train_files", got=got, expected="at least one", fix=fix)
+        # A copy: the generator of blocks goes on to fill this list.
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
         self._place = {"passes": passes, "file": number, "row": table.first}
-        self._used = passes if len(self.block) else self._used
+        if len(self.block):
+            self._used_pass = passes
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            self._order = np.random.default_rng(
-                [self.config.seed, *self._place.values()]
-            ).permutation(self._order)
+            # The order depends on the place alone, so the state need not hold a generator.
+            rng = np.random.default_rng([self.config.seed, *self._place.values()])
+            self._order = rng.permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
-        """The block, the number of its first row, and which files these are."""
+        """Place of the block, the number of its first item, and the identity of the files."""
         return {**self._place, "first": self._first, "files": self._facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Read on from there. Raises DataError: the files are others."""
+        """Continue at the block of a state.
+
+        Raises:
+            DataError: the files are others.
+        """
         if state["files"] != self._facts():
-            got, fix = (
-                "files of other sizes than those of the checkpoint, or other settings",
-                "Restore them.",
-            )
             raise DataError(
-                "data.train_files", got=got, expected="the data that the run began with", fix=fix
+                "data.train_files",
+                got="files of other sizes than those of the checkpoint, or other settings",
+                expected="the data that the run began with",
+                fix="Restore them.",
             )
-        self._begin(state["passes"], state["file"], state["row"], state["first"])
+        self._begin(
+            passes=state["passes"], file=state["file"], row=state["row"], first=state["first"]
+        )
 
     def _facts(self) -> list[int]:
-        return [self.config.streaming or 0, *(file.stat().st_size for file in self._files)]
+        """Rows of a block and the sizes of the files in bytes."""
+        # Sizes instead of hashes: files that are streamed are large.
+        sizes = [file.stat().st_size for file in self._files]
+        return [self.config.streaming or 0, *sizes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer, and from a prompt to token ids: chat messages, text by the chat template, ids."""
+"""Loads the tokenizer and encodes prompts: from chat messages to text, and to token ids."""
 
 import hashlib
 import json
@@ -20,8 +20,16 @@ from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 Messages = list[dict[str, Any]]
 _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 MAX_ROLE_ORDERS = 256
-"""Role orders of which a chat is rendered again to see that the template writes each message."""
+"""Role orders whose first chat is rendered again to check that the template writes each message."""
 _PROBE = " quadriga"
+_RESERVED_KWARGS = (
+    "tokenize",
+    "return_tensors",
+    "return_dict",
+    "padding",
+    "truncation",
+    "max_length",
+)
 RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
 """Pairs of roles that follow each other in a chat, its last role, and whether there are tools.
 
@@ -29,43 +37,61 @@ RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training."""
-    # By its name in the package, which imports it here: torch comes with it, and counting tokens needs none.
+    """Load a tokenizer as it is; `load_tokenizer` also prepares it for training.
+
+    Args:
+        path: a folder or a name on the hub.
+        options: further arguments of `AutoTokenizer.from_pretrained`.
+
+    Returns:
+        The tokenizer.
+    """
+    # The class is looked up in the package, which imports it here: torch comes with it, and counting tokens needs none.
     # Its annotation admits None, for installations without the package tokenizers, which transformers requires.
-    return cast(
-        PreTrainedTokenizerBase, transformers.AutoTokenizer.from_pretrained(path, **options)
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer with what training needs: a pad token, and its chat template or `chat_template` (Jinja, or a file).
-    Raises DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template that writes
-    what messages say."""
+    """Load a tokenizer with a pad token and a chat template, which training needs.
+
+    Args:
+        path: a folder or a name on the hub.
+        trust_remote_code: whether code in that folder may run.
+        chat_template: Jinja, or a file with it. None: the tokenizer's own.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: the tokenizer cannot be loaded, has neither pad nor end-of-sequence token, or has
+            no chat template that writes the content of messages.
+    """
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        where, expected = (
-            f"tokenizer {path}",
-            "a folder or hub name with a tokenizer that transformers can load",
-        )
-        fix = "Check data.tokenizer and actor_rollout_ref.model.path."
         raise DataError(
-            where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix
+            f"tokenizer {path}",
+            got=str(error).strip().partition("\n")[0],
+            expected="a folder or hub name with a tokenizer that transformers can load",
+            fix="Check data.tokenizer and actor_rollout_ref.model.path.",
         ) from error
     if chat_template is not None:
         try:
-            is_text = "{" in chat_template
-            tokenizer.chat_template = (
-                chat_template if is_text else Path(chat_template).expanduser().read_text("utf-8")
-            )
+            # Any template has a brace, and hardly any file name.
+            if "{" not in chat_template:
+                tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
+            else:
+                tokenizer.chat_template = chat_template
         except (OSError, UnicodeDecodeError) as error:
-            got, expected = (
-                f"{chat_template!r} ({error})",
-                "a chat template in Jinja, or a file with one",
-            )
-            raise DataError(_TEMPLATE, got=got, expected=expected, fix="Check the path.") from error
+            raise DataError(
+                _TEMPLATE,
+                got=f"{chat_template!r} ({error})",
+                expected="a chat template in Jinja, or a file with one",
+                fix="Check the path.",
+            ) from error
     check_tokenizer(tokenizer, str(path))
     return tokenizer
 
@@ -73,141 +99,181 @@ def load_tokenizer(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False
 ) -> None:
-    """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
-    Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere."""
+    """Refuse a tokenizer that training cannot work with. Give it a pad token if it has none.
+
+    Args:
+        tokenizer: changed in place.
+        name: its name, for errors and notices.
+        has_template: whether the caller brings a chat template, so that the tokenizer's own is not
+            needed.
+
+    Raises:
+        DataError: as for `load_tokenizer`.
+    """
+    where = f"tokenizer {name}"
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        where = f"tokenizer {name}"
-        got = (
-            "a vocabulary without a token: what transformers makes of a folder without a tokenizer"
-        )
-        fix = "Copy them there, or set data.tokenizer to a folder that has them."
         raise DataError(
             where,
-            got=got,
+            got="a vocabulary without a token, which transformers makes of a folder without one",
             expected="tokenizer.json, or the files of another kind of tokenizer",
-            fix=fix,
+            fix="Copy them there, or set data.tokenizer to a folder that has them.",
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            got = "neither a pad token nor an end-of-sequence token"
-            fix = 'Set "pad_token" in its tokenizer_config.json.'
-            raise DataError(f"tokenizer {name}", got=got, expected="at least one of them", fix=fix)
+            raise DataError(
+                where,
+                got="neither a pad token nor an end-of-sequence token",
+                expected="at least one of them",
+                fix='Set "pad_token" in its tokenizer_config.json.',
+            )
+        # Padding is masked, so any token may pad.
         tokenizer.pad_token = tokenizer.eos_token
         print(
-            f"tokenizer {name}: it has no pad token; {tokenizer.eos_token!r}, the end of sequence, pads.",
+            f"{where}: it has no pad token; its end-of-sequence token {tokenizer.eos_token!r} is"
+            " used for padding.",
             flush=True,
         )
-    if not (has_template or tokenizer.chat_template):
-        where, fix = (
-            f"tokenizer {name}",
-            f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
-        )
+    if has_template:
+        return
+    if not tokenizer.chat_template:
         raise DataError(
-            where, got="no chat template", expected="one, to turn chat messages into text", fix=fix
+            where,
+            got="no chat template",
+            expected="one, to turn chat messages into text",
+            fix=f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
         )
-    if not has_template and _ignores_messages(tokenizer):
-        got = (
-            f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say"
+    if _ignores_messages(tokenizer):
+        template = shortened(tokenizer.chat_template)
+        raise DataError(
+            f"chat template of {where}",
+            got=f"{template}, which writes the same whatever the messages say",
+            expected="one that writes their content",
+            fix=f"Correct it, or set {_TEMPLATE} to another one.",
         )
-        expected, fix = (
-            "one that writes their content",
-            f"Correct it, or set {_TEMPLATE} to another one.",
-        )
-        raise DataError(f"chat template of tokenizer {name}", got=got, expected=expected, fix=fix)
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether two messages with other words, as texts and in parts, come out as one text."""
-    for form in (str, lambda word: [{"type": "text", "text": word}]):
-        chats = [[{"role": "user", "content": form(word)}] for word in ("one", "two")]
+    """Whether messages with different words, as texts or parts, give the same text."""
+    words = ("one", "two")
+    as_parts = [[{"type": "text", "text": word}] for word in words]
+    for contents in (words, as_parts):
         try:
             encoder = ChatEncoder(tokenizer, {})
-            if len({encoder.written(chat, encoder.template_kwargs) for chat in chats}) > 1:
-                return False
+            rendered = set()
+            for content in contents:
+                chat = [{"role": "user", "content": content}]
+                # The words are compared in the text that the template makes, not in its source.
+                rendered.add(encoder.written(chat, encoder.template_kwargs))
         except DataError:
-            return False  # what refuses messages reads them
+            return False  # a template that refuses messages reads them
+        if len(rendered) > 1:
+            return False
     return True
 
 
 def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages:
-    """The chat messages of a prompt; a string is one message of the user or a chat in JSON, anything else a DataError.
-    `data.key` names the column.
+    """The chat messages of a prompt.
 
-    Content parts that are all text become one text: templates of language models know no parts, and some would write
-    them out as Python does."""
+    Content parts that are all text become one text: templates of language models know no parts, and
+    some would write them out as Python does.
+
+    Args:
+        prompt: a list of messages, a chat in JSON, or a string, which is one message of the user.
+        where: file and row, for errors.
+        key: key of the section `data` that names the column.
+
+    Returns:
+        The messages, without fields that are null.
+
+    Raises:
+        DataError: the prompt has another form.
+    """
     prompt = chat_in_json(prompt) or prompt
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    roles = (
-        [isinstance(one, Mapping) and one.get("role") for one in prompt]
-        if isinstance(prompt, Sequence)
-        else []
-    )
-    if not roles or not all(isinstance(role, str) for role in roles):
-        expected = 'text, or a list of messages such as [{"role": "user", "content": "..."}]'
-        fix = f"Correct the row, or set data.{key} to the column that holds the chat."
+    if not _is_chat(prompt):
         raise DataError(
-            where, got=f"the {key[:-4]} {shortened(prompt)}", expected=expected, fix=fix
+            where,
+            got=f"the {key.removesuffix('_key')} {shortened(prompt)}",
+            expected='text, or a list of messages such as [{"role": "user", "content": "..."}]',
+            fix=f"Correct the row, or set data.{key} to the column that holds the chat.",
         )
-    # A column of a parquet file gives each message the keys of all; those without a value were never meant.
-    messages = [
-        {key: value for key, value in message.items() if value is not None} for message in prompt
-    ]
-    for number, message in enumerate(messages):
-        parts = message.get("content")
-        if not isinstance(parts, Sequence) and (parts is not None or not message.get("tool_calls")):
-            got, expected = shortened(message), "a content that is text, or a list of parts"
-            fix = 'Give it a text, "" if need be.'
-            raise DataError(f"{where}, message {number}", got=got, expected=expected, fix=fix)
-        if isinstance(parts, list) and all(
-            isinstance(one, Mapping) and one.get("type") == "text" for one in parts
+    messages = []
+    for number, row_message in enumerate(prompt):
+        message = without_nulls(row_message)
+        content = message.get("content")
+        is_call = content is None and message.get("tool_calls")
+        # A message with nothing but tool calls may lack a content.
+        if not isinstance(content, Sequence) and not is_call:
+            raise DataError(
+                f"{where}, message {number}",
+                got=shortened(message),
+                expected="a content that is text, or a list of parts",
+                fix='Give it a text, "" if need be.',
+            )
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
         ):
-            message["content"] = "".join(str(one.get("text") or "") for one in parts)
+            message["content"] = "".join(str(part.get("text") or "") for part in content)
+        messages.append(message)
     return messages
 
 
+def _is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages with roles."""
+    if not isinstance(value, Sequence) or not value:
+        return False
+    return all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
+    )
+
+
 def chat_in_json(value: Any) -> Messages:
-    """The messages of a text such as '[{"role": "user", "content": "Hi"}]'; none of any other value."""
+    """The messages in a text such as '[{"role": "user", "content": "Hi"}]'; else none."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return []
     try:
+        # A prompt may be a text that merely begins with a bracket.
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return []
-    is_chat = all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
-        for one in chat
-    )
-    return chat if is_chat else []
+    for message in chat:
+        # A list in JSON may be any text, such as an exercise about lists.
+        if not isinstance(message, dict) or "content" not in message:
+            return []
+        if not isinstance(message.get("role"), str):
+            return []
+    return chat
 
 
 class ChatEncoder:
-    """Renders and tokenizes prompts as the rollout will see them.
-    `tokenizer`: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-    `template_kwargs`: arguments for the chat template. Unless they say otherwise a turn of the assistant is opened, or
-    continued where the messages end with one."""
+    """Renders and tokenizes prompts as the rollout will.
+
+    Args:
+        tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
+        template_kwargs: arguments of the chat template. By default a turn of the assistant is
+            opened, or continued where the messages end with one.
+
+    Raises:
+        DataError: an argument is not for the template.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
     ) -> None:
-        for key in (
-            "tokenize",
-            "return_tensors",
-            "return_dict",
-            "padding",
-            "truncation",
-            "max_length",
-        ):
+        for key in _RESERVED_KWARGS:
             if key in template_kwargs:
-                where, got = f"data.apply_chat_template_kwargs.{key}", repr(template_kwargs[key])
-                fix = "Remove it: how prompts are tokenized, cut and padded is decided by the keys of `data`."
-                raise DataError(where, got=got, expected="arguments for the template only", fix=fix)
+                raise DataError(
+                    f"data.apply_chat_template_kwargs.{key}",
+                    got=repr(template_kwargs[key]),
+                    expected="arguments for the template only",
+                    fix="Remove it: keys of `data` set how prompts are tokenized, cut and padded.",
+                )
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
-        self._may_continue = {"add_generation_prompt", "continue_final_message"}.isdisjoint(
-            template_kwargs
-        )
-        # By role order the pair whose second message the template leaves out, None if it writes all.
+        ending_keys = {"add_generation_prompt", "continue_final_message"}
+        self._may_continue = ending_keys.isdisjoint(template_kwargs)
+        # The pair of each role order whose second message the template leaves out; None: it writes all messages.
         self._left_out: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(
@@ -218,30 +284,31 @@ class ChatEncoder:
         Args:
             messages: the chat.
             where: file and row, for errors.
-            tools: schemas that the template is given.
+            tools: schemas for the template.
             options: further arguments of the template; they replace those of `template_kwargs`.
+
+        Returns:
+            The text of the chat, and of the beginning of the assistant's next turn.
 
         Raises:
             DataError: the template refuses the messages, or leaves one of them out.
         """
-        complete = {**self.template_kwargs, **options}
+        arguments = {**self.template_kwargs, **options}
         is_continued = self.continues(messages)
         if tools:
-            # Agent loops render a prompt with tools so, whatever `template_kwargs` say of its end.
-            complete |= {
-                "tools": list(tools),
-                "add_generation_prompt": options.get("add_generation_prompt", True),
-            }
+            # Agent loops ignore what `template_kwargs` say about the end of a prompt with tools.
+            arguments["tools"] = list(tools)
+            arguments["add_generation_prompt"] = options.get("add_generation_prompt", True)
             is_continued = ends_with_assistant(messages)
         if is_continued and "add_generation_prompt" not in options:
-            complete |= CONTINUING
-        text = self.written(messages, complete, where=where)
-        self._require_all_written(messages, complete, text, where)
+            arguments |= CONTINUING
+        text = self.written(messages, arguments, where=where)
+        self._require_all_written(messages, arguments, text, where)
         return text
 
     @property
     def num_orders(self) -> int:
-        """Role orders that were checked so far."""
+        """Number of role orders that were checked so far."""
         return len(self._left_out)
 
     def continues(self, messages: Messages) -> bool:
@@ -249,23 +316,42 @@ class ChatEncoder:
         return self._may_continue and ends_with_assistant(messages)
 
     def written(self, messages: Messages, options: Mapping[str, Any], *, where: str = "") -> str:
-        """The text that the chat template makes of messages, with these arguments and no others."""
+        """Render messages with these arguments of the chat template and no others.
+
+        Args:
+            messages: the chat.
+            options: arguments of the chat template.
+            where: file and row, for errors.
+
+        Returns:
+            The text.
+
+        Raises:
+            DataError: the template refuses the messages, or the text is not valid UTF-8.
+        """
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
-            # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
-            got = f"messages that the chat template refuses ({type(error).__name__}: {error})"
-            expected = "messages in the form that the model was trained on"
-            fix = "Correct the row or the template, or change data.apply_chat_template_kwargs."
-            raise DataError(where, got=got, expected=expected, fix=fix) from error
+            # A template is a program of the model's author, and may raise any exception.
+            raise DataError(
+                where,
+                got=f"messages that the chat template refuses ({type(error).__name__}: {error})",
+                expected="messages in the form that the model was trained on",
+                fix="Correct the row or the template, or change data.apply_chat_template_kwargs.",
+            ) from error
         try:
+            # Half of a surrogate pair would only fail later, in the tokenizer.
             str(text).encode()
         except UnicodeEncodeError as error:
-            half, before = error.object[error.start], error.object[: error.start][-40:]
-            got = f"half of a character, {half!r}, behind {before!r}"
-            fix = "Correct the row: its text was cut in two there."
-            raise DataError(where, got=got, expected="text that UTF-8 can hold", fix=fix) from error
-        # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
+            half = error.object[error.start]
+            text_before = error.object[: error.start][-40:]
+            raise DataError(
+                where,
+                got=f"half of a character, {half!r}, behind {text_before!r}",
+                expected="text that UTF-8 can hold",
+                fix="Correct the row: its text was cut in two there.",
+            ) from error
+        # Without tokenization the result is a text; the annotation of transformers covers other cases too.
         return cast(str, text)
 
     def _require_all_written(
@@ -273,23 +359,24 @@ class ChatEncoder:
     ) -> None:
         """Raise a DataError if the template leaves out a message.
 
-        One chat of each role order is rendered again.
+        Only the first chat of each role order is rendered again.
         """
         order = role_order(messages, has_tools=bool(options.get("tools")))
         if order not in self._left_out:
+            # Data with ever new orders would double the time of a start.
             if len(self._left_out) >= MAX_ROLE_ORDERS:
                 return
             self._left_out[order] = self._find_left_out(messages, options, text)
-        if (missing_pair := self._left_out[order]) is None:
+        missing_pair = self._left_out[order]
+        if missing_pair is None:
             return
+        # A chat of the same role order has the same pairs.
         number = _first_messages(messages)[missing_pair]
-        got = f"the role {missing_pair[1]!r}, whose messages the chat template leaves out"
-        fix = f"Correct the row, or set {_TEMPLATE} to a template that writes them."
         raise DataError(
             f"{where}, message {number}",
-            got=got,
+            got=f"the role {missing_pair[1]!r}, whose messages the chat template leaves out",
             expected="a role that the chat template writes",
-            fix=fix,
+            fix=f"Correct the row, or set {_TEMPLATE} to a template that writes them.",
         )
 
     def _find_left_out(
@@ -297,17 +384,20 @@ class ChatEncoder:
     ) -> tuple[str, str] | None:
         """The pair of roles whose second message does not appear in the text, or None."""
         for pair, number in _first_messages(messages).items():
-            message, before, after = messages[number], messages[:number], messages[number + 1 :]
+            message = messages[number]
             content: Any = message.get("content") or ""
+            # The message is changed: if the text stays the same, the template leaves it out.
             probed: Any = [*content, {"type": "text", "text": _PROBE}]
             if isinstance(content, str):
                 probed = content + _PROBE
-            changed = [*before, {**message, "content": probed}, *after]
+            changed = list(messages)
+            changed[number] = {**message, "content": probed}
             try:
                 is_written = self.written(changed, options) != text
-                # Templates may drop the thoughts of an earlier turn, and what stands beside a call.
+                # Templates may drop the thoughts of an earlier turn, and text beside a tool call.
                 if not is_written and message["role"] == "assistant":
-                    is_written = self.written([*before, *after], options) != text
+                    shorter = [*messages[:number], *messages[number + 1 :]]
+                    is_written = self.written(shorter, options) != text
             except DataError:
                 continue  # a template that refuses a change has read the message
             if not is_written:
@@ -315,12 +405,11 @@ class ChatEncoder:
         return None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each rendered text; the template has already written the special tokens."""
+        """The token ids of rendered texts. The template has written the special tokens already."""
         if not texts:
-            return []  # which transformers refuses
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
+            return []  # transformers refuses an empty list
+        encodings = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+        return encodings["input_ids"]
 
     @cached_property
     def counter(self) -> TokenCounter:
@@ -328,18 +417,23 @@ class ChatEncoder:
         return TokenCounter(self.tokenizer)
 
     def fingerprint(self) -> str:
-        """Changes whenever the ids of some prompt could."""
-        tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
+        """Hash of everything that decides about the token ids of prompts."""
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            tokenizer_facts: Any = backend.to_str()
+        else:
+            tokenizer_facts = [
+                type(tokenizer).__qualname__,
+                sorted(tokenizer.get_vocab().items()),
+                tokenizer.special_tokens_map,
+            ]
+        # The tokenizer's own description does not include the template.
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
-        slow = [
-            type(tokenizer).__qualname__,
-            sorted(tokenizer.get_vocab().items()),
-            tokenizer.special_tokens_map,
-        ]
         facts = {
             "rows": 3,  # raised when rows become messages in another way, or are refused for other reasons
             "transformers": transformers.__version__,
-            "tokenizer": slow if backend is None else backend.to_str(),
+            "tokenizer": tokenizer_facts,
             "template": template,
             "kwargs": self.template_kwargs,
             # Some templates write the date into the prompt.
@@ -349,20 +443,29 @@ class ChatEncoder:
 
 
 def told_orders(num_orders: int) -> str:
-    """How many role orders were looked at, for the lines that a start prints."""
-    checked = (
-        f"a chat of each (at most {MAX_ROLE_ORDERS}) was rendered again, and no message is left out"
+    """Describe how many role orders were checked, for the lines that a start prints."""
+    return (
+        f"{num_orders} combinations of roles, tools and last role; a chat of each (at most"
+        f" {MAX_ROLE_ORDERS}) was rendered again, and no message is left out"
     )
-    return f"{num_orders} combinations of roles, tools and last role; {checked}"
 
 
 def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
-    """What a chat template may treat alike: chats with the same order of roles."""
-    return tuple(sorted(_first_messages(messages))), messages[-1]["role"], has_tools
+    """The key of chats that a chat template may treat alike.
+
+    Args:
+        messages: the chat.
+        has_tools: whether the template gets tools.
+
+    Returns:
+        The pairs of roles that follow each other, the last role, and whether there are tools.
+    """
+    pairs = sorted(_first_messages(messages))
+    return tuple(pairs), messages[-1]["role"], has_tools
 
 
 def _first_messages(messages: Messages) -> dict[tuple[str, str], int]:
-    """For each pair of roles that follow each other, the number of the message that ends it first."""
+    """The first message that ends each pair of roles that follow each other, by number."""
     roles = ["", *(message["role"] for message in messages)]
     numbers: dict[tuple[str, str], int] = {}
     for number, pair in enumerate(pairwise(roles)):
@@ -379,15 +482,29 @@ def require_embedded(
 ) -> None:
     """Raise a DataError if a token has no row in the model's embedding.
 
-    `vocabulary_size`: rows of the embedding. None: enough for each token.
+    Args:
+        token_ids: ids of a text.
+        vocabulary_size: rows of the embedding. None: enough for each token.
+        tokenizer: names the token in the error.
+        where: file and row, for errors.
+
+    Raises:
+        DataError: an id is not below `vocabulary_size`.
     """
     if vocabulary_size is None or max(token_ids, default=0) < vocabulary_size:
         return
     token_id = max(token_ids)
-    got = f"the token {tokenizer.convert_ids_to_tokens(token_id)!r} with the id {token_id}"
-    expected = f"ids below {vocabulary_size}, the rows of the model's embedding"
-    fix = "Use the model's own tokenizer (data.tokenizer), or add rows to the embedding with transformers first."
-    raise DataError(where, got=got, expected=expected, fix=fix)
+    raise DataError(
+        where,
+        got=f"the token {tokenizer.convert_ids_to_tokens(token_id)!r} with the id {token_id}",
+        expected=f"ids below {vocabulary_size}, the rows of the model's embedding",
+        fix="Use the model's own tokenizer (data.tokenizer), or add rows with transformers.",
+    )
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with a value. Parquet gives each struct the fields of all others, as nulls."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def shortened(value: Any) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of vision-language models: from `<image>` and `<video>` to pixels, repeated tokens and 3-D positions.
+"""Prompts with images and videos: from `<image>` to pixels, repeated tokens and 3-D positions.
 
     "Which? <image>"  ──>  [text, image]  ──chat template──>  Which? <start>▪<end>      one image token: raw_prompt_ids
                                                               Which? <start>▪▪▪▪<end>   expanded: input_ids
 
-An image is cut into patches, time by height by width of them; the model makes one embedding of each square of
-`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. A video is cut likewise,
-each patch out of two frames, and has a token of its own. This holds for the models in `VISION_TYPES`, for no others.
+An image is cut into a grid of patches along time, height and width. The model makes one embedding
+of each square of `merge_size` by `merge_size` patches, and each embedding takes the place of one
+image token. A video is cut likewise, each patch out of two frames, and has a token of its own. This
+holds only for the models in `VISION_TYPES`.
 
     Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>              time is an axis of the positions, in Qwen2.5-VL in seconds
     Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time stands as text
@@ -33,28 +34,39 @@ from quadriga.errors import DataError
 from quadriga.protocol.columns import object_array
 
 Encode = Callable[[list[str]], list[list[int]]]
-"""From texts to token ids, as `ChatEncoder.encode`."""
+"""Tokenizes texts, as `ChatEncoder.encode` does."""
 
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """A tokenized prompt and its images."""
+    """A tokenized prompt with its images and videos.
 
-    short_ids: list[int]  # token ids with one for each image
-    ids: list[int]  # P token ids, with as many for each image as the model has embeddings of it
-    positions: torch.Tensor  # [3, P] int64, along time, height and width
-    pictures: tuple[Any, ...]  # `PIL.Image.Image`s in RGB
-    clips: tuple[Clip, ...]  # of the videos, with their frames
-    inputs: dict[
-        str, torch.Tensor
-    ]  # what the model takes of both, from `VisionProcessor.inputs`; empty without them
+    Attributes:
+        short_ids: token ids with one for each image and each video.
+        ids: P token ids, with one for each embedding of an image or video.
+        positions: positions along time, height and width, [3, P] int64.
+        pictures: `PIL.Image.Image`s in RGB.
+        clips: the videos, with their frames.
+        inputs: tensors for the model, from `VisionProcessor.inputs`; empty without images and
+            videos.
+    """
+
+    short_ids: list[int]
+    ids: list[int]
+    positions: torch.Tensor
+    pictures: tuple[Any, ...]
+    clips: tuple[Clip, ...]
+    inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
         """The non-tensor columns of the batch, in addition to tokens and positions."""
-        data: dict[str, Any] = {"image": list(self.pictures)} if self.pictures else {}
+        data: dict[str, Any] = {}
+        if self.pictures:
+            data["image"] = list(self.pictures)
         if self.clips:
-            data["video"] = [one.frames.numpy() for one in self.clips if one.frames is not None]
-            data["video_metadata"] = [one.metadata() for one in self.clips]
+            # Frames travel as arrays, with the facts that `Clip.of` needs.
+            data["video"] = [clip.frames.numpy() for clip in self.clips if clip.frames is not None]
+            data["video_metadata"] = [clip.metadata() for clip in self.clips]
         return {
             "raw_prompt_ids": self.short_ids,
             "multi_modal_data": data,
@@ -64,90 +76,103 @@ class VisionPrompt:
 
 @dataclass(frozen=True)
 class VisionProcessor:
-    """From images to patches, tokens and positions, for one vision-language model."""
+    """Turns images and videos into patches, tokens and positions, for one vision-language model.
 
-    image_processor: Any  # of transformers: images to patches
-    image_token_id: int  # stands in a prompt for an embedding of an image
-    video_token_id: (
-        int | None
-    )  # the same of a video; with `video_bounds` of all of it, before it is expanded
-    name: str  # the model's folder or name, for errors
-    frames: FrameRules | None = None  # how videos are cut; None: prompts that have some are refused
-    tokens_per_second: float | None = (
-        None  # places along time for it; None: one for each patch along time
-    )
-    bounds: tuple[int, int] = (
-        0,
-        0,
-    )  # before and behind the patches of one time, where frames stand apart
-    video_bounds: tuple[int, int] | None = (
-        None  # between these tokens that of images stands for one of a video
-    )
+    Attributes:
+        image_processor: image processor of transformers, which cuts images into patches.
+        image_token_id: token that stands in a prompt for an embedding of an image.
+        video_token_id: token of an embedding of a video; with `video_bounds` of a whole video,
+            before it is expanded.
+        name: the model's folder or name, for errors.
+        frames: rules for videos. None: prompts with videos are refused.
+        tokens_per_second: positions per second along the time of a video. None: one for each patch
+            along time.
+        bounds: tokens before and behind the patches of one time, if frames stand apart.
+        video_bounds: tokens before and behind a video. Between them the image token stands for an
+            embedding of the video. None: videos have a token of their own.
+    """
+
+    image_processor: Any
+    image_token_id: int
+    video_token_id: int | None
+    name: str
+    frames: FrameRules | None = None
+    tokens_per_second: float | None = None
+    bounds: tuple[int, int] = (0, 0)
+    video_bounds: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        kind, known = (
-            type(self.image_processor).__name__,
-            ("Qwen2VLImageProcessor", "Glm4vImageProcessor"),
-        )
+        kind = type(self.image_processor).__name__
+        known = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
+        # Other processors cut patches in another order.
         if not kind.startswith(known):
             expected = f"{' or '.join(known)}, those of {', '.join(VISION_TYPES)}"
             raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """The tokens that stand for images and for videos, and those that tell which embeddings are a video's."""
-        video = () if self.video_token_id is None else (self.video_token_id,)
-        return (self.image_token_id, *video, *(self.video_bounds or ()))
+        """The tokens of images and videos, and those that bound a video."""
+        ids = [self.image_token_id]
+        if self.video_token_id is not None:
+            ids.append(self.video_token_id)
+        return (*ids, *(self.video_bounds or ()))
 
     @property
     def merge_size(self) -> int:
-        """Patches, along height and along width, that make one embedding."""
+        """Number of patches, along height and along width, that make one embedding."""
         return int(self.image_processor.merge_size)
 
     def inputs(
         self, pictures: Sequence[Any], clips: Sequence[Clip] = (), *, where: str
     ) -> dict[str, torch.Tensor]:
-        """What the model takes of images and videos.
-        Returns `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64, where there are images;
-        `pixel_values_videos` and `video_grid_thw`, and where positions count seconds `second_per_grid_ts` [videos]
-        float32, where there are videos.
-        Raises DataError: the processor refuses one of them."""
+        """The tensors that the model takes of images and videos.
+
+        Args:
+            pictures: images in RGB.
+            clips: videos with their frames.
+            where: the row, for errors.
+
+        Returns:
+            If there are images, `pixel_values` [patches, values] float32 and `image_grid_thw`
+            [images, 3] int64. If there are videos, `pixel_values_videos` and `video_grid_thw`, and
+            for a model whose positions count seconds `second_per_grid_ts` [videos] float32.
+
+        Raises:
+            DataError: the processor refuses an image, or takes no videos.
+        """
         inputs: dict[str, torch.Tensor] = {}
         if pictures:
             try:
-                found = self.image_processor(images=list(pictures), return_tensors="pt")
+                processed = self.image_processor(images=list(pictures), return_tensors="pt")
             except ValueError as error:
                 raise self._refused(error, where) from error
-            inputs |= {
-                "pixel_values": found["pixel_values"].float(),
-                "image_grid_thw": found["image_grid_thw"].long(),
-            }
+            inputs["pixel_values"] = processed["pixel_values"].float()
+            inputs["image_grid_thw"] = processed["image_grid_thw"].long()
         if clips:
             rules = self.frame_rules(where)
             inputs["pixel_values_videos"] = torch.cat([rules.patches(clip) for clip in clips])
             inputs["video_grid_thw"] = torch.tensor([rules.grid(clip) for clip in clips])
             if self.tokens_per_second is not None:
-                rates = [len(clip.indices) / clip.num_frames * clip.fps for clip in clips]
-                inputs["second_per_grid_ts"] = torch.tensor(
-                    [rules.temporal_patch_size / rate for rate in rates]
-                )
+                seconds = []
+                for clip in clips:
+                    # Frames per second of those that were taken, not of the file.
+                    rate = len(clip.indices) / clip.num_frames * clip.fps
+                    seconds.append(rules.temporal_patch_size / rate)
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
 
     def add_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch of rows with `multi_modal_inputs`, made of `multi_modal_data` where they are not there."""
-        if (
-            "multi_modal_inputs" not in batch
-            and (rows := batch.get("multi_modal_data")) is not None
-        ):
-            made = []
-            for row, data in enumerate(rows):
-                clips = clips_of(
-                    zip(data.get("video", ()), data.get("video_metadata", ()), strict=True)
-                )
-                made.append(
-                    self.inputs(data.get("image", ()), clips, where=f"row {row} of a batch")
-                )
-            batch["multi_modal_inputs"] = object_array(made)
+        """Add `multi_modal_inputs` to a batch with `multi_modal_data`, unless they are there."""
+        rows = batch.get("multi_modal_data")
+        # With `data.return_multi_modal_inputs` the data set has made them.
+        if "multi_modal_inputs" in batch or rows is None:
+            return batch
+        inputs = []
+        for number, data in enumerate(rows):
+            videos = zip(data.get("video", ()), data.get("video_metadata", ()), strict=True)
+            where = f"row {number} of a batch"
+            inputs.append(self.inputs(data.get("image", ()), clips_of(videos), where=where))
+        batch["multi_modal_inputs"] = object_array(inputs)
         return batch
 
     def conversation(
@@ -158,51 +183,88 @@ class VisionProcessor:
         encode: Encode,
         where: str,
     ) -> VisionPrompt:
-        """A prompt and the turns behind it, with images in any form that a row may have, and the frames of videos with
-        their metadata. Arguments and errors as for `prompt`, but of any length."""
-        read = [
-            read_picture(one, folder=Path(), where=f"{where}, image {number}")
-            for number, one in enumerate(images)
-        ]
-        return self.prompt(
-            ids, read, sys.maxsize, where=where, clips=clips_of(videos), encode=encode
-        )
+        """A prompt together with the turns behind it, of any length.
+
+        Args:
+            ids: token ids with one for each image and each video.
+            images: images in any form that a row may have.
+            videos: frames [T, 3, H, W] of each video, with its `Clip.metadata`.
+            encode: tokenizes the times of frames.
+            where: the conversation, for errors.
+
+        Returns:
+            The conversation, ready for the model.
+
+        Raises:
+            DataError: as for `prompt`.
+        """
+        pictures = []
+        for number, image in enumerate(images):
+            place = f"{where}, image {number}"
+            pictures.append(read_picture(image, folder=Path(), where=place))
+        # Frames of the conversation were resized when they were read.
+        clips = clips_of(videos)
+        return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
 
     def media_sizes(
         self, given: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
     ) -> tuple[list[int], list[Clip]]:
-        """How many embeddings each image of a row has, and which frames are taken of its videos. Pixels are only read
-        where damaged rows are left out.
+        """Embeddings of each image of a row, and the frames that are taken of its videos.
 
-        Arguments and errors as for `read_media`."""
-        if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
+        Only headers of files are read, unless damaged rows are to be left out.
+
+        Args:
+            given: the images and the videos of a row.
+            config: the section `data`.
+            folder: folder of the data file.
+            where: file and row, for errors.
+
+        Returns:
+            The numbers of embeddings, and clips without frames.
+
+        Raises:
+            DataError: as for `read_media`.
+        """
+        if config.on_bad_row == "skip":
+            # Damage behind the header of a file is only found by decoding it.
             read_media(given, self, config, folder=folder, where=where)
-        counts: list[int] = []
-        clips: list[Clip] = []
-        images, videos = _placed(given, config, where)
-        for image, place in images:
-            counts.append(
-                self.num_tokens(*picture_size(image, folder=folder, where=place), where=place)
-            )
-        for video, place in videos:
-            clips.append(
-                self.frame_rules(place).clip(
-                    open_video(video, folder=folder, where=place), where=place
-                )
-            )
+        images, videos = given
+        counts = []
+        for image, place in _with_places(images, "image", config.image_key, where):
+            height, width = picture_size(image, folder=folder, where=place)
+            counts.append(self.num_tokens(height, width, where=place))
+        clips = []
+        for value, place in _with_places(videos, "video", config.video_key, where):
+            rules = self.frame_rules(place)
+            video = open_video(value, folder=folder, where=place)
+            clips.append(rules.clip(video, where=place))
         return counts, clips
 
     def frame_rules(self, where: str) -> FrameRules:
-        """How videos are cut; raises DataError for a processor that takes none."""
+        """The rules for videos; raises a DataError if the processor takes none."""
         if self.frames is None or self.video_token_id is None:
-            fix = "Make the processor by quadriga.data.load_processor, from the model's folder."
             raise DataError(
-                where, got="a video", expected=f"text and images, which {self.name} takes", fix=fix
+                where,
+                got="a video",
+                expected=f"text and images, which {self.name} takes",
+                fix="Make the processor by quadriga.data.load_processor, from the model's folder.",
             )
         return self.frames
 
     def num_tokens(self, height: int, width: int, *, where: str) -> int:
-        """Embeddings, and so tokens, of an image of `height` by `width` pixels; its pixels are not read."""
+        """Number of embeddings, and so of tokens, of an image.
+
+        Args:
+            height: height in pixels.
+            width: width in pixels.
+            where: the row and the number of the image, for errors.
+
+        Returns:
+            The number of embeddings.
+
+        Raises:
+            DataError: the processor refuses an image of this size.
+        """
         try:
             num_patches = self.image_processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
@@ -210,9 +272,12 @@ class VisionProcessor:
         return num_patches // self.merge_size**2
 
     def _refused(self, error: Exception, where: str) -> DataError:
-        got = f"an image that the processor of {self.name} refuses ({str(error).partition(chr(10))[0]})"
+        reason = str(error).partition("\n")[0]
         return DataError(
-            where, got=got, expected="one that it takes", fix="Crop or leave out the image."
+            where,
+            got=f"an image that the processor of {self.name} refuses ({reason})",
+            expected="one that it takes",
+            fix="Crop or leave out the image.",
         )
 
     def prompt(
@@ -225,50 +290,105 @@ class VisionProcessor:
         clips: Sequence[Clip] = (),
         encode: Encode | None = None,
     ) -> VisionPrompt:
-        """A tokenized prompt, its images and its videos, ready for the model.
+        """Expand a tokenized prompt, and process its images and videos.
 
-        `ids` have one token for each image and each video; `limit` counts tokens, those of images and videos included;
-        `encode` is needed for the times of a model whose frames stand apart.
-        Raises DataError: ids and images or videos do not belong together, or the prompt is too long. One with images or
-        videos is not cut."""
+        A prompt with images or videos is never cut.
+
+        Args:
+            ids: token ids with one for each image and each video.
+            pictures: images in RGB.
+            limit: most tokens of the expanded prompt.
+            where: the row, for errors.
+            clips: videos with their frames.
+            encode: tokenizes the times of a model whose frames stand apart.
+
+        Returns:
+            The prompt, ready for the model.
+
+        Raises:
+            DataError: the ids do not have one token for each image and video, or the prompt is too
+                long.
+        """
         self.check_places(ids, pictures, clips, where=where)
         if ids and ids[-1] in (self.image_token_id, self.video_token_id):
-            got = "a prompt that ends with an image or a video"
-            fix = "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text."
             raise DataError(
-                where, got=got, expected="text behind it, as chat templates write it", fix=fix
+                where,
+                got="a prompt that ends with an image or a video",
+                expected="text behind it, as chat templates write it",
+                fix="Set data.apply_chat_template_kwargs.add_generation_prompt, or end with text.",
             )
         inputs = self.inputs(pictures, clips, where=where)
-        grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
-        counts = (grids.prod(-1) // self.merge_size**2).int().tolist()
+        image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
+        # Each square of patches becomes one embedding.
+        counts = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
         expanded = self.expand(ids, iter(counts), iter(clips), encode)
         if inputs and len(expanded) > limit:
-            kinds = self._kinds(expanded)
-            counts = {"images": kinds.count(1), "videos": kinds.count(2)}
-            seen = [f"{count} of them of {what}" for what, count in counts.items() if count]
-            expected = f"at most data.max_prompt_length={limit}, for a prompt with images or videos is not cut"
-            how = "leave such rows out with data.filter_overlong_prompts=true"
-            keys = "max_pixels, or fps and max_frames of videos" if clips else "max_pixels"
-            fix = f"Raise that length, lower data.mm_processor_kwargs.{keys}, or {how}."
-            raise DataError(
-                where, got=", ".join([f"{len(expanded)} tokens", *seen]), expected=expected, fix=fix
-            )
-        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
-        positions, _ = self.get_rope_index(expanded, **grids)
+            raise self._too_long(expanded, limit, where, has_videos=bool(clips))
+        positions = self.positions(expanded, inputs)
         return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
+
+    def positions(self, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The positions of expanded tokens.
+
+        Args:
+            ids: token ids, [P].
+            inputs: tensors for the model, from `inputs`.
+
+        Returns:
+            Positions along time, height and width, [3, P] int64.
+        """
+        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+        positions, _ = self.get_rope_index(ids, **grids)
+        return positions
+
+    def _too_long(
+        self, expanded: list[int], limit: int, where: str, *, has_videos: bool
+    ) -> DataError:
+        """The error for a prompt that is too long, with its tokens of images and videos."""
+        got = f"{len(expanded)} tokens"
+        # Users have to know whether shorter texts or smaller images would help.
+        kinds = self._kinds(expanded)
+        for name, kind in (("images", 1), ("videos", 2)):
+            count = kinds.count(kind)
+            if count:
+                got += f", {count} of them of {name}"
+        keys = "max_pixels, or fps and max_frames of videos" if has_videos else "max_pixels"
+        return DataError(
+            where,
+            got=got,
+            expected=f"at most data.max_prompt_length={limit}; prompts with media are not cut",
+            fix=(
+                f"Raise that length, lower data.mm_processor_kwargs.{keys}, or leave such rows out"
+                " with data.filter_overlong_prompts=true."
+            ),
+        )
 
     def check_places(
         self, ids: list[int], images: Sequence[Any], videos: Sequence[Any], *, where: str
     ) -> None:
-        """Refuse (DataError) token ids in which there is not one token for each image and each video."""
-        for what, token, given in (
+        """Check that token ids have one token for each image and each video.
+
+        Args:
+            ids: token ids before they are expanded.
+            images: the images of the row.
+            videos: the videos of the row.
+            where: the row, for errors.
+
+        Raises:
+            DataError: there are more or fewer tokens.
+        """
+        for kind, token, media in (
             ("image", self.image_token_id, images),
             ("video", self.video_token_id, videos),
         ):
-            if (count := ids.count(token) if token is not None else 0) != len(given):
-                got = f"{count} {what} tokens in the rendered chat, for {len(given)} {what}s"
-                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
-                raise DataError(where, got=got, expected="one for each", fix=fix)
+            count = 0 if token is None else ids.count(token)
+            if count != len(media):
+                raise DataError(
+                    where,
+                    got=f"{count} {kind} tokens in the rendered chat, for {len(media)} {kind}s",
+                    expected="one for each",
+                    fix=f"Use a chat template that renders {kind}s, and no text with the token itself.",
+                )
 
     def expand(
         self,
@@ -277,37 +397,58 @@ class VisionProcessor:
         clips: Iterator[Clip],
         encode: Encode | None = None,
     ) -> list[int]:
-        """Each image token of `ids` as often as its image has embeddings, and for each video token those of its clip.
-        `counts` are of the next images, `clips` the next videos."""
-        expanded = list[int]()
-        for one in ids:
-            if one == self.image_token_id:
-                expanded += [one] * next(counts)
-            elif one == self.video_token_id:
+        """Replace the token of each image and video by as many as it has embeddings.
+
+        Args:
+            ids: token ids with one for each image and each video.
+            counts: numbers of embeddings of the next images.
+            clips: the next videos.
+            encode: tokenizes the times of a model whose frames stand apart.
+
+        Returns:
+            The expanded token ids, [P].
+        """
+        expanded: list[int] = []
+        for token in ids:
+            if token == self.image_token_id:
+                expanded += [token] * next(counts)
+            elif token == self.video_token_id:
                 expanded += self.video_ids(next(clips), encode)
             else:
-                expanded.append(one)
+                expanded.append(token)
         return expanded
 
     def video_ids(self, clip: Clip, encode: Encode | None) -> list[int]:
-        """What takes the place of one video token: a token for each embedding, and times where frames stand apart."""
-        rules, token = self.frame_rules("a prompt"), self.video_token_id
+        """The tokens that replace one video token.
+
+        Args:
+            clip: the video.
+            encode: tokenizes the times of a model whose frames stand apart.
+
+        Returns:
+            A token for each embedding; if frames stand apart, with their times and bounds.
+        """
+        rules = self.frame_rules("a prompt")
+        token = self.video_token_id
         assert token is not None
+        # Patches, of which `count` embeddings are made for each time.
         time, height, width = rules.grid(clip)
         count = height * width // rules.merge_size**2
         if not rules.are_apart:
+            # All times together; positions tell them apart.
             return [token] * (time * count)
         assert encode is not None, "times are tokenized"
+        # The tokens around the patches of each time.
         before, behind = self.bounds
+        times = rules.times(clip)
+        ids: list[int] = []
         if self.video_bounds is not None:
-            one = [before, *[self.image_token_id] * count, behind]
-            return [
-                token
-                for stamp in encode([str(int(second)) for second in rules.times(clip)])
-                for token in one + stamp
-            ]
-        stamps = encode([f"<{second:.1f} seconds>" for second in rules.times(clip)])
-        return [one for stamp in stamps for one in (*stamp, before, *[token] * count, behind)]
+            for stamp in encode([str(int(second)) for second in times]):
+                ids += [before, *[self.image_token_id] * count, behind, *stamp]
+            return ids
+        for stamp in encode([f"<{second:.1f} seconds>" for second in times]):
+            ids += [*stamp, before, *[token] * count, behind]
+        return ids
 
     def get_rope_index(
         self,
@@ -318,50 +459,82 @@ class VisionProcessor:
     ) -> tuple[torch.Tensor, int]:
         """The position of each of P expanded tokens along time, height and width.
 
-        Text counts on by one in all three. An embedding of an image or a video has the position where that begins, plus
-        its place in it along each axis, along time in places for each second where the model counts those; text
-        behind goes on from the largest of these, as in the models' own code and in vLLM.
-        `ids`: P tokens.
-        `image_grid_thw`, `video_grid_thw`: [images, 3] and [videos, 3]: patches along time, height and width.
-        `second_per_grid_ts`: [videos] seconds from one patch to the next along time.
-        Returns positions [3, P] int64, and by how much a token behind them is further than its place in the row."""
+        Text counts on by one along all three axes. An embedding of an image or a video has the
+        position where that begins, plus its place in it along each axis. Along time the place is
+        counted in seconds if the model does so. Text behind goes on from the largest of these
+        positions, as in the models' own code and in vLLM.
+
+        Args:
+            ids: expanded tokens, [P].
+            image_grid_thw: patches of the images along time, height and width, [images, 3].
+            video_grid_thw: patches of the videos, [videos, 3].
+            second_per_grid_ts: seconds from one patch to the next along time, [videos].
+
+        Returns:
+            Positions [3, P] int64, and the difference between the position of a token behind them
+            and its place.
+        """
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
-        images = iter([(grid, 1.0) for grid in ([] if image_grid_thw is None else image_grid_thw)])
-        grids = (iter(()), images, self._video_grids(video_grid_thw, second_per_grid_ts))
-        parts, place, start = [], 0, 0
-        for begin, kind in enumerate(self._kinds(ids)):
-            if begin < place or (found := next(grids[kind], None)) is None:
-                continue
-            (time, height, width), interval = found[0].tolist(), found[1]
-            parts.append((torch.arange(begin - place) + start).expand(3, -1))
-            start += begin - place
-            sides = (torch.arange(side // self.merge_size) for side in (height, width))
-            axes = [(torch.arange(time) * interval).long(), *sides]
-            parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + start)
-            place, start = (
-                begin + parts[-1].shape[1],
-                start + 1 + max(int(axis[-1]) for axis in axes),
-            )
-        parts.append((torch.arange(len(ids) - place) + start).expand(3, -1))
-        return torch.cat(parts, dim=1), start - place
+        image_grids = [] if image_grid_thw is None else image_grid_thw
+        grids_by_kind = (
+            iter(()),
+            ((grid, 1.0) for grid in image_grids),
+            self._video_grids(video_grid_thw, second_per_grid_ts),
+        )
+        parts = []
+        end = 0  # place behind the last image or video
+        position = 0  # of the token at that place
+        for place, kind in enumerate(self._kinds(ids)):
+            if place < end:
+                continue  # inside of an image or video
+            entry = next(grids_by_kind[kind], None)
+            if entry is None:
+                continue  # text, or the token of an image without a grid
+            grid, interval = entry
+            time, height, width = grid.tolist()
+            # Text between the last image or video and this one.
+            num_text = place - end
+            parts.append((torch.arange(num_text) + position).expand(3, -1))
+            position += num_text
+            axes = [
+                (torch.arange(time) * interval).long(),
+                torch.arange(height // self.merge_size),
+                torch.arange(width // self.merge_size),
+            ]
+            # Each embedding has its place along time, height and width.
+            places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+            parts.append(places + position)
+            end = place + places.shape[1]
+            # Text behind starts after the longest axis.
+            position += 1 + max(int(axis[-1]) for axis in axes)
+        # Text behind the last image or video.
+        parts.append((torch.arange(len(ids) - end) + position).expand(3, -1))
+        return torch.cat(parts, dim=1), position - end
 
     def _kinds(self, ids: list[int]) -> list[int]:
-        """Of each expanded token 1 where it stands for an image, 2 for a video, else 0."""
+        """The kind of each expanded token: 1 for an embedding of an image, 2 of a video, else 0."""
         tokens = np.array(ids)
+        is_image = tokens == self.image_token_id
         if self.video_bounds is None:
-            return ((tokens == self.image_token_id) + 2 * (tokens == self.video_token_id)).tolist()
-        first, last = (np.cumsum(tokens == one) for one in self.video_bounds)
-        return ((tokens == self.image_token_id) * (1 + (first > last))).tolist()
+            return (is_image + 2 * (tokens == self.video_token_id)).tolist()
+        # Inside of a video one more has begun than has ended.
+        first, last = self.video_bounds
+        is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
+        return (is_image * (1 + is_inside)).tolist()
 
     def _video_grids(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
     ) -> Iterator[tuple[Any, Any]]:
+        """The grid of each stretch of video tokens, and its positions per patch along time."""
+        # Each yield belongs to one stretch of video tokens in the prompt.
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.are_apart:
-                yield from [(torch.stack((torch.ones_like(grid[0]), *grid[1:])), 1.0)] * int(
-                    grid[0]
-                )
+                # The patches of each time stand by themselves, like an image.
+                time = grid[0]
+                frame_grid = torch.stack((torch.ones_like(time), *grid[1:]))
+                for _ in range(int(time)):
+                    yield frame_grid, 1.0
             elif self.tokens_per_second is None or seconds is None:
                 yield grid, self.tokens_per_second or 1.0
             else:
@@ -369,71 +542,93 @@ class VisionProcessor:
 
 
 def clips_of(videos: Iterable[tuple[np.ndarray, Any]]) -> list[Clip]:
-    """Of frames [T, 3, H, W] with their `Clip.metadata`."""
-    return [Clip.of(torch.from_numpy(frames), told) for frames, told in videos]
+    """The clips of frames [T, 3, H, W] with their `Clip.metadata`."""
+    return [Clip.of(torch.from_numpy(frames), metadata) for frames, metadata in videos]
 
 
 def load_processor(
     path: str | Path, *, trust_remote_code: bool = False, options: Mapping[str, Any] | None = None
 ) -> VisionProcessor | None:
-    """The processor of a vision-language model; None of a text-only model, or of another kind of vision model.
+    """Load the processor of a vision-language model.
 
-    transformers' own needs torchvision; this one does not. `options`, those of `data.mm_processor_kwargs`, replace what
-    the model's files say.
-    Raises DataError: Pillow or the processor's file is missing, or there are options for a text-only model."""
-    kind = (
-        ""
-        if Path(path).is_file()
-        else PretrainedConfig.get_config_dict(path)[0].get("model_type", "")
-    )
+    The processor of transformers needs torchvision; this one does not.
+
+    Args:
+        path: the model's folder or its name on the hub.
+        trust_remote_code: whether code in that folder may run.
+        options: values of `data.mm_processor_kwargs`, which replace the settings of the model's
+            files.
+
+    Returns:
+        The processor. None: the model is text-only, or another kind of vision model.
+
+    Raises:
+        DataError: Pillow or the processor's file is missing, or there are options for a text-only
+            model.
+    """
+    kind = ""
+    if not Path(path).is_file():
+        # The type is read without code of the model.
+        model_config, _ = PretrainedConfig.get_config_dict(path)
+        kind = model_config.get("model_type", "")
+    options = dict(options or {})
     if kind not in VISION_TYPES:
         if options:
-            got = f"{dict(options)} for {path}, a model of type {kind or 'unknown'}"
-            expected = f"a vision-language model: {', '.join(VISION_TYPES)}"
             raise DataError(
-                "data.mm_processor_kwargs", got=got, expected=expected, fix="Leave the key out."
+                "data.mm_processor_kwargs",
+                got=f"{options} for {path}, a model of type {kind or 'unknown'}",
+                expected=f"a vision-language model: {', '.join(VISION_TYPES)}",
+                fix="Leave the key out.",
             )
         return None
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    options = dict(options or {})
-    sizes, is_glm = (
-        {name: value for name, value in options.items() if name.endswith("pixels")},
-        kind == "glm4v",
-    )
+    # The image processor takes only these; the others are about videos.
+    sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
     try:
-        loaded = AutoImageProcessor.from_pretrained(
+        image_processor = AutoImageProcessor.from_pretrained(
             path, trust_remote_code=trust_remote_code, **sizes
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        got, fix = (
-            str(error).strip().partition("\n")[0],
-            "Copy it from the model that this one was made of.",
-        )
         raise DataError(
-            where, got=got, expected="preprocessor_config.json in the model's folder", fix=fix
+            where,
+            got=str(error).strip().partition("\n")[0],
+            expected="preprocessor_config.json in the model's folder",
+            fix="Copy it from the model that this one was made of.",
         ) from error
-    if is_glm:
+    video_bounds = None
+    if kind == "glm4v":
         # Its processor bounds both frames of a patch together, under other names.
-        ends = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-        given = {ends[name]: value * loaded.temporal_patch_size for name, value in sizes.items()}
-        loaded.size = type(loaded.size)(**{**dict(loaded.size), **given})
-    names = ("image", "video") if is_glm else ("vision",)
-    bounds = [
-        (getattr(settings, f"{one}_start_token_id"), getattr(settings, f"{one}_end_token_id"))
-        for one in names
-    ]
-    frames = FrameRules.of(video_settings(path), kind, options)
-    rate = getattr(settings.vision_config, "tokens_per_second", None)
+        edges = dict(image_processor.size)
+        for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if option in sizes:
+                edges[edge] = sizes[option] * image_processor.temporal_patch_size
+        image_processor.size = type(image_processor.size)(**edges)
+        bounds = (settings.image_start_token_id, settings.image_end_token_id)
+        video_bounds = (settings.video_start_token_id, settings.video_end_token_id)
+    else:
+        bounds = (settings.vision_start_token_id, settings.vision_end_token_id)
     return VisionProcessor(
-        loaded, settings.image_token_id, settings.video_token_id, str(path), frames, rate, *bounds
+        image_processor=image_processor,
+        image_token_id=settings.image_token_id,
+        video_token_id=settings.video_token_id,
+        name=str(path),
+        frames=FrameRules.of(video_settings(path), kind, options),
+        tokens_per_second=getattr(settings.vision_config, "tokens_per_second", None),
+        bounds=bounds,
+        video_bounds=video_bounds,
     )
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:
-    """A processor of transformers as a `VisionProcessor` for images; a `VisionProcessor`, and None, as they are.
-    Raises DataError: its images are not those of `VISION_TYPES`."""
+    """A `VisionProcessor` of a processor of transformers, for images only.
+
+    A `VisionProcessor` and None are returned as they are.
+
+    Raises:
+        DataError: the processor is of none of the models in `VISION_TYPES`.
+    """
     if processor is None or isinstance(processor, VisionProcessor):
         return processor
     where = f"processor {type(processor).__name__}"
@@ -442,8 +637,9 @@ def as_vision(processor: Any) -> VisionProcessor | None:
         raise DataError(
             where,
             got="no image processor",
-            expected="what quadriga.data.load_processor returns, or None",
+            expected="a processor from quadriga.data.load_processor, or None",
         )
+    # Its rules for videos are not known, so prompts with videos are refused.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 
@@ -456,28 +652,39 @@ def read_media(
     folder: Path,
     where: str,
 ) -> tuple[list[Any], list[Clip]]:
-    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
-    processor.
-    Raises DataError: one of them is wrong; it names its column and number."""
-    images, videos = _placed(given, config, where)
-    pictures = [read_picture(one, folder=folder, where=place) for one, place in images]
+    """Read the images and videos of a row.
+
+    Args:
+        given: the images and the videos; both are empty without a processor.
+        processor: of the vision-language model.
+        config: the section `data`.
+        folder: folder of the data file, where relative paths start.
+        where: file and row, for errors.
+
+    Returns:
+        The images in RGB, and the videos with their frames.
+
+    Raises:
+        DataError: an image or a video is wrong; it names its column and number.
+    """
+    images, videos = given
+    pictures = []
+    for image, place in _with_places(images, "image", config.image_key, where):
+        pictures.append(read_picture(image, folder=folder, where=place))
     clips = []
-    for one, place in videos:
+    for value, place in _with_places(videos, "video", config.video_key, where):
+        # Without a processor there are no videos.
         assert processor is not None
-        clips.append(
-            processor.frame_rules(place).read(
-                open_video(one, folder=folder, where=place), where=place
-            )
-        )
+        rules = processor.frame_rules(place)
+        video = open_video(value, folder=folder, where=place)
+        clips.append(rules.read(video, where=place))
     return pictures, clips
 
 
-def _placed(
-    given: Sequence[Sequence[Any]], config: DataConfig, where: str
-) -> Iterator[list[tuple[Any, str]]]:
-    """The images of a row, and its videos, each with its place in words."""
-    for what, key, values in zip(
-        ("image", "video"), (config.image_key, config.video_key), given, strict=True
-    ):
-        at = f"{where}, column {key!r} or a message, {what}"
-        yield [(one, f"{at} {number}") for number, one in enumerate(values)]
+def _with_places(
+    media: Sequence[Any], kind: str, key: str | None, where: str
+) -> list[tuple[Any, str]]:
+    """Images or videos of a row, each with its place in words."""
+    # A message may bring its image, so the column is only one of two places.
+    column = f"{where}, column {key!r} or a message"
+    return [(medium, f"{column}, {kind} {number}") for number, medium in enumerate(media)]

@@ -67,7 +67,7 @@ def test_what_was_decoded_is_kept_up_to_a_bound(path: Path, tmp_path: Path, monk
     assert read(str(path)).tobytes() == noise(12, 8, seed=1).tobytes() != first.tobytes(), (
         "the file has changed"
     )
-    assert (decoded.num_bytes, len(decoded._found), len(opened)) == (2 * 3 * 12 * 8, 2, 3)
+    assert (decoded.num_bytes, len(decoded._values), len(opened)) == (2 * 3 * 12 * 8, 2, 3)
     read(as_bytes(noise(100, 100)))
     assert decoded.num_bytes == 2 * 3 * 12 * 8, "more than the bound is not kept"
     assert read(content) is by_bytes, "the other one was not asked for longest"
