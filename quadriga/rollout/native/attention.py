@@ -294,8 +294,8 @@ class PrefillPlan:
 class DecodePlan:
     """Attention of one new token per slot, by torch's operators.
 
-    A plan is valid until a slot of the batch starts or ends. Slots of one prefix are side by side in
-    cells, [P, n]. A cell without a slot repeats another one, and its result is not used.
+    A plan is valid until a slot of the batch starts or ends. Slots of one prefix are side by side
+    in cells, [P, n]. A cell without a slot repeats another one, and its result is not used.
 
     Args:
         prefixes: KV cache of the prefixes.

@@ -145,7 +145,7 @@ class Kernels:
 
     @staticmethod
     def can_compute(*sizes: int) -> bool:
-        """Whether `normalize`, `rotate` and `gate` accept these hidden sizes, head sizes, widths."""
+        """Whether `normalize`, `rotate` and `gate` accept these sizes of rows and heads."""
         return all(size % _PAIR == 0 for size in sizes)
 
     def multiply(
