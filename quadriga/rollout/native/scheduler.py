@@ -23,7 +23,7 @@ class Scheduler(Generic[R]):
 
     Args:
         max_num_seqs: number of slots.
-        max_num_batched_tokens: prefix tokens that start in one round. A single prefix may have more.
+        max_num_batched_tokens: prefix tokens that start in a round. A single prefix may have more.
         max_cache_tokens: tokens that the KV cache may hold, padding included; None: any number.
         refill_share: share of the slots that must be free before waiting requests start, unless
             there is a slot for each of them.
