@@ -615,8 +615,9 @@ def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
     """The part of each parameter that a rank of a group holds (tensor parallelism).
 
     A rank has the rows of some heads and the same columns of `o_proj`, some of the MLP's rows and
-    the same columns of `down_proj`, and the rows of some tokens (arXiv:1909.08053). If
-    there are fewer key-value heads than ranks, several ranks have the same one. Norms and `o_proj.bias` are whole on every rank.
+    the same columns of `down_proj`, and the rows of some tokens (arXiv:1909.08053). If there are
+    fewer key-value heads than ranks, several ranks have the same one. Norms and `o_proj.bias` are
+    whole on every rank.
 
     Args:
         model: a plain decoder; it may be on "meta".
