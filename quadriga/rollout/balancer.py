@@ -153,6 +153,7 @@ class Balancer(RolloutEngine):
             except Exception as error:  # raised below if no other engine can serve the request
                 failed[number] = error
             else:
+                # Others could not serve the request, but this engine can: they are at fault.
                 self._restarts.lasts(number)
                 self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
@@ -229,10 +230,12 @@ class Balancer(RolloutEngine):
 
         def load(number: int, _: None) -> None:
             try:
+                # A restarted engine is awake, whatever the others are.
                 if number in new and self._state == "asleep":
                     self.engines[number].sleep()
                 self.engines[number].load_weights(stream.read(), version)
             finally:
+                # Also after an error, or the other readers would wait for this one.
                 stream.leave()
 
         engines = dict.fromkeys([*alive, *new])
@@ -336,6 +339,7 @@ class Balancer(RolloutEngine):
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
         """Give no more requests to engines that failed where others succeeded."""
         for number, error in failed.items():
+            # It may be dead already, by another request that failed at the same time.
             if number not in self.dead or number in self._is_new:
                 self.dead[number] = error
                 self._is_new.discard(number)
@@ -493,11 +497,13 @@ class SharedStream(Generic[T]):
                         break
                 item = next(source, None)
                 is_open = item is not None
+                # Readers that have this item must find the future of the next one.
                 with self._changed:
                     current = self._next
                     self._next = Future()
                     self._num_waiting = 0
                     current.set_result(item)
+        # Readers wait in other threads, so they have to get any error.
         except BaseException as error:
             self._next.set_exception(error)
             raise

@@ -45,8 +45,10 @@ class RolloutGroup:
         self.size = size
         self.device = device
         self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
+        # torch needs every rank to take part in making every process group, in the same order.
         for first in range(0, world_size, size):
             ranks = list(range(first, first + size))
+            # Messages are on the CPU, which NCCL cannot send.
             messages = dist.new_group(ranks, backend="gloo")
             tensors = dist.new_group(ranks) if device.type == "cuda" else messages
             if rank in ranks:

@@ -93,6 +93,7 @@ class HFEngine(CausalModelEngine):
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
 
+        # One call of `generate` has one limit and one set of stop tokens.
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
             media = self._media(row, row_images[row]) if model_type in ONE_TOKEN else ()
@@ -218,14 +219,14 @@ class _Chooser(LogitsProcessor):
         numbers = np.stack([draws.next() for draws in self.draws])
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.
-        columns = sample(scores.float().clone(), self.rules, uniforms)
-        tokens, log_probs, sampling_log_probs = columns
+        tokens, log_probs, sampling_log_probs = sample(scores.float().clone(), self.rules, uniforms)
         for row, token in enumerate(tokens.tolist()):
             self.token_ids[row].append(token)
         for row, log_prob in enumerate(log_probs.tolist()):
             self.log_probs[row].append(log_prob)
         for row, log_prob in enumerate(sampling_log_probs.tolist()):
             self.sampling_log_probs[row].append(log_prob)
+        # The likeliest token is taken, and only one is possible.
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 

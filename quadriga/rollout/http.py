@@ -171,6 +171,7 @@ class Servers:
         failures: list[str] = []
         num_attempts: Counter[HTTPClient] = Counter()
 
+        # A server that was tried least for this request, and of these the least busy one.
         def load(client: HTTPClient) -> tuple[int, int]:
             return num_attempts[client], self._num_in_flight[client]
 
@@ -185,6 +186,7 @@ class Servers:
                     failures.append(f"{client.url}: {error}")
                 finally:
                     self._num_in_flight[client] -= 1
+        # Rounds often fail alike.
         different_failures = dict.fromkeys(failures)
         raise RolloutError(
             f"{self.where}, {what}",
@@ -252,11 +254,10 @@ class HTTPEngine(RolloutEngine):
                 fix=f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME.",
             )
         skeleton = setup.skeleton()
-        eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         engine = cls(
             urls,
             model,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
             max_num_seqs=setup.rollout.max_num_seqs,
             **options,
         )
@@ -299,6 +300,7 @@ class HTTPEngine(RolloutEngine):
             futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
         try:
             return [future.result() for future in futures]
+        # After an error nobody waits for the others.
         finally:
             for future in futures:
                 future.cancel()
@@ -357,6 +359,7 @@ class HTTPEngine(RolloutEngine):
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
+            # Our stop tokens include the model's, if these count.
             "ignore_eos": True,
             "skip_special_tokens": False,
             "return_token_ids": True,
@@ -378,6 +381,7 @@ class HTTPEngine(RolloutEngine):
         try:
             return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
         except asyncio.CancelledError:
+            # Cancelled by the caller, and not by `abort`.
             if task not in self._aborted:
                 raise
             return Completion([], [], "abort", self.weight_version)
@@ -454,9 +458,12 @@ class HTTPEngine(RolloutEngine):
         choice = _first_choice(content)
         numbers = choice.get("logprobs") or {}
         log_probs = numbers.get("token_logprobs") or []
+        tokens = numbers.get("tokens") or []
         token_ids = choice.get("token_ids")
-        if token_ids is None:
-            token_ids = _ids_in_text(numbers.get("tokens") or [])
+        # Some servers report the ids in the place of the tokens' texts.
+        has_ids = tokens and all(str(token).startswith(_AS_TEXT) for token in tokens)
+        if token_ids is None and has_ids:
+            token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
         reason = FINISH_REASONS.get(choice.get("finish_reason"))
         problem = ""
         if token_ids is None:
@@ -482,13 +489,6 @@ class HTTPEngine(RolloutEngine):
 def _first_choice(content: dict[str, Any]) -> dict[str, Any]:
     """The first choice of a reply; empty if there is none."""
     return (content.get("choices") or [{}])[0]
-
-
-def _ids_in_text(tokens: list[str]) -> list[int] | None:
-    """Token ids that a server reported in the place of texts; None if it did not."""
-    if not tokens or not all(str(token).startswith(_AS_TEXT) for token in tokens):
-        return None
-    return [int(token.removeprefix(_AS_TEXT)) for token in tokens]
 
 
 class ServedScorer:
@@ -556,6 +556,7 @@ class ServedScorer:
                 expected=f"at least {max_tokens + 1}",
                 fix="Serve it with more.",
             )
+        # Equal tokens of a sample of the vocabulary, since tokenizers cannot be compared directly.
         probed = [len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)]
         text = tokenizer.decode(probed)
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -592,6 +593,7 @@ class ServedScorer:
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
         replies = self._thread.submit(self._ask(sequences)).result()
+        # The servers got the tokens under the attention mask, so places shift by the padding.
         for row, entries in zip(rows, replies, strict=True):
             places = mask[row].nonzero()[:, 0]
             num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())

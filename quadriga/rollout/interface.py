@@ -216,7 +216,7 @@ class RolloutEngine(WeightTarget, ABC):
     Attributes:
         name: name in configurations and errors.
         takes_images: whether prompts may have images.
-        cuts_images: whether the engine itself cuts images into patches, by the model's files.
+        cuts_images: whether the engine preprocesses images itself, by the model's files.
         needs_packed_rows: whether it only computes architectures whose rows training can pack.
         reports_routes: whether it can report the experts of each token.
         shares_weights: whether it computes with the actor's own parameters.
@@ -267,6 +267,7 @@ class RolloutEngine(WeightTarget, ABC):
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
+        # The first request schedules the batch; later ones join it.
         self._pending.append(_Request(prompt, sampling, images, future))
         if len(self._pending) == 1:
             loop.call_soon(self._generate_pending)

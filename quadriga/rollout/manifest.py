@@ -32,6 +32,7 @@ class Manifest:
         """The weights of a model, which may be on "meta"."""
         buffers = weight_buffers(model)
         weights = dict(model.named_parameters(remove_duplicate=False)) | buffers
+        # Tied weights are the same object.
         names: dict[int, set[str]] = {}
         for name, weight in weights.items():
             names.setdefault(id(weight), set()).add(name)
@@ -46,6 +47,7 @@ class Manifest:
 
         The dtypes are those of a trainer that computes in `dtype`.
         """
+        # A tied weight is needed once.
         pieces: dict[str, tuple[Piece, torch.dtype]] = {}
         for name, shape in self.shapes.items():
             if pieces.keys().isdisjoint(self.same[name]):
@@ -91,10 +93,12 @@ class Manifest:
                 raise WeightSyncError(
                     f"weight {name}", got=f"shape {shape}", expected=expected, fix=fix
                 )
+            # A tied weight has arrived under all of its names.
             arrived |= self.same[name]
             yield name, tensor
 
         needed = set(self.shapes)
+        # With one of the kept weights, the stream has to bring all of them.
         if arrived.isdisjoint(kept):
             for name in kept:
                 needed -= self.same[name]

@@ -31,6 +31,8 @@ NUM_DRAWS = 24
 _FIRST_TOP = 512
 # Tokens decoded before the longest stop string: a decoder may treat the first tokens differently.
 _SLACK = 8
+# Parameters that change nothing; its limit is not used.
+_NEUTRAL = SamplingParams(max_tokens=1)
 
 
 class Draws:
@@ -86,21 +88,13 @@ class SamplingRules:
             return torch.tensor(values, device=device)[:, None]
 
         greedy = [row.is_greedy for row in params]
-        temperatures = []
-        top_ps = []
-        top_ks: list[float] = []
-        min_ps = []
-        for row in params:
-            # Greedy rows need neither filters nor a temperature.
-            temperatures.append(1.0 if row.is_greedy else float(row.temperature))
-            top_ps.append(1.0 if row.is_greedy else float(row.top_p))
-            top_ks.append(0 if row.is_greedy else max(row.top_k, 0))
-            min_ps.append(0.0 if row.is_greedy else float(row.min_p))
+        # Greedy rows need neither filters nor a temperature.
+        rows = [_NEUTRAL if row.is_greedy else row for row in params]
         return cls(
-            temperature=column(temperatures, 1.0),
-            top_p=column(top_ps, 1.0),
-            top_k=column(top_ks, 0),
-            min_p=column(min_ps, 0.0),
+            temperature=column([float(row.temperature) for row in rows], 1.0),
+            top_p=column([float(row.top_p) for row in rows], 1.0),
+            top_k=column([max(row.top_k, 0) for row in rows], 0),
+            min_p=column([float(row.min_p) for row in rows], 0.0),
             is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
         )

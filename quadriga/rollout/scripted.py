@@ -70,6 +70,7 @@ class ScriptedEngine(RolloutEngine):
                 # A single response is a text or a list of token ids.
                 is_single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
                 self.by_prompt[str(part)] = [value] if is_single else list(value)
+        # Responses to any prompt: every text contains the empty part.
         elif self.function is None:
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
@@ -148,6 +149,7 @@ class ScriptedEngine(RolloutEngine):
                     expected=f"one that contains one of {len(self.by_prompt)} scripted parts",
                     fix='Add a line for it, or one with the empty prompt "" that fits all.',
                 )
+            # The longest part is the most specific one.
             part = max(parts, key=len)
         responses = self.by_prompt[part]
         response = responses[self._num_given[part] % len(responses)]

@@ -91,6 +91,7 @@ def requests_of(
     seeds = sequence_seeds(prompts, seed)
     limit = config.max_model_len
     requests = []
+    # A long prompt leaves less room for its response.
     for row, (ids, row_seed) in enumerate(zip(token_ids, seeds, strict=True)):
         room = response_length if limit is None else min(limit - len(ids), response_length)
         if room < 1:
@@ -199,6 +200,7 @@ def with_responses(
     tokens = tokens.to(device)
     attention_mask = torch.cat((prompt_mask, attended.to(device)), -1)
 
+    # -1 marks places without a token.
     columns: dict[str, torch.Tensor] = {}
     if any(versions):
         token_versions = torch.full(shape, -1)
@@ -285,6 +287,7 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     for row, uid in enumerate(uids):
         number = num_seen[uid] if numbers is None else int(numbers[row])
         num_seen[uid] += 1
+        # Hashed, so that neighbouring seeds, steps and samples share nothing.
         source = (int(seed), step, uid, number, validates)
         digest = hashlib.blake2b(repr(source).encode(), digest_size=8).digest()
         seeds.append(int.from_bytes(digest, "big"))
@@ -310,6 +313,7 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
+        # Samples of a prompt share their inputs, and preparing images takes time.
         key = (id(inputs), short_prompt)
         if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()

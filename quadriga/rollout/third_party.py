@@ -62,6 +62,7 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
             setting = os.environ.get("OMP_NUM_THREADS", "")
             num_threads = int(setting) if setting.isdecimal() else torch.get_num_threads()
             variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_processes))
+        # Processes inherit the environment when they start, so it is set only meanwhile.
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
@@ -140,6 +141,7 @@ class ThirdPartyEngine(RolloutEngine):
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
+            # A RolloutError is the library's refusal, in our words.
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
             raise WeightSyncError(
                 where,
@@ -148,6 +150,7 @@ class ThirdPartyEngine(RolloutEngine):
                 fix=f"{_LOG} Unfinished responses have to end before weights are published:"
                 " wait for them, or call abort().",
             ) from error
+        # All processes of an engine must have received the same.
         fingerprints = [Fingerprint(tensors) for tensors in received]
         for rank, fingerprint in enumerate(fingerprints[1:], start=1):
             names = fingerprints[0].differences(fingerprint)

@@ -44,7 +44,7 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class PrefixCache:
-    """KV cache of prefixes: keys and values [P, K, S, D] of each layer, padded on the right.
+    """KV cache of prefixes: [P, K, S, D] for each layer, padded on the right.
 
     Args:
         prefixes: objects with a length in tokens, and with a `next_position` if that differs from
@@ -71,7 +71,7 @@ class PrefixCache:
         return [getattr(prefix, "next_position", len(prefix)) for prefix in self.prefixes]
 
     def write(self, layer: int, places: slice, key: Tensor, value: Tensor) -> None:
-        """Store keys and values of some prefixes.
+        """Store a layer's KV cache of some prefixes.
 
         Args:
             layer: number of the layer. The first write to a layer allocates its memory.
@@ -89,6 +89,7 @@ class PrefixCache:
 
     def keep(self, places: Sequence[int]) -> None:
         """Drop all prefixes except those at the indices `places`."""
+        # Usually all stay, and nothing has to be copied.
         if list(places) == list(range(len(self.prefixes))):
             return
         self.prefixes = [self.prefixes[place] for place in places]
@@ -118,7 +119,7 @@ class PrefixCache:
 
 
 def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: int) -> None:
-    """Move keys or values of all layers to the end of `states`, padded to `width` tokens."""
+    """Move the keys or the values of all layers behind `states`, padded to `width` tokens."""
     for layer, added in enumerate(other_states):
         first = states[layer]
         num_first, num_heads, first_width, head_size = first.shape
@@ -131,7 +132,7 @@ def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: in
 
 
 class ResponseCache:
-    """KV cache of responses: keys and values [C, K, T, D] of each layer.
+    """KV cache of responses: [C, K, T, D] for each layer.
 
     The first R slots are in use. Memory that was never written is zero, so that an attention weight
     of zero times it is zero.
@@ -196,7 +197,7 @@ class ResponseCache:
             like: [R, K, ..., D], a tensor that will be written to it.
 
         Returns:
-            Keys and values, [C, K, T, D] each.
+            The keys and the values, [C, K, T, D] each.
         """
         if layer == len(self.keys):
             shape = (self.capacity, like.shape[1], self.room, like.shape[-1])
@@ -214,7 +215,7 @@ class ResponseCache:
             value: [R, K, 1, D].
 
         Returns:
-            Keys and values of all tokens so far, views [R, K, t, D].
+            The keys and the values of all tokens so far, views [R, K, t, D].
         """
         num_heads = key.shape[1]
         head_size = key.shape[3]
@@ -330,6 +331,7 @@ class DecodePlan:
         for slot, place in enumerate(places):
             self.members[place].append(slot)
         self.group_size = max(map(len, self.members))
+        # Slots in the order of the cells, as of equal groups side by side, need no copy.
         grid, cells = self.cells(self.group_size)
         self.is_even = grid == list(range(len(places)))
         self.slot_of_cell = torch.tensor(grid, device=device)
@@ -405,7 +407,7 @@ class DecodePlan:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of the new tokens. Their keys and values are written to the cache first.
+        """Attention of the new tokens, which are written to the KV cache first.
 
         Args:
             layer: number of the layer.
@@ -468,6 +470,7 @@ class DecodePlan:
             return self.prefix_mask, self.mask
         lengths = [self.lengths[place] for place in self.places]
         places = [length + count for length, count in zip(lengths, self.written, strict=True)]
+        # The window is still wider than all sequences.
         if max(places) < window:
             return self.prefix_mask, self.mask
         if window not in self.windows:
@@ -590,7 +593,7 @@ class CompiledPlan:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of the new tokens. Their keys and values are written to the cache first.
+        """Attention of the new tokens, which are written to the KV cache first.
 
         Args:
             layer: number of the layer.
@@ -688,6 +691,7 @@ def attend_part(
         The attention output, [A, K, Q, D], and the log-sum-exps of the scores, [A, K, Q] float32.
     """
     if query.device.type == "cpu" and query.dtype == torch.float32 and softcap is None:
+        # The operator behind scaled_dot_product_attention, which also returns the log-sum-exps.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if query.is_cuda and query.dtype != torch.float32:

@@ -145,7 +145,7 @@ class NativeEngine(CausalModelEngine):
         self.token_bytes = cache_bytes_per_token(model.config, cache_dtype(self.dtype, device))
         if group is not None:
             _require_groups(model, group)
-            # A rank has one key-value head at least.
+            # If there are fewer key-value heads than ranks, each rank still has one.
             self.token_bytes //= min(group.size, model.config.num_key_value_heads)
             self._shards = GroupShards(model, group, self.dtype, adapted or model)
             self._steps = GroupSteps(group)
@@ -154,6 +154,7 @@ class NativeEngine(CausalModelEngine):
         self.max_cache_tokens: int | None = None
         if cache_gigabytes is not None:
             self.max_cache_tokens = int(cache_gigabytes * _GIBIBYTE / self.token_bytes)
+        # Packed weights of the model; None until they are needed.
         self._network: Network | None = None
 
         # The lock guards the inbox, the requests that a runner has taken (some may be done), the
@@ -231,6 +232,7 @@ class NativeEngine(CausalModelEngine):
             sampling: how the response is sampled.
             images: images of the prompt.
         """
+        # The runner works in a thread, so requests can join while it computes.
         (future,) = self.begin([prompt], [sampling], [images])
         return await asyncio.wrap_future(future)
 
@@ -257,6 +259,7 @@ class NativeEngine(CausalModelEngine):
         requests = self._requests(prompts, sampling, images)
         for request, response in zip(requests, earlier, strict=False):
             request.go_on_from(response)
+        # All join at the same step, so one of them reports it.
         requests[0].joined = joined
         self._submit(requests, in_worker=True)
         return [request.future for request in requests]
@@ -340,7 +343,7 @@ class NativeEngine(CausalModelEngine):
     def follow(self) -> None:
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
-            message = self._steps.hear(is_idle=True)
+            message = self.group.hear(is_idle=True) or Step()
             if isinstance(message, Over):
                 break
             if isinstance(message, Renewal):
@@ -359,11 +362,12 @@ class NativeEngine(CausalModelEngine):
                 if isinstance(message, Renewal):
                     self._follow_renewal(message, generation)
                 else:
-                    assert isinstance(message, Step), "the leader waits for its requests"
+                    # The leader ends a batch only after all of its requests.
+                    assert isinstance(message, Step)
                     self._follow_step(message, generation)
                     if generation.scheduler.is_done:
                         break
-                message = self._steps.hear()
+                message = self._steps.group.hear() or Step()
         self._steps.count_tokens()
 
     def _follow_step(self, step: Step, generation: Generation) -> None:
@@ -377,7 +381,7 @@ class NativeEngine(CausalModelEngine):
             requests.append(request)
         self._steps.add(requests)
         generation.scheduler.add(requests)
-        generation.advance(self._steps.numbered(step.given_up))
+        generation.advance([self._steps.requests[number] for number in step.given_up])
 
     def _follow_renewal(self, renewal: Renewal, generation: Generation | None = None) -> None:
         """Go on with the weights that the leader has."""
@@ -397,7 +401,7 @@ class NativeEngine(CausalModelEngine):
         self.abort()
         self._finish_turn()
         if not self._steps.has_failed:
-            self._steps.tell_over()
+            self.group.tell(Over(self._steps.checksum))
         self._steps.reset()
 
     def wanted_shards(self) -> Wanted:
@@ -421,6 +425,7 @@ class NativeEngine(CausalModelEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._require_idle("load_weights")
+        # A copy of the old weights is freed before the new ones arrive.
         self._network = None
         if self._shards is not None:
             weights = self._shards.with_adapter(dict(weights))
@@ -502,9 +507,11 @@ class NativeEngine(CausalModelEngine):
                 break
             if scheduler.is_done:
                 continue
+            # The members have to know before the leader computes: layers wait for all ranks.
             if self._steps is not None:
-                limit = scheduler.max_cache_tokens
-                self._steps.tell_step(added, given_up, limit, self.weight_version)
+                self._steps.tell_step(
+                    added, given_up, scheduler.max_cache_tokens, self.weight_version
+                )
             # Counted before the step: callbacks of responses that end in it read the number.
             self.num_steps += 1
             with PhaseTimer.mark(f"step of version {self.weight_version}"):
@@ -544,9 +551,11 @@ class NativeEngine(CausalModelEngine):
             self._inbox = []
             scheduler.add(added)
             self._open = [*scheduler.running, *scheduler.waiting]
+            # Decided under the lock: whoever submits after this starts a new runner if it ends.
             self._is_running = bool(self._work) or not scheduler.is_done
             goes_on = self._is_running
             given_up = [request for request in self._open if request.is_given_up]
+        # Without the lock: a callback may submit requests.
         for request in added:
             if request.joined is not None:
                 request.joined(self.num_steps)
@@ -578,9 +587,10 @@ class NativeEngine(CausalModelEngine):
 
     def _renew(self, generation: Generation, *, keeps_cache: bool) -> None:
         """Go on with the weights that were loaded, on all ranks."""
-        if self._steps is not None:
-            self._steps.count_tokens(_requests_of(generation))
-            self._steps.tell_renewal(self.weight_version, keeps_cache=keeps_cache)
+        steps = self._steps
+        if steps is not None:
+            steps.count_tokens(_requests_of(generation))
+            steps.group.tell(Renewal(steps.checksum, self.weight_version, keeps_cache))
         network = self._packed_network()
         generation.renew(network, self.weight_version, keeps_cache=keeps_cache)
 

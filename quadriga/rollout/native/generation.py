@@ -194,6 +194,7 @@ class Request:
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
+        # The stop token stays in the response.
         if token in self.stops or self.stop_strings.is_reached(self.token_ids):
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
@@ -303,6 +304,7 @@ class Generation:
         """
         older_version = self.weight_version
         running = self.scheduler.running
+        # Graphs and the plan are bound to the old network.
         self._use(network, weight_version)
         if not keeps_cache:
             while running:
@@ -330,6 +332,7 @@ class Generation:
         if last != slot and running[slot].num_written:
             self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
+        # Last, because callbacks of the caller run in it.
         request.close(self.weight_version)
 
     def _admit(self) -> None:
@@ -355,6 +358,7 @@ class Generation:
         if new:
             self.prefixes.extend(self._prefill(list(new)))
         self.plan = None
+        # All samples of a prompt share its routes.
         if self.recorder is not None:
             for request in started:
                 request.routes = [self.routes[request.prefix]]
@@ -490,6 +494,7 @@ class Generation:
         room = min(limit, 2 * longest)
         if not self.scheduler.fits(room):
             room = min(limit, longest + _NEXT_ROOM)
+        # The last request may exceed the limit: it has to be possible to finish it.
         while not self.scheduler.fits(room) and len(running) > 1:
             self.scheduler.preempt().restart()
             longest = max(request.num_written for request in running)
@@ -526,6 +531,7 @@ class Generation:
             token, log_prob, sampling_log_prob = numbers
             request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
+        # From the last slot on, as in `advance`.
         for slot in reversed(range(first, len(running))):
             if running[slot].finish_reason is not None:
                 self._end(slot)

@@ -8,7 +8,7 @@ tokens is compared with each change of weights, and when the batch is over.
 
 import zlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from quadriga.errors import EngineError
 from quadriga.rollout.group import RolloutGroup
@@ -26,7 +26,10 @@ class NewRequest(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Make a step, after adding these requests and dropping the aborted ones, by number."""
+    """Make a step, after adding these requests and dropping the aborted ones, by number.
+
+    A step without either is sent as None.
+    """
 
     added: Sequence[NewRequest] = ()
     given_up: Sequence[int] = ()
@@ -47,9 +50,6 @@ class Over(NamedTuple):
     checksum: int
 
 
-Message: TypeAlias = Step | Renewal | Over
-
-
 class GroupSteps:
     """The steps of a batch, seen from one rank of the group.
 
@@ -57,38 +57,37 @@ class GroupSteps:
         group: the rank's group.
 
     Attributes:
+        requests: unfinished requests by number.
+        checksum: checksum of the tokens of finished requests.
         has_failed: on the leader, whether a step failed. It fails on all ranks, whose members then
             do not wait for messages any more.
     """
 
     def __init__(self, group: RolloutGroup) -> None:
-        self._group = group
+        self.group = group
         self.reset()
 
     def reset(self) -> None:
         """Begin a batch."""
-        self._requests: dict[int, Request] = {}  # by number
-        self._num_requests = 0
-        self._checksum = 0
+        self.requests: dict[int, Request] = {}
+        self.checksum = 0
         self.has_failed = False
+        self._num_requests = 0
 
     def add(self, requests: Collection[Request]) -> None:
         """Number new requests."""
-        self._requests |= enumerate(requests, start=self._num_requests)
+        self.requests |= enumerate(requests, start=self._num_requests)
         self._num_requests += len(requests)
-
-    def numbered(self, numbers: Iterable[int]) -> list[Request]:
-        """The requests with these numbers."""
-        return [self._requests[number] for number in numbers]
 
     def count_tokens(self, unfinished: Iterable[Request] = ()) -> None:
         """Add the tokens of all finished requests to the checksum, and forget these requests."""
         unfinished_ids = {id(request) for request in unfinished}
-        for number, request in list(self._requests.items()):
+        # In the order of the numbers, which is the same on all ranks.
+        for number, request in list(self.requests.items()):
             if id(request) not in unfinished_ids:
-                del self._requests[number]
+                del self.requests[number]
                 tokens = repr(request.token_ids).encode()
-                self._checksum = zlib.crc32(tokens, self._checksum)
+                self.checksum = zlib.crc32(tokens, self.checksum)
 
     def tell_step(
         self,
@@ -108,7 +107,8 @@ class GroupSteps:
         """
         self.add(added)
         if not (added or given_up):
-            self._group.tell(None)  # the shortest message, for a plain step
+            # The shortest message is for the most frequent case.
+            self.group.tell(None)
             return
         new_requests = []
         for request in added:
@@ -116,33 +116,15 @@ class GroupSteps:
             new_requests.append(
                 NewRequest(request.prompt, request.sampling, request.images, earlier)
             )
-        numbers = {id(request): number for number, request in self._requests.items()}
+        numbers = {id(request): number for number, request in self.requests.items()}
         aborted = [numbers[id(request)] for request in given_up]
-        self._group.tell(Step(new_requests, aborted, max_cache_tokens))
-
-    def tell_renewal(self, version: int, *, keeps_cache: bool) -> None:
-        """Tell the members to use newer weights.
-
-        Args:
-            version: version of these weights.
-            keeps_cache: whether requests go on with the KV cache of the older weights.
-        """
-        self._group.tell(Renewal(self._checksum, version, keeps_cache))
-
-    def tell_over(self) -> None:
-        """Tell the members that the batch is over."""
-        self._group.tell(Over(self._checksum))
-
-    def hear(self, *, is_idle: bool = False) -> Message:
-        """The leader's next message. An idle member may wait long for it."""
-        message: Any = self._group.hear(is_idle=is_idle)
-        return Step() if message is None else message
+        self.group.tell(Step(new_requests, aborted, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""
-        if checksum != self._checksum:
+        if checksum != self.checksum:
             raise EngineError(
-                f"native, {self._group}",
+                f"native, {self.group}",
                 got="other tokens than the leader's",
                 expected="the same on all ranks",
                 fix="The ranks compute with other weights, or on other devices.",

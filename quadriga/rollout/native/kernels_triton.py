@@ -53,6 +53,7 @@ def _normalize_kernel(
     columns = tl.arange(0, COLUMNS)
     exists = columns < SIZE
     narrow: tl.constexpr = result.dtype.element_ty
+    # Float32 inside; rounded wherever torch's operators would round.
     offsets = row * SIZE + columns
     x = tl.load(states + offsets, mask=exists, other=0.0).to(tl.float32)
     if HAS_ADDED:
@@ -152,6 +153,7 @@ def _attend(
             # softcap * tanh(scores / softcap)
             scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
         scores = tl.where(exists[None, :], scores, -float("inf"))
+        # Sums so far are relative to the old maximum.
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp(peak - higher)
         odds = tl.exp(scores - higher[:, None])
@@ -164,38 +166,14 @@ def _attend(
 
 @triton.jit(do_not_specialize=("prefix_room", "own_room", "window"))
 def _attention_kernel(
-    query,
-    key,
-    value,
-    own_keys,
-    own_values,
-    shared_keys,
-    shared_values,
-    prefix_of,
-    prefix_length,
-    num_written,
-    sinks,
-    result,
-    sums,
-    query_stride,
-    key_stride,
-    value_stride,
-    prefix_room,
-    own_room,
-    window,
-    scale,
-    softcap,
-    NUM_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    query, key, value, own_keys, own_values, shared_keys, shared_values,
+    prefix_of, prefix_length, num_written, sinks,
+    result, sums,
+    query_stride, key_stride, value_stride, prefix_room, own_room, window, scale, softcap,
+    NUM_KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    QUERIES: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -304,6 +282,7 @@ def _combine_kernel(
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     part_lines = line * PARTS + tl.arange(0, PARTS)
+    # A part without keys has the log-sum-exp _NOTHING, and so no share.
     logs = tl.load(sums + part_lines)
     peak = tl.max(logs, 0)
     if HAS_SINKS:
@@ -348,6 +327,7 @@ def _weigh_kernel(
         highest = highest / heat
     block_sums = tl.sum(tl.exp(z - highest), 1)
     tl.store(sums + row * num_blocks + blocks, block_sums, mask=blocks < num_blocks)
+    # The sums are relative to the chunk's maximum; `_draw_kernel` relates them to the row's.
     line = row * tl.num_programs(1) + chunk
     tl.store(peaks + line, highest)
     tl.store(likeliest + line, first)
@@ -488,6 +468,7 @@ class TritonKernels:
             SIZE=size,
             HAS_ADDED=added is not None,
             COLUMNS=columns,
+            # About 16 columns for each thread.
             num_warps=min(max(columns // 512, 1), 16),
         )
         return result
@@ -573,6 +554,7 @@ class TritonKernels:
         parts = triton.next_power_of_2(max(num_parts, 1))
         result = query.new_empty(num_rows, num_heads, size)
         sums = query.new_empty(num_rows, num_heads, parts, dtype=torch.float32)
+        # Parts are combined in float32.
         mixed = result
         if parts > 1:
             mixed = sums.new_empty(num_rows, num_heads, parts, size)

@@ -74,6 +74,7 @@ class TorchElementwise:
         Returns:
             [..., D].
         """
+        # Rounded before the weight is applied, as transformers does.
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
 
@@ -190,6 +191,7 @@ class Network:
         if images is not None:
             inputs = decoder_inputs(self.model, tokens, images)
         inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
+        # An instance attribute hides the class's `forward`, only during this call.
         try:
             for module, product in self.products.items():
                 vars(module)["forward"] = product
@@ -263,8 +265,10 @@ class PlainNetwork(Network):
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
+        # The kernels read them by address.
         cos = cos.contiguous()
         sin = sin.contiguous()
+        # Each layer leaves its last sum to the next norm, which does both in one pass.
         added = None
         for layer in self.layers:
             hidden, added = layer(hidden, added, cos, sin, plan)
@@ -460,11 +464,13 @@ class _Experts:
         Returns:
             [R, D].
         """
+        # Sort the k copies of each token by their expert, so that each expert has a range of rows.
         by_expert = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.wide)).tolist()
         states = rows[by_expert // chosen.shape[1]]
         states = self.gate(_by_expert(self.wide, states, counts))
         states = _by_expert(self.narrow, states, counts)
+        # Back to the order of the tokens.
         outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
         weighted = outputs.view(*chosen.shape, -1) * scores[..., None]
         return weighted.sum(1).to(rows.dtype)
@@ -490,6 +496,7 @@ def _by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int])
     """Products of rows that are sorted by expert, `counts` rows for each."""
     products = []
     for weight, rows in zip(weights, states.split(counts), strict=True):
+        # With few rows, many experts have no token.
         if len(rows):
             products.append(weight.multiply(rows).to(states.dtype))
     return torch.cat(products)
@@ -527,6 +534,7 @@ class _Projection:
             is_sum = self.group is not None
             self.weight = forms.make(weights, biases if has_bias else None, is_sum=is_sum)
         elif forms is None and len(linears) > 1:
+            # Without packing, the products write side by side into one result.
             if packs and is_uniform:
                 self.factors = [(torch.cat(weights), torch.cat(biases) if biases else None)]
                 return
@@ -539,6 +547,7 @@ class _Projection:
         if self.weight is not None:
             product = self.weight.multiply(states)
             if self.group is not None:
+                # Summed in float32, and rounded once.
                 product = self.group.add_up(product.float())
             return product.to(states.dtype)
         if self.group is not None:

@@ -139,7 +139,8 @@ class Weight:
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] in the model's dtype -> [..., O] in the model's dtype or in float32."""
-        if self.few is not None and states.shape[:-1].numel() <= self.few.max_rows:
+        num_rows = states.shape[:-1].numel()
+        if self.few is not None and num_rows <= self.few.max_rows:
             return self.few.multiply(states)
         return self.many.multiply(states)
 
@@ -197,6 +198,7 @@ class Forms:
         if self.many is None:
             return None
         many = WideWeight(weights, biases) if is_head else self.many(weights, biases)
+        # Logits and parts of sums must not be rounded to bfloat16, as oneDNN's product does.
         few: OwnWeight | PackedWeight | None = None
         if (is_head or self.few is OwnWeight) and OwnWeight.takes(weights):
             few = OwnWeight(weights, biases, torch.float32 if is_head or is_sum else torch.bfloat16)

@@ -45,6 +45,7 @@ class GroupShards:
 
     def wanted(self) -> Wanted:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
+        # The matrices of the adapter are not sharded.
         factors = {name: Piece((0, 0), shape) for name, shape in self._factors.items()}
         pieces = self._pieces | factors
         return {name: (piece, self._dtype) for name, piece in pieces.items()}
@@ -54,6 +55,7 @@ class GroupShards:
         tensors: dict[str, torch.Tensor] = {}
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)
+        # A tied weight gets the same parameter under both names.
         for name in self._pieces:
             parameter = torch.nn.Parameter(shards[name], requires_grad=False)
             tensors |= dict.fromkeys(self._manifest.same[name], parameter)
@@ -76,6 +78,7 @@ class GroupShards:
             shard = shards[name]
             if self._adapter is not None and name in self.merged:
                 name_a, name_b = factor_names(name)
+                # The rows of B and the columns of A that belong to the shard.
                 row, column = piece.start
                 height, width = piece.shape
                 factor_a = shards[name_a].narrow(1, column, width)
