@@ -240,7 +240,7 @@ class PlainNetwork(Network):
         self.elementwise: Elementwise = TorchElementwise()
         if self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32}):
             loops = kernels()
-            if loops is not None and loops.can_compute(*sizes):
+            if loops is not None and Kernels.can_compute(*sizes):
                 self.elementwise = loops
         if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
             self.elementwise = TritonKernels()
