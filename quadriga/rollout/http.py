@@ -351,7 +351,7 @@ class HTTPEngine(RolloutEngine):
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
         """A response from the first server that gives it."""
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_tokens,
             **sampling.drawing,
