@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one: requests go to the engine with the fewest tokens in flight; one that dies is made again.
+"""Several engines as one: requests go to the least busy engine, and dead engines are restarted.
 
                        ┌─ engine 0   120 tokens in flight
     request ─ Balancer ┼─ engine 1    40 tokens in flight   <── the next request
-                       └─ engine 2    dead: its requests go to the others; made again, it joins with the next weights
+                       └─ engine 2    dead: its requests go to the others; once restarted, it
+                                      joins with the next weights
 
-Consumes: requests, from tasks of an event loop or as a batch. Waits for: the engine that a request was given to.
-Unblocked by: its response or its error.
+Consumes: requests, from tasks of an event loop or as a batch. Waits for: the engine that serves the
+request. Unblocked by: its response or its error.
 
-A request that fails goes to the next engine. If that one serves it, the first is at fault, and gets no more requests;
-if every engine fails, the request is at fault, and the first error is raised. Which engine serves it changes nothing: a
-request brings its own seed.
+A request that fails goes to the next engine. If that one serves it, the first is at fault, and gets
+no more requests. If every engine fails, the request is at fault, and the first error is raised. The
+choice of the engine does not change a response: a request has its own seed.
 """
 
 import logging
@@ -47,15 +48,20 @@ Maker: TypeAlias = Callable[[], E]
 
 
 def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
-    """Make engines one after the other; where one does not start, those before it are closed.
+    """Make engines one after the other. If one does not start, those before it are closed.
 
-    Several divide the threads that this process has: their processes find their share in `OMP_NUM_THREADS`. There are
-    `num_shares` of them; 0: as many as makers.
+    Args:
+        makers: make an engine each.
+        num_shares: number of engines that share this process's threads; their processes find their
+            share in `OMP_NUM_THREADS`. 0: as many as makers.
+
+    Returns:
+        The engines, in order.
     """
     engines: list[E] = []
-    shares = num_shares or len(makers)
+    num_shares = num_shares or len(makers)
     try:
-        with process_environment(shares if shares > 1 else 0):
+        with process_environment(num_shares if num_shares > 1 else 0):
             for make in makers:
                 engines.append(make())
     except BaseException:
@@ -66,12 +72,24 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
 
 
 class Balancer(RolloutEngine):
-    """A `RolloutEngine` over several with equal weights.
-    `makers`: of the same engines again. One that dies is made again in the background, and gets requests once it has
-        loaded the next weights and their fingerprints are those of the others. Without them it is left for good."""
+    """A `RolloutEngine` over several engines with equal weights.
+
+    Args:
+        engines: the engines.
+        description: what was chosen at the start, for people to read.
+        makers: make each engine again. A dead engine is restarted in the background, and gets
+            requests once it has loaded the next weights and has the fingerprints of the others.
+            Without makers it stays dead.
+
+    Attributes:
+        engines: the engines by number.
+        in_flight: tokens of each engine's unfinished requests: of their prompts, and the most that
+            they may generate.
+        dead: why an engine gets no more requests, by its number.
+    """
 
     name = "balancer"
-    takes_images = True  # each engine says whether it does
+    takes_images = True  # if an engine does not, it refuses them itself
 
     def __init__(
         self,
@@ -83,16 +101,15 @@ class Balancer(RolloutEngine):
         if not engines:
             raise RolloutError("Balancer", got="no engines", expected="at least one")
         self.engines = list(engines)
-        each = f"requests balanced over {len(engines)} engines, each: {engines[0].description}"
-        self.description = description or each
-        self.in_flight = [0] * len(engines)
-        """Tokens of each engine's unfinished requests: of their prompts, and the most that they may generate."""
+        count = len(engines)
+        default = f"requests balanced over {count} engines, each: {engines[0].description}"
+        self.description = description or default
+        self.in_flight = [0] * count
         self.dead: dict[int, Exception] = {}
-        """Why an engine gets no more requests, by its number."""
         self._makers = list(makers)
         self._restarts = Restarts(self._make_again, "rollout engine")
+        # Dead engines that were restarted, and wait for weights.
         self._is_new: set[int] = set()
-        """Engines among the dead that were made again, and wait for weights."""
         self.weight_version = engines[0].weight_version
 
     @property
@@ -102,22 +119,24 @@ class Balancer(RolloutEngine):
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether all engines that the next load reaches have them; those that were made again are among them."""
-        for number, made in self._restarts.ended().items():
-            if error := made.exception():
+        """Whether all engines have them that the next load reaches, restarted ones included."""
+        # A load asks this first, so this is where restarted engines are taken in.
+        for number, restart in self._restarts.ended().items():
+            error = restart.exception()
+            if error is None:
+                self.engines[number] = restart.result()
+                self._is_new.add(number)
+            else:
                 logger.warning(
                     "engine %d of %d did not start again: %s", number, len(self.engines), error
                 )
                 self._restarts.request(number)
-            else:
-                self.engines[number] = made.result()
-                self._is_new.add(number)
         reached = {*self.alive, *self._is_new}
         return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
 
     @property
     def has_dropped_weights(self) -> bool:
-        """Whether one of those that get requests has."""
+        """Whether an engine that gets requests has dropped its weights."""
         return any(self.engines[number].has_dropped_weights for number in self.alive)
 
     async def generate(
@@ -131,11 +150,10 @@ class Balancer(RolloutEngine):
             self.in_flight[number] += tokens
             try:
                 completion = await self.engines[number].generate(prompt, sampling, images)
-            except (
-                Exception
-            ) as error:  # raised again below, if no other engine can serve the request
+            except Exception as error:  # raised below if no other engine can serve the request
                 failed[number] = error
             else:
+                # Others could not serve the request, but this engine can: they are at fault.
                 self._restarts.lasts(number)
                 self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
@@ -147,28 +165,40 @@ class Balancer(RolloutEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Samples of one prompt stay together where that delays no others."""
+        """Generate a response for each prompt, by all engines at the same time.
+
+        Samples of a prompt go to the same engine, unless that would delay the others.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+
+        Returns:
+            The responses, in order.
+        """
         self._require_ready(prompts, sampling)
-        given = images or [None] * len(prompts)
+        row_images = images or [None] * len(prompts)
 
         def generate(number: int, rows: list[int]) -> list[Completion]:
             return self.engines[number].generate_batch(
                 [prompts[row] for row in rows],
                 [sampling[row] for row in rows],
-                [given[row] for row in rows],
+                [row_images[row] for row in rows],
             )
 
         responses: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
         num_moved = 0
         while len(responses) < len(prompts):
-            if not (usable := [number for number in self.alive if number not in failed]):
+            usable = [number for number in self.alive if number not in failed]
+            if not usable:
                 raise self._none_left(failed)
-            rest = [row for row in range(len(prompts)) if row not in responses]
-            shares = zip(usable, _shares(prompts, sampling, rest, len(usable)), strict=True)
-            rows = {number: share for number, share in shares if share}
-            done, errors = self._on_each(rows, generate)
-            for number, completions in done.items():
+            unserved_rows = [row for row in range(len(prompts)) if row not in responses]
+            shares = _shares(prompts, sampling, unserved_rows, len(usable))
+            rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
+            results, errors = self._on_each(rows, generate)
+            for number, completions in results.items():
                 self._restarts.lasts(number)
                 responses.update(zip(rows[number], completions, strict=True))
             failed |= errors
@@ -182,45 +212,58 @@ class Balancer(RolloutEngine):
             self._by_each(lambda engine: engine.abort())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """All engines load each tensor before the next one is requested.
+        """Load weights into all engines, each tensor into all before the next one is requested.
 
-        An engine that fails is dead, unless all fail, or the weights are at fault.
-        Raises WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
+        An engine that fails is marked dead, unless all fail, or the weights are at fault.
+
+        Args:
+            weights: names and tensors of the weights.
+            version: their version.
+
+        Raises:
+            WeightSyncError: an engine found the weights wrong.
         """
         self.weight_version = -1
-        alive, new = self.alive, sorted(self._is_new)
+        alive = self.alive
+        new = sorted(self._is_new)
         stream = SharedStream(weights, len(alive) + len(new))
 
         def load(number: int, _: None) -> None:
             try:
+                # A restarted engine is awake, whatever the others are.
                 if number in new and self._state == "asleep":
                     self.engines[number].sleep()
                 self.engines[number].load_weights(stream.read(), version)
             finally:
+                # Also after an error, or the other readers would wait for this one.
                 stream.leave()
 
-        done, failed = self._on_each(dict.fromkeys([*alive, *new]), load, meanwhile=stream.lend)
+        engines = dict.fromkeys([*alive, *new])
+        results, failed = self._on_each(engines, load, meanwhile=stream.lend)
         for number, error in failed.items():
+            # A WeightSyncError with another error as its cause is about the engine itself.
             if number in alive and isinstance(error, WeightSyncError) and error.__cause__ is None:
                 raise error
-        if not done.keys() - new:
+        if not results.keys() - new:
             raise self._none_left(failed)
         self._mark_dead(failed)
-        self._admit([number for number in new if number in done])
+        self._admit([number for number in new if number in results])
         self.weight_version = version
 
     def _admit(self, numbers: Sequence[int]) -> None:
-        """Give requests to engines that were made again, if they have loaded what the others have."""
+        """Send requests to restarted engines that have loaded the same weights as the others."""
         expected = self.engines[self.alive[0]].fingerprint()
         for number in numbers:
             self._is_new.discard(number)
             reason = self.dead.pop(number)
-            if names := expected.differences(self.engines[number].fingerprint()):
-                got = f"other weights in {len(names)} tensors: {name_some(names)}"
-                where = f"engine {number} of {len(self.engines)}, made again"
-                self._mark_dead(
-                    {number: WeightSyncError(where, got=got, expected="those of the others")}
+            names = expected.differences(self.engines[number].fingerprint())
+            if names:
+                error = WeightSyncError(
+                    f"engine {number} of {len(self.engines)}, made again",
+                    got=f"other weights in {len(names)} tensors: {name_some(names)}",
+                    expected="those of the others",
                 )
+                self._mark_dead({number: error})
                 continue
             self.counts["rollout/engine_restarts"] += 1
             logger.warning(
@@ -228,47 +271,57 @@ class Balancer(RolloutEngine):
             )
 
     def _make_again(self, number: int) -> RolloutEngine:
-        """Another engine in the place of a dead one, whose memory and processes go first."""
+        """Make an engine in the place of a dead one, after freeing its memory and processes."""
         self._close_dead(number)
         [engine] = start_engines([self._makers[number]], len(self.engines))
         return engine
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Those of the first engine."""
-        return self.engines[self.alive[0] if self.alive else 0].named_weights()
+        """The weights of the first engine that gets requests."""
+        first = self.alive[0] if self.alive else 0
+        return self.engines[first].named_weights()
 
     def fingerprint(self) -> Fingerprint:
-        """Of the weights of all engines.
-        Raises WeightSyncError: the engines do not have the same weights."""
-        marks = self._by_each(lambda engine: engine.fingerprint())
-        first, *others = marks
-        for number in others:
-            if names := marks[first].differences(marks[number]):
-                where, fix = (
+        """Fingerprint of the weights of all engines.
+
+        Raises:
+            WeightSyncError: the engines do not have the same weights.
+        """
+        fingerprints = self._by_each(lambda engine: engine.fingerprint())
+        first = next(iter(fingerprints))
+        for number, fingerprint in fingerprints.items():
+            names = fingerprints[first].differences(fingerprint)
+            if names:
+                raise WeightSyncError(
                     f"engines {first} and {number} of a balancer",
-                    "Publish the weights again.",
+                    got=f"other weights in {len(names)} tensors: {name_some(names)}",
+                    expected="the same in all engines",
+                    fix="Publish the weights again.",
                 )
-                got = f"other weights in {len(names)} tensors: {name_some(names)}"
-                raise WeightSyncError(where, got=got, expected="the same in all engines", fix=fix)
-        return marks[first]
+        return fingerprints[first]
 
     def sleep(self) -> None:
-        """An engine that fails to, while others do not, is dead."""
+        """Put all engines to sleep. One that fails is marked dead, unless all fail."""
         super().sleep()
         self._by_each(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """An engine that fails to, while others do not, is dead."""
+        """Wake all engines. One that fails is marked dead, unless all fail."""
         super().wake()
         self._by_each(lambda engine: engine.wake())
 
     def close(self) -> None:
-        """Close all engines; a dead one that cannot be closed is a warning. One that is being made is waited for."""
+        """Close all engines, after waiting for those that are being restarted.
+
+        If a dead engine cannot be closed, this is logged as a warning.
+        """
         super().close()
         self._restarts.wait()
-        made = [one.result() for one in self._restarts.ended().values() if one.exception() is None]
-        for engine in [*made, *(self.engines[number] for number in {*self.alive, *self._is_new})]:
-            engine.close()
+        for restart in self._restarts.ended().values():
+            if restart.exception() is None:
+                restart.result().close()
+        for number in {*self.alive, *self._is_new}:
+            self.engines[number].close()
         for number in self.dead.keys() - self._is_new:
             self._close_dead(number)
 
@@ -284,17 +337,21 @@ class Balancer(RolloutEngine):
             )
 
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
-        """Engines failed at what others have done."""
+        """Give no more requests to engines that failed where others succeeded."""
         for number, error in failed.items():
+            # It may be dead already, by another request that failed at the same time.
             if number not in self.dead or number in self._is_new:
                 self.dead[number] = error
                 self._is_new.discard(number)
                 if self._makers:
                     self._restarts.request(number)
                 logger.warning(
-                    "engine %d of %d is given nothing more, %d are left: %s",
-                    number, len(self.engines), len(self.alive), error,
-                )  # fmt: skip
+                    "engine %d of %d gets no more requests, %d are left: %s",
+                    number,
+                    len(self.engines),
+                    len(self.alive),
+                    error,
+                )
 
     def _none_left(self, failed: Mapping[int, Exception]) -> Exception:
         """The error of a request that every engine failed, or of a balancer without engines."""
@@ -302,49 +359,64 @@ class Balancer(RolloutEngine):
             number, error = next(iter(failed.items()))
             if isinstance(error, QuadrigaError):
                 return error
-            where, got = (
+            wrapped = RolloutError(
                 f"engine {number} of {len(self.engines)}",
-                f"{type(error).__name__}: {error}",
+                got=f"{type(error).__name__}: {error}",
+                expected="a response, of this engine or another",
+                fix="No other engine could serve the request either: see this engine's message.",
             )
-            fix = "No other engine could serve the request either: look at what this one says."
-            told = RolloutError(
-                where, got=got, expected="a response, of this engine or another", fix=fix
-            )
-            told.__cause__ = error
-            return told
+            wrapped.__cause__ = error
+            return wrapped
         reasons = "; ".join(f"engine {number}: {error}" for number, error in self.dead.items())
-        got = f"{len(self.engines)} engines that are all dead ({reasons})"
-        fix = "Look at the first reason, and start the run again."
-        return RolloutError("Balancer.generate", got=got, expected="one that responds", fix=fix)
+        return RolloutError(
+            "Balancer.generate",
+            got=f"{len(self.engines)} engines that are all dead ({reasons})",
+            expected="one that responds",
+            fix="Look at the first reason, and start the run again.",
+        )
 
     def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
-        """What each engine that is alive returns. One that fails is dead, unless all fail: then the first error."""
-        done, failed = self._on_each(
-            dict.fromkeys(self.alive), lambda number, _: work(self.engines[number])
-        )
-        if not done:
+        """Call a function with each engine that gets requests.
+
+        One that fails is marked dead, unless all fail: then the first error is raised.
+
+        Returns:
+            The results by the engines' numbers.
+        """
+        engines = {number: self.engines[number] for number in self.alive}
+        results, failed = self._on_each(engines, lambda _, engine: work(engine))
+        if not results:
             raise self._none_left(failed)
         self._mark_dead(failed)
-        return done
+        return results
 
     def _on_each(
         self,
-        given: Mapping[int, T],
+        shares: Mapping[int, T],
         work: Callable[[int, T], R],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[dict[int, R], dict[int, Exception]]:
-        """Work of several engines at the same time, a thread each; results and errors by the engines' numbers."""
-        done: dict[int, R] = {}
+        """Run a function for several engines at the same time, in a thread each.
+
+        Args:
+            shares: what each engine works on, by its number.
+            work: called with the number and the share.
+            meanwhile: called in this thread while they work.
+
+        Returns:
+            Results and errors by the engines' numbers.
+        """
+        results: dict[int, R] = {}
         failed: dict[int, Exception] = {}
-        with ThreadPoolExecutor(max(1, len(given)), "engine") as threads:
+        with ThreadPoolExecutor(max(1, len(shares)), "engine") as threads:
             futures = {
-                number: threads.submit(work, number, share) for number, share in given.items()
+                number: threads.submit(work, number, share) for number, share in shares.items()
             }
             try:
                 meanwhile()
                 wait(futures.values())
             except KeyboardInterrupt:
-                # The threads end with their engines' work, so that is aborted.
+                # The pool waits for its threads, so end what their engines do.
                 self.abort()
                 raise
             for number, future in futures.items():
@@ -352,54 +424,69 @@ class Balancer(RolloutEngine):
                 if isinstance(error, Exception):
                     failed[number] = error
                 else:
-                    done[number] = future.result()
-        return done, failed
+                    results[number] = future.result()
+        return results, failed
 
 
 def _shares(
     prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int
 ) -> list[list[int]]:
-    """Rows for each of `count` engines, of about as many tokens: costly groups first, each to the least loaded."""
+    """Rows for each of `count` engines, with about as many tokens each.
+
+    The largest groups are assigned first, each to the engine with the fewest tokens.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(prompts[row]), []).append(row)
-    cost = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
-    fair = sum(cost.values()) / count
-    # A group that is more than an engine's part is divided row by row.
-    pieces = [
-        piece
-        for group in groups.values()
-        for piece in (
-            [group] if sum(cost[row] for row in group) <= fair else [[row] for row in group]
-        )
-    ]
+    row_cost = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
+    fair_cost = sum(row_cost.values()) / count
+
+    def cost(piece: list[int]) -> int:
+        return sum(row_cost[row] for row in piece)
+
+    # A group that is more than an engine's share is divided row by row.
+    pieces: list[list[int]] = []
+    for group in groups.values():
+        if cost(group) <= fair_cost:
+            pieces.append(group)
+        else:
+            pieces += [[row] for row in group]
     parts = Parts([0] * count)
-    for piece in sorted(pieces, key=lambda piece: -sum(cost[row] for row in piece)):
-        parts.give(piece, sum(cost[row] for row in piece))
+    for piece in sorted(pieces, key=cost, reverse=True):
+        parts.give(piece, cost(piece))
     return [sorted(share) for share in parts.items]
 
 
 class SharedStream(Generic[T]):
-    """One stream of weights for several engines, each in a thread: all have a tensor before the next one is requested.
+    """A stream of weights for several engines, each in a thread, that read it in lockstep.
 
         source ── next ──> tensor k ──┬─> engine 0 copies it ─ wants the next ─┐
            ^                          └─> engine 1 copies it ─ wants the next ─┤
            └────────────────────────── all of them want the next ──────────────┘
 
-    Consumes: the source, in the thread that calls `lend`. Waits for: every reader that has not left. Unblocked by: a
-    reader that requests the next tensor, or leaves because its engine failed or was satisfied.
+    Consumes: the source, in the thread that calls `lend`. Waits for: every reader that has not
+    left. Unblocked by: a reader that requests the next tensor, or leaves because its engine failed
+    or needs no more.
+
+    Args:
+        source: the items.
+        num_readers: number of threads that call `read`.
     """
 
     def __init__(self, source: Iterable[T], num_readers: int) -> None:
         self._source = source
         self._changed = Condition()
-        self._num_reading, self._num_waiting = num_readers, 0
+        self._num_reading = num_readers
+        self._num_waiting = 0
+        # The item that readers wait for: None at the end, or the error of the source.
         self._next: Future[T | None] = Future()
-        """The item that readers wait for: None once there are no more, or the error of the source."""
 
     def lend(self) -> None:
         """Lend one item after the other, until there are no more or all readers have left.
-        Raises BaseException: of the source; the readers get it too."""
+
+        Raises:
+            BaseException: the error of the source. The readers get it, too.
+        """
         try:
             source = iter(self._source)
             is_open = True
@@ -410,26 +497,31 @@ class SharedStream(Generic[T]):
                         break
                 item = next(source, None)
                 is_open = item is not None
+                # Readers that have this item must find the future of the next one.
                 with self._changed:
-                    lent, self._next, self._num_waiting = self._next, Future(), 0
-                    lent.set_result(item)
+                    current = self._next
+                    self._next = Future()
+                    self._num_waiting = 0
+                    current.set_result(item)
+        # Readers wait in other threads, so they have to get any error.
         except BaseException as error:
             self._next.set_exception(error)
             raise
 
     def leave(self) -> None:
-        """Do not wait for one of the readers any more."""
+        """Stop waiting for the reader that calls this."""
         with self._changed:
             self._num_reading -= 1
             self._changed.notify_all()
 
     def read(self) -> Iterator[T]:
-        """The items, for one reader: the next one comes when all have done with the one before."""
+        """Read the items. Each comes when all readers are done with the one before."""
         while True:
             with self._changed:
-                wanted = self._next
+                current = self._next
                 self._num_waiting += 1
                 self._changed.notify_all()
-            if (item := wanted.result()) is None:
+            item = current.result()
+            if item is None:
                 return
             yield item

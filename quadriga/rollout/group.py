@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout group: ranks that hold one engine together, each a shard of its weights and of its KV cache.
+"""A rollout group: ranks that hold one engine together, each a shard of its weights and KV cache.
 
-    leader     tell(step) ── compute ── add_up, gather ──┐      takes requests, and says before each step what is
-    member     hear() ────── compute ── add_up, gather ──┘      added to it or given up, so that all step alike
+    leader     tell(step) ── compute ── add_up, join ──┐    takes requests; says before each step
+    member     hear() ────── compute ── add_up, join ──┘    what changes, so that all step alike
 
 Groups are formed of neighbouring ranks: with groups of 2, ranks 0 and 1, ranks 2 and 3, ...
 """
@@ -22,25 +22,38 @@ from quadriga.partition import part_of
 class RolloutGroup:
     """The ranks of one engine, seen from one of them.
 
+    All ranks of torch's default group have to make this object: it forms all groups, in order.
+
+    Args:
+        rank: rank of this process in torch's default group.
+        world_size: number of ranks in the default group.
+        size: number of ranks of each rollout group.
+        device: device of the tensors that are sent.
+
     Attributes:
-        number: of the group.
-        rank, size: number of this rank in it, and how many there are; rank 0 is the leader.
-        ranks: their numbers in torch's default group.
-        device: where tensors lie that are sent.
-        tensors, messages: torch's groups of them; messages go over gloo.
+        number: number of the rollout group.
+        rank: rank in the rollout group; 0 is the leader.
+        size: number of ranks of the rollout group.
+        ranks: their ranks in the default group.
+        device: device of the tensors that are sent.
+        tensors: torch's process group for tensors.
+        messages: torch's process group for messages, on gloo.
     """
 
     def __init__(self, rank: int, world_size: int, size: int, device: torch.device) -> None:
-        """Form all groups of `size` of the ranks of torch's default group; every one of them does, in this order."""
         self.number, self.rank = divmod(rank, size)
-        self.size, self.device = size, device
+        self.size = size
+        self.device = device
         self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
+        # torch needs every rank to take part in making every process group, in the same order.
         for first in range(0, world_size, size):
             ranks = list(range(first, first + size))
+            # Messages are on the CPU, which NCCL cannot send.
             messages = dist.new_group(ranks, backend="gloo")
             tensors = dist.new_group(ranks) if device.type == "cuda" else messages
             if rank in ranks:
-                self.messages, self.tensors = messages, tensors
+                self.messages = messages
+                self.tensors = tensors
 
     @property
     def is_leader(self) -> bool:
@@ -48,17 +61,21 @@ class RolloutGroup:
         return self.rank == 0
 
     def tell(self, message: Any) -> None:
-        """Give all members a message; None costs a number."""
-        content = bytearray() if message is None else bytearray(pickle.dumps(message))
+        """Send a message to all members. None is cheapest: only its length is sent."""
+        content = bytearray()
+        if message is not None:
+            content += pickle.dumps(message)
         with taking_part(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
-                dist.broadcast(
-                    torch.frombuffer(content, dtype=torch.uint8), self.ranks[0], self.messages
-                )
+                buffer = torch.frombuffer(content, dtype=torch.uint8)
+                dist.broadcast(buffer, self.ranks[0], self.messages)
 
     def hear(self, *, is_idle: bool = False) -> Any:
-        """The leader's next message; to an idle member it may be long in coming, while conversations wait for tools."""
+        """Receive the leader's next message.
+
+        An idle member may wait long for it, while conversations wait for tools.
+        """
         length = torch.empty(1, dtype=torch.int64)
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
         with taking_part(f"{self}, in a message of its leader"), wait:
@@ -70,19 +87,30 @@ class RolloutGroup:
         return pickle.loads(content.numpy().tobytes())
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor [...] over the ranks, in its place; the same bits everywhere."""
+        """Sum a tensor [...] over the ranks, in place; all ranks get the same bits."""
         with taking_part(f"{self}, in a sum"):
             dist.all_reduce(tensor, group=self.tensors)
         return tensor
 
     def join(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        """Columns [B, total] of the ranks' parts [B, V'], cut as `part_of` does."""
-        size = part_of(total, self.size, 0)[1]
-        padded = torch.nn.functional.pad(part, (0, size - part.shape[1])).contiguous()
+        """Put the columns of all ranks side by side.
+
+        Args:
+            part: [B, V'], this rank's columns, cut as by `part_of`.
+            total: number of columns of all ranks together.
+
+        Returns:
+            [B, total].
+        """
+        # All ranks send parts of the first rank's size, which is the largest.
+        _, width = part_of(total, self.size, 0)
+        padding = (0, width - part.shape[1])
+        padded = torch.nn.functional.pad(part, padding).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         with taking_part(f"{self}, in the parts of the logits"):
             dist.all_gather(parts, padded, group=self.tensors)
         return torch.cat(parts, 1)[:, :total]
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of rollout group {self.number} (ranks {', '.join(map(str, self.ranks))})"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"rank {self.rank} of rollout group {self.number} (ranks {ranks})"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by transformers' `generate`, on a copy of the model: slow, simple, and the reference for other engines.
+"""Generation by transformers' `generate`, on a copy of the model: slow, simple, and the reference.
 
-Tokens are chosen by our sampler, which sits in `generate` as a logits processor, so that a seed means the same in
-every engine. Logits are those that transformers gives: a model in bfloat16 rounds them to bfloat16.
+Tokens are chosen by our sampler, as a logits processor of `generate`, so that a seed means the same
+in every engine. Logits are those of transformers: a model in bfloat16 rounds them to bfloat16.
 """
 
 from collections import defaultdict
@@ -32,10 +32,14 @@ _NO_TOKEN = -1
 
 
 class HFEngine(CausalModelEngine):
-    """Transformers' `generate`.
+    """An engine on transformers' `generate`.
 
-    Its arguments are those of `CausalModelEngine`, the model with an attention of transformers.
-    Raises RolloutError: the model was loaded with an attention that `generate` cannot use.
+    Args:
+        model: a model with an attention of transformers.
+        options: arguments of `CausalModelEngine`.
+
+    Raises:
+        RolloutError: the model was loaded with an attention that `generate` cannot use.
     """
 
     name = "hf"
@@ -43,13 +47,11 @@ class HFEngine(CausalModelEngine):
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         if model.config._attn_implementation == ATTENTION_NAME:
-            got = f"a model with {ATTENTION_NAME} attention"
-            fix = 'Load it with load_causal_lm(path, attention="sdpa").'
             raise RolloutError(
                 "rollout.name=hf",
-                got=got,
+                got=f"a model with {ATTENTION_NAME} attention",
                 expected="one with an attention of transformers",
-                fix=fix,
+                fix='Load it with load_causal_lm(path, attention="sdpa").',
             )
         super().__init__(model.eval(), **options)
 
@@ -62,88 +64,119 @@ class HFEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Requests with the same limit and stop tokens are computed together."""
-        given = images or [None] * len(prompts)
-        self._require_ready(prompts, sampling, given)
-        if any(given) and getattr(self.model.config, "vision_config", None) is None:
-            got = f"a prompt with images, for a model of type {self.model.config.model_type}"
-            fix = "Leave out the images, or take another actor_rollout_ref.model.path."
+        """Generate a response for each prompt.
+
+        Requests with the same limit and stop tokens are computed together.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: this engine or its model cannot serve a request.
+        """
+        row_images = images or [None] * len(prompts)
+        self._require_ready(prompts, sampling, row_images)
+        model_type = self.model.config.model_type
+        if any(row_images) and getattr(self.model.config, "vision_config", None) is None:
             raise RolloutError(
-                f"{self.name}.generate", got=got, expected="a vision-language model", fix=fix
+                f"{self.name}.generate",
+                got=f"a prompt with images, for a model of type {model_type}",
+                expected="a vision-language model",
+                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
             )
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
-        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+
+        # One call of `generate` has one limit and one set of stop tokens.
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
-            kinds = (
-                ()
-                if given[row] is None
-                else tuple(one for one in PIXELS if one in given[row].inputs)
-            )
-            is_apart = self.model.config.model_type in ONE_TOKEN
-            if is_apart and len(kinds) > 1:
-                got, fix = (
-                    "images and videos in one prompt",
-                    "Take native, or leave one of them out.",
-                )
-                expected = f"one of both: transformers cannot tell their tokens apart in {self.model.config.model_type}"
-                raise RolloutError(
-                    f"{self.name}.generate, prompt {row}", got=got, expected=expected, fix=fix
-                )
-            alike[params.max_tokens, params.stops(self.eos_token_ids), kinds * is_apart].append(row)
+            media = self._media(row, row_images[row]) if model_type in ONE_TOKEN else ()
+            groups[params.max_tokens, params.stops(self.eos_token_ids), media].append(row)
         completions: dict[int, Completion] = {}
-        for rows in alike.values():
-            for start in range(0, len(rows), self.max_num_seqs):
-                part = rows[start : start + self.max_num_seqs]
-                done = self._generate(
-                    [prompts[row] for row in part],
-                    [sampling[row] for row in part],
-                    [given[row] for row in part],
+        for group in groups.values():
+            for start in range(0, len(group), self.max_num_seqs):
+                rows = group[start : start + self.max_num_seqs]
+                responses = self._generate(
+                    [prompts[row] for row in rows],
+                    [sampling[row] for row in rows],
+                    [row_images[row] for row in rows],
                 )
-                completions.update(zip(part, done, strict=True))
+                completions.update(zip(rows, responses, strict=True))
         return [completions[row] for row in range(len(prompts))]
+
+    def _media(self, row: int, images: Images | None) -> tuple[str, ...]:
+        """Names of a prompt's pixel inputs, for a model with one token for images and for videos.
+
+        transformers cannot tell such tokens apart if a batch has both.
+        """
+        if images is None:
+            return ()
+        media = tuple(name for name in PIXELS if name in images.inputs)
+        if len(media) > 1:
+            model_type = self.model.config.model_type
+            raise RolloutError(
+                f"{self.name}.generate, prompt {row}",
+                got="images and videos in one prompt",
+                expected=f"only images or only videos: transformers cannot tell their tokens"
+                f" apart in {model_type}",
+                fix="Take native, or leave one of them out.",
+            )
+        return media
 
     @torch.no_grad()
     def _generate(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
     ) -> list[Completion]:
-        """Responses to requests with the same stop tokens and length, prompts padded on the left."""
-        width, device = max(map(len, prompts)), self.model.device
+        """Responses to requests with the same stop tokens and limit, prompts padded on the left."""
+        width = max(map(len, prompts))
+        device = self.model.device
         stops = sampling[0].stops(self.eos_token_ids)
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         chooser = _Chooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
+        config = GenerationConfig(
+            max_new_tokens=sampling[0].max_tokens,
+            do_sample=False,
+            eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
+            pad_token_id=0,
+        )
         self.model.generate(
             input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
             **_image_arguments(prompts, images, width, device),
-            generation_config=GenerationConfig(
-                max_new_tokens=sampling[0].max_tokens,
-                do_sample=False,
-                eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
-                pad_token_id=0,
-            ),
+            generation_config=config,
             logits_processor=[chooser],
             stopping_criteria=[_Ends(self, chooser, strings)],
         )
+
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
-            # What comes before and with the first end; `generate` goes on until every row of a batch has one.
-            at_token = next(
-                (place + 1 for place, token in enumerate(tokens) if token in stops), None
-            )
-            ends = [end for end in (at_token, strings[row].length(tokens)) if end is not None]
+            # `generate` goes on until every row has ended, so cut the row at its first end.
+            ends = [end for end, token in enumerate(tokens, start=1) if token in stops][:1]
+            string_end = strings[row].length(tokens)
+            if string_end is not None:
+                ends.append(string_end)
             length = min(ends, default=len(tokens))
-            unfinished: FinishReason = "abort" if length < chooser.max_tokens else "length"
-            log_probs, drawn = (
-                chooser.log_probs[row][:length],
-                chooser.sampling_log_probs[row][:length],
-            )
-            reason = "stop" if ends else unfinished
+            reason: FinishReason = "length"
+            if ends:
+                reason = "stop"
+            elif length < chooser.max_tokens:
+                reason = "abort"
             completions.append(
-                Completion(tokens[:length], log_probs, reason, self.weight_version, drawn)
+                Completion(
+                    token_ids=tokens[:length],
+                    log_probs=chooser.log_probs[row][:length],
+                    finish_reason=reason,
+                    weight_version=self.weight_version,
+                    sampling_log_probs=chooser.sampling_log_probs[row][:length],
+                )
             )
         return completions
 
@@ -151,26 +184,27 @@ class HFEngine(CausalModelEngine):
 def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Arguments of the model: images and videos of all rows, and positions on every axis; none without any."""
-    if not (given := [one for one in images if one is not None]):
+    """Images and positions of all rows, as arguments of the model; empty if no row has images."""
+    with_images = [row_images for row_images in images if row_images is not None]
+    if not with_images:
         return {}
-    positions = torch.zeros(
-        4, len(prompts), width, dtype=torch.int64
-    )  # the place in the row, and the three axes
-    for row, (prompt, one) in enumerate(zip(prompts, images, strict=True)):
-        places = torch.arange(len(prompt))
-        axes = places.expand(3, -1) if one is None else one.position_ids
-        positions[:, row, width - len(prompt) :] = torch.cat((places[None], axes.cpu()))
-    names = {name for one in given for name in one.inputs}
-    inputs = {
-        name: torch.cat([one.inputs[name] for one in given if name in one.inputs]).to(device)
-        for name in names
-    }
-    return {**inputs, "position_ids": positions.to(device)}
+    # The position in the row, then along time, height and width; padding on the left.
+    positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)
+    for row, (prompt, row_images) in enumerate(zip(prompts, images, strict=True)):
+        text_positions = torch.arange(len(prompt))
+        axes = text_positions.expand(3, -1)
+        if row_images is not None:
+            axes = row_images.position_ids.cpu()
+        positions[:, row, width - len(prompt) :] = torch.cat((text_positions[None], axes))
+    arguments = {"position_ids": positions.to(device)}
+    for name in {name for row_images in with_images for name in row_images.inputs}:
+        parts = [row.inputs[name] for row in with_images if name in row.inputs]
+        arguments[name] = torch.cat(parts).to(device)
+    return arguments
 
 
 class _Chooser(LogitsProcessor):
-    """Chooses a token by our sampler and leaves `generate` no other choice."""
+    """Chooses tokens by our sampler, and leaves `generate` no other choice."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.rules = SamplingRules.from_params(sampling, device)
@@ -181,15 +215,18 @@ class _Chooser(LogitsProcessor):
         self.max_tokens = sampling[0].max_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        uniforms = torch.from_numpy(np.stack([draws.next() for draws in self.draws])).to(
-            scores.device
-        )
-        tokens, *log_probs = sample(scores.float().clone(), self.rules, uniforms)
-        columns = zip(tokens.tolist(), *(column.tolist() for column in log_probs), strict=True)
-        for row, (token, log_prob, sampling_log_prob) in enumerate(columns):
+        """[B, V] logits -> [B, V]: 0 for the chosen token, -inf for all others."""
+        numbers = np.stack([draws.next() for draws in self.draws])
+        uniforms = torch.from_numpy(numbers).to(scores.device)
+        # The sampler overwrites its logits.
+        tokens, log_probs, sampling_log_probs = sample(scores.float().clone(), self.rules, uniforms)
+        for row, token in enumerate(tokens.tolist()):
             self.token_ids[row].append(token)
+        for row, log_prob in enumerate(log_probs.tolist()):
             self.log_probs[row].append(log_prob)
-            self.sampling_log_probs[row].append(sampling_log_prob)
+        for row, log_prob in enumerate(sampling_log_probs.tolist()):
+            self.sampling_log_probs[row].append(log_prob)
+        # The likeliest token is taken, and only one is possible.
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
@@ -197,10 +234,12 @@ class _Ends(StoppingCriteria):
     """Ends rows at their stop strings, and all of them on `abort`."""
 
     def __init__(self, engine: HFEngine, chooser: _Chooser, strings: Sequence[StopStrings]) -> None:
-        self.engine, self.chooser, self.strings = engine, chooser, strings
+        self.engine = engine
+        self.chooser = chooser
+        self.strings = strings
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
-        """[B] bool"""
+        """[B] bool, whether each row has ended."""
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
         ends = [self.engine._is_aborting or strings.is_reached(tokens) for tokens, strings in rows]
         return torch.tensor(ends, device=input_ids.device)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by running servers: any with OpenAI's completions that return token ids and log-probabilities.
+"""Generation by running servers with OpenAI's completions API, token ids and log-probabilities.
 
-A prompt with images goes as a chat of one message, in which its text and its images stand, to a server that takes a
-chat template with a request; the tokens that it made of it must be those of the data.
+A prompt with images is sent as a chat of one message with its text and its images. The server must
+accept a chat template with a request, and must make the same tokens of the chat as the data has.
 
-A request goes to the server with the fewest in flight. One that does not respond, or responds with an error of its own,
-is passed over: the request moves to the next one, and when every server has failed it `num_tries` times the error
-names each. The servers keep their weights: those of version 0 are taken on trust, later ones refused.
+A request goes to the server with the fewest requests in flight. If a server does not respond, or
+responds with an error of its own, the request moves to the next one. When every server has failed
+it `num_tries` times, the error names each. The servers keep their weights: version 0 is accepted
+unchecked, later versions are refused.
 
-    any thread, any loop ── request ──> event loop of a thread of our own ── HTTP ──> a server
+    any thread, any loop ── request ──> event loop in our own thread ── HTTP ──> a server
 
-Servers of a model that is not ours to train tell the log-probabilities of given tokens (`ServedScorer`).
+`ServedScorer` gets the log-probabilities of existing tokens from the servers of a model that is not
+trained here.
 """
 
 import asyncio
@@ -50,31 +52,39 @@ from quadriga.weight_sync.fingerprint import fingerprint
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+# Prefix of a token id that a server reports in the place of the token's text.
 _AS_TEXT = "token_id:"
+# Writes the text of a message as it is, and PLACE, the model's token of images, for each image.
 _TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% else %}{{ PLACE }}{% endif %}{% endfor %}{% endfor %}"
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ PLACE }}{% endif %}"
+    "{% endfor %}{% endfor %}"
 )
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
+_SCORER_OPTIONS = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
 
+# Time limit of a question to a server about itself.
 _TOLD_S = 30.0
+# Tokens, evenly over the vocabulary, on which a server's tokenizer must agree with that here.
 _NUM_PROBED = 1000
-"""Tokens, evenly over the vocabulary, that a server must read as a tokenizer here does."""
 Read = TypeVar("Read")
 
 
 class Servers:
-    """Servers of one model, any of which may be asked.
+    """Servers of one model. Any of them may serve a request.
 
     Args:
-        urls: of the servers, without `/v1`.
-        setting: the key that names them, for errors; `where` and `fix` as `HTTPClient` has them.
-        max_num_seqs: the most requests in flight.
-        timeout_s: seconds for one request, after which a server counts as lost.
+        urls: addresses of the servers, without `/v1`.
+        setting: configuration key that holds them.
+        where: purpose of the servers, for errors.
+        fix: advice in the error for a request that a server refuses.
+        headers: headers of every request.
+        max_num_seqs: most requests in flight.
+        timeout_s: time limit of one request in seconds. A server that exceeds it counts as lost.
         num_tries: rounds over all servers before a request fails.
 
     Raises:
-        RolloutError: there is no server, or an address is none.
+        RolloutError: there is no server, or an address is invalid.
     """
 
     def __init__(
@@ -90,33 +100,52 @@ class Servers:
         num_tries: int = 2,
     ) -> None:
         if not urls:
-            raise RolloutError(
-                setting, got="no server", expected="at least one address, as in http://host:8000"
-            )
-        common: dict[str, Any] = {"setting": setting, "where": where, "fix": fix}
+            expected = "at least one address, as in http://host:8000"
+            raise RolloutError(setting, got="no server", expected=expected)
         self.clients = [
-            HTTPClient(url, RolloutError, **common, headers=headers, timeout_s=timeout_s)
+            HTTPClient(
+                url,
+                RolloutError,
+                setting=setting,
+                where=where,
+                fix=fix,
+                headers=headers,
+                timeout_s=timeout_s,
+            )
             for url in urls
         ]
-        self.setting, self.where, self.num_tries = setting, where, num_tries
+        self.setting = setting
+        self.where = where
+        self.num_tries = num_tries
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._num_in_flight: Counter[HTTPClient] = Counter()
 
     def told(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What each server replies to a question about itself. Raises ConfigError: one does not."""
-        found, method = [], "GET" if body is None else "POST"
+        """Ask every server a question about itself.
+
+        Args:
+            path: path of the question below the server's address.
+            body: JSON of a POST request; None: a GET request.
+
+        Returns:
+            The reply of each server.
+
+        Raises:
+            ConfigError: a server does not reply.
+        """
+        method = "GET" if body is None else "POST"
+        replies = []
         for client in self.clients:
             try:
-                found.append(client.call(path, body, method=method, timeout_s=_TOLD_S))
+                replies.append(client.call(path, body, method=method, timeout_s=_TOLD_S))
             except (ServerLostError, RolloutError) as error:
-                got, expected = (
-                    f"no reply to /{path} ({error})",
-                    "a server with vLLM's API that is up",
-                )
                 raise ConfigError(
-                    client.where, got=got, expected=expected, fix=f"Check {self.setting}."
+                    client.where,
+                    got=f"no reply to /{path} ({error})",
+                    expected="a running server with vLLM's API",
+                    fix=f"Check {self.setting}.",
                 ) from error
-        return found
+        return replies
 
     async def ask(
         self,
@@ -125,14 +154,31 @@ class Servers:
         read: Callable[[HTTPClient, dict[str, Any]], Read],
         what: str,
     ) -> Read:
-        """What `read` makes of the reply of the first server that gives one. Raises RolloutError: none did; or as
-        `read`."""
+        """Send a request to one server after another until one replies.
+
+        Args:
+            path: path of the request below a server's address.
+            body: JSON of the request.
+            read: called with the server and its reply. Its errors are raised.
+            what: description of the request, for errors.
+
+        Returns:
+            The result of `read`.
+
+        Raises:
+            RolloutError: no server replied.
+        """
         failures: list[str] = []
-        tried: Counter[HTTPClient] = Counter()
+        num_attempts: Counter[HTTPClient] = Counter()
+
+        # A server that was tried least for this request, and of these the least busy one.
+        def load(client: HTTPClient) -> tuple[int, int]:
+            return num_attempts[client], self._num_in_flight[client]
+
         async with self._slots:
             while len(failures) < self.num_tries * len(self.clients):
-                client = min(self.clients, key=lambda one: (tried[one], self._num_in_flight[one]))
-                tried[client] += 1
+                client = min(self.clients, key=load)
+                num_attempts[client] += 1
                 self._num_in_flight[client] += 1
                 try:
                     return read(client, await client.call_async(path, body))
@@ -140,19 +186,30 @@ class Servers:
                     failures.append(f"{client.url}: {error}")
                 finally:
                     self._num_in_flight[client] -= 1
-        got, fix = (
-            "no answer; " + "; ".join(dict.fromkeys(failures)),
-            f"Look whether they run: {self.setting}.",
-        )
+        # Rounds often fail alike.
+        different_failures = dict.fromkeys(failures)
         raise RolloutError(
-            f"{self.where}, {what}", got=got, expected="a server that answers", fix=fix
+            f"{self.where}, {what}",
+            got="no answer; " + "; ".join(different_failures),
+            expected="a server that answers",
+            fix=f"Check whether they run: {self.setting}.",
         )
 
 
 class HTTPEngine(RolloutEngine):
-    """An engine of servers, which serve `model` under this name and report log-probabilities of `logprobs_mode`.
-    `eos_token_ids`: end-of-text tokens of the model.
-    `options`: those of `Servers`."""
+    """An engine of running servers.
+
+    Args:
+        urls: addresses of the servers, without `/v1`.
+        model: name under which they serve the model.
+        eos_token_ids: end-of-text tokens of the model.
+        logprobs_mode: distribution of the log-probabilities that they report.
+        options: other arguments of `Servers`.
+
+    Attributes:
+        tokenizer: decodes the text of prompts with images.
+        image_token_id: the model's token of images.
+    """
 
     name = "http"
 
@@ -168,11 +225,16 @@ class HTTPEngine(RolloutEngine):
         super().__init__()
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.image_token_id: int | None = None
-        fix = "Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves."
+        fix = (
+            "Compare max_prompt_length, max_response_length and engine_kwargs.model"
+            " with what it serves."
+        )
         self.servers = Servers(urls, setting=f"{_KWARGS}.urls", where=_WHERE, fix=fix, **options)
-        self.model, self.eos_token_ids = model, tuple(eos_token_ids)
+        self.model = model
+        self.eos_token_ids = tuple(eos_token_ids)
         self.logprobs_mode = logprobs_mode
         self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
+        # Tasks in the thread's loop, and those of them that `abort` cancelled.
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
         self._thread = EventLoopThread("http")
@@ -180,52 +242,71 @@ class HTTPEngine(RolloutEngine):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HTTPEngine":
         options = dict(setup.options)
-        urls, model = options.pop("urls", None), options.pop("model", None)
-        is_list = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
-        if not is_list or not urls or not isinstance(model, str) or options.keys() - set(_OPTIONS):
-            expected = f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}"
-            fix = f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME."
+        urls = options.pop("urls", None)
+        model = options.pop("model", None)
+        has_urls = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
+        unknown = options.keys() - set(_OPTIONS)
+        if not has_urls or not urls or not isinstance(model, str) or unknown:
             raise ConfigError(
-                _KWARGS, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix
+                _KWARGS,
+                got=f"{setup.rollout.engine_kwargs}",
+                expected=f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}",
+                fix=f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME.",
             )
         skeleton = setup.skeleton()
-        options["eos_token_ids"] = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
-        engine = cls(urls, model, max_num_seqs=setup.rollout.max_num_seqs, **options)
-        image = getattr(skeleton.config, "image_token_id", None)
-        engine.tokenizer, engine.image_token_id, engine.takes_images = (
-            setup.tokenizer,
-            image,
-            image is not None,
+        engine = cls(
+            urls,
+            model,
+            eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
+            max_num_seqs=setup.rollout.max_num_seqs,
+            **options,
         )
+        engine.tokenizer = setup.tokenizer
+        engine.image_token_id = getattr(skeleton.config, "image_token_id", None)
+        engine.takes_images = engine.image_token_id is not None
         return engine
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """One response. A caller that is cancelled ends the connection, and so the request."""
+        """Generate one response. Cancelling the caller closes the connection to the server.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
         self._require_ready([prompt], [sampling], [images])
-        return await asyncio.wrap_future(
-            self._thread.submit(self._respond(prompt, sampling, images))
-        )
+        response = self._thread.submit(self._respond(prompt, sampling, images))
+        return await asyncio.wrap_future(response)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """The first request that fails ends those that are under way."""
+        """Generate a response for each prompt. The first error cancels all other requests.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+
+        Returns:
+            The responses, in order.
+        """
         self._require_ready(prompts, sampling, images)
-        images = [None] * len(prompts) if images is None else images
-        futures = [
-            self._thread.submit(self._respond(*one))
-            for one in zip(prompts, sampling, images, strict=True)
-        ]
+        row_images = [None] * len(prompts) if images is None else images
+        futures = []
+        for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
+            futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
         try:
             return [future.result() for future in futures]
+        # After an error nobody waits for the others.
         finally:
             for future in futures:
                 future.cancel()
 
     def abort(self) -> None:
-        """End unfinished responses. A server keeps what it has: they have no token."""
+        """End unfinished responses, without tokens: these stay with the server."""
 
         async def cancel_all() -> None:
             self._aborted |= self._running
@@ -235,21 +316,32 @@ class HTTPEngine(RolloutEngine):
         self._thread.submit(cancel_all()).result()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes version 0 as what the servers have; nothing can be sent to them.
-        Raises WeightSyncError: for any later version."""
+        """Accept version 0 as the servers' weights: nothing can be sent to them.
+
+        Args:
+            weights: names and tensors of the weights.
+            version: their version.
+
+        Raises:
+            WeightSyncError: for any later version.
+        """
         self._require_open("load_weights")
+        # Read to the end in any case: the sender may wait for that.
         offered = fingerprint(weights)
         if version:
             self.weight_version = -1
-            got = "servers that keep the weights they were started with"
-            fix = "Use http for `generate` and `eval`; train with actor_rollout_ref.rollout.name=vllm or native."
             raise WeightSyncError(
-                f"{_WHERE}, weights of version {version}", got=got, expected="version 0", fix=fix
+                f"{_WHERE}, weights of version {version}",
+                got="servers that keep the weights they were started with",
+                expected="version 0",
+                fix="Use http for `generate` and `eval`;"
+                " train with actor_rollout_ref.rollout.name=vllm or native.",
             )
-        self._arrived, self.weight_version = offered, 0
+        self._arrived = offered
+        self.weight_version = 0
 
     def close(self) -> None:
-        """End the requests; the servers go on."""
+        """End the requests. The servers keep running."""
         if self._state != "closed":
             super().close()
             self.abort()
@@ -258,35 +350,38 @@ class HTTPEngine(RolloutEngine):
     async def _respond(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
-        """One response, from the first server that gives it."""
-        path, asked = "v1/completions", {"prompt": list(prompt), "logprobs": 1}
-        if images is not None:
-            path, asked = "v1/chat/completions", self._chat(images)
-        body = {
+        """A response from the first server that gives it."""
+        body: dict[str, Any] = {
             "model": self.model,
-            **asked,
             "max_tokens": sampling.max_tokens,
             **sampling.drawing,
             "seed": sampling.seed % (1 << SEED_BITS),
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
+            # Our stop tokens include the model's, if these count.
             "ignore_eos": True,
             "skip_special_tokens": False,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        prompt_ids = list(prompt)
+        if images is None:
+            path = "v1/completions"
+            body |= {"prompt": prompt_ids, "logprobs": 1}
+            read = partial(self._completion, sampling=sampling)
+        else:
+            path = "v1/chat/completions"
+            body |= self._chat(images)
+            read = partial(self._chat_completion, sampling=sampling, prompt_ids=prompt_ids)
+
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            read = partial(
-                self._completion,
-                sampling=sampling,
-                expanded=None if images is None else list(prompt),
-            )
             return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
         except asyncio.CancelledError:
+            # Cancelled by the caller, and not by `abort`.
             if task not in self._aborted:
                 raise
             return Completion([], [], "abort", self.weight_version)
@@ -295,63 +390,79 @@ class HTTPEngine(RolloutEngine):
             self._aborted.discard(task)
 
     def _chat(self, images: Images) -> dict[str, Any]:
-        """A message with the images of a prompt, and a template that writes its text as it is."""
-        assert self.tokenizer is not None and self.image_token_id is not None, (
-            "else images are refused"
-        )
-        shown, texts = iter(data_urls(images, self.name)), list[list[int]]([[]])
+        """A message with the text and images of a prompt, and a template that writes both."""
+        tokenizer = self.tokenizer
+        assert tokenizer is not None and self.image_token_id is not None, "images are refused"
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+
+        # The text before, between and behind the images.
+        texts: list[list[int]] = [[]]
         for token in images.short_prompt:
             if token == self.image_token_id:
                 texts.append([])
             else:
                 texts[-1].append(token)
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        urls = iter(data_urls(images, self.name))
         parts: list[dict[str, Any]] = []
-        for number, ids in enumerate(texts):
-            parts += [{"type": "image_url", "image_url": {"url": next(shown)}}] if number else []
-            parts += (
-                [{"type": "text", "text": self.tokenizer.decode(ids, **options)}] if ids else []
-            )
-        place = json.dumps(self.tokenizer.decode([self.image_token_id], **options))
-        template = _TEMPLATE.replace("PLACE", place)
-        settings = {
-            "chat_template": template,
+        for number, token_ids in enumerate(texts):
+            if number > 0:
+                parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
+            if token_ids:
+                parts.append({"type": "text", "text": decode(token_ids)})
+        place = json.dumps(decode([self.image_token_id]))
+        return {
+            "messages": [{"role": "user", "content": parts}],
+            "chat_template": _TEMPLATE.replace("PLACE", place),
             "add_generation_prompt": False,
             "add_special_tokens": False,
+            "logprobs": True,
         }
-        return {"messages": [{"role": "user", "content": parts}], **settings, "logprobs": True}
 
-    def _completion(
+    def _chat_completion(
         self,
         client: HTTPClient,
         content: dict[str, Any],
         sampling: SamplingParams,
-        expanded: list[int] | None,
+        prompt_ids: list[int],
     ) -> Completion:
-        """The first choice of a reply. `expanded` are the tokens of a prompt with images."""
-        choice = (content.get("choices") or [{}])[0]
+        """The first choice of a reply to a chat, if the server read the prompt as `prompt_ids`."""
+        server_ids = content.get("prompt_token_ids")
+        if server_ids != prompt_ids:
+            got = "no `prompt_token_ids`"
+            if server_ids:
+                got = f"{len(server_ids)} other tokens of a prompt with images"
+            raise RolloutError(
+                client.where,
+                got=got,
+                expected=f"the {len(prompt_ids)} of the data",
+                fix="Use vLLM's server with the model's own tokenizer and the sizes of"
+                " data.mm_processor_kwargs.",
+            )
+        # A chat lists one entry per token, where a completion has a list of each kind.
+        choice = _first_choice(content)
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        log_probs = {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+        }
+        return self._completion(client, {"choices": [choice | {"logprobs": log_probs}]}, sampling)
+
+    def _completion(
+        self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams
+    ) -> Completion:
+        """The first choice of a reply."""
+        choice = _first_choice(content)
         numbers = choice.get("logprobs") or {}
-        if expanded is not None:
-            if (told := content.get("prompt_token_ids")) != expanded:
-                got = (
-                    f"{len(told)} other tokens of a prompt with images"
-                    if told
-                    else "no `prompt_token_ids`"
-                )
-                fix = "Use vLLM's server with the model's own tokenizer and the sizes of data.mm_processor_kwargs."
-                raise RolloutError(
-                    client.where, got=got, expected=f"the {len(expanded)} of the data", fix=fix
-                )
-            of_chat = {"tokens": "token", "token_logprobs": "logprob"}
-            listed = numbers.get("content") or []
-            numbers = {name: [one[key] for one in listed] for name, key in of_chat.items()}
-        tokens, log_probs = numbers.get("tokens") or [], numbers.get("token_logprobs") or []
+        log_probs = numbers.get("token_logprobs") or []
+        tokens = numbers.get("tokens") or []
         token_ids = choice.get("token_ids")
-        if (
-            token_ids is None
-            and tokens
-            and all(str(token).startswith(_AS_TEXT) for token in tokens)
-        ):
+        # Some servers report the ids in the place of the tokens' texts.
+        has_ids = tokens and all(str(token).startswith(_AS_TEXT) for token in tokens)
+        if token_ids is None and has_ids:
             token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
         reason = FINISH_REASONS.get(choice.get("finish_reason"))
         problem = ""
@@ -362,156 +473,187 @@ class HTTPEngine(RolloutEngine):
         elif reason is None:
             problem = f"a response that ended with {choice.get('finish_reason')!r}"
         if problem:
-            expected = (
-                "choices with `token_ids`, as many `logprobs.token_logprobs`, and stop or length"
+            raise RolloutError(
+                client.where,
+                got=problem,
+                expected="choices with `token_ids`, as many `logprobs.token_logprobs`,"
+                " and stop or length",
+                fix="Use a server that knows `return_token_ids`, as vLLM's does,"
+                " with log-probabilities switched on.",
             )
-            fix = "Use a server that knows `return_token_ids`, as vLLM's does, with log-probabilities switched on."
-            raise RolloutError(client.where, got=problem, expected=expected, fix=fix)
         assert token_ids is not None and reason is not None, "else there is a problem"
         before, drawn = split_log_probs(log_probs, sampling, self.logprobs_mode)
         return Completion(token_ids, before, reason, self.weight_version, drawn)
 
 
+def _first_choice(content: dict[str, Any]) -> dict[str, Any]:
+    """The first choice of a reply; empty if there is none."""
+    return (content.get("choices") or [{}])[0]
+
+
 class ServedScorer:
-    """A model behind servers with vLLM's API, which tell the log-probabilities of a prompt's tokens, at temperature 1.
+    """Log-probabilities of existing tokens at temperature 1, from servers with vLLM's API.
 
     Args:
-        addresses: of the servers, with commas.
-        setting: the section that names them, for errors.
-        options: `model` (else the first that they serve), `headers`, `timeout_s`, `num_tries`, `max_num_seqs`.
-        top_k: how many likeliest tokens are wanted as well; None: none.
+        addresses: addresses of the servers, separated by commas.
+        setting: the configuration's section that names them.
+        options: `model` (default: the first that they serve), `headers`, `timeout_s`, `num_tries`,
+            `max_num_seqs`.
+        top_k: number of likeliest tokens to report as well; None: none.
 
     Attributes:
-        model: the name under which they serve it.
-        max_tokens: of a sequence, one generated token included; None: they do not say.
+        model: the name under which they serve the model.
+        max_tokens: longest sequence, one generated token included; None: they do not report it.
 
     Raises:
-        ConfigError: an option that there is not, or a server does not tell what it serves.
+        ConfigError: an option is unknown, or a server does not report its models.
     """
 
     def __init__(
         self, addresses: str, setting: str, options: Mapping[str, Any], top_k: int | None
     ) -> None:
-        known = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
-        if unknown := options.keys() - set(known):
-            got, expected = ", ".join(sorted(unknown)), f"some of {', '.join(known)}"
+        unknown = options.keys() - set(_SCORER_OPTIONS)
+        if unknown:
             raise ConfigError(
-                f"{setting}.engine_kwargs", got=got, expected=expected, fix="Leave it out."
+                f"{setting}.engine_kwargs",
+                got=", ".join(sorted(unknown)),
+                expected=f"some of {', '.join(_SCORER_OPTIONS)}",
+                fix="Leave it out.",
             )
         fix = "Serve it with room for prompt, response and one token more (--max-model-len)"
         fix += f", and --max-logprobs {top_k} or more." if top_k else "."
         urls = [url.strip() for url in addresses.split(",") if url.strip()]
-        others = {name: value for name, value in options.items() if name != "model"}
-        self.top_k, self.servers = (
-            top_k,
-            Servers(urls, setting=f"{setting}.path", where=setting, fix=fix, **others),
+        server_options = {name: value for name, value in options.items() if name != "model"}
+        self.top_k = top_k
+        self.servers = Servers(
+            urls, setting=f"{setting}.path", where=setting, fix=fix, **server_options
         )
         served = [reply.get("data") or [{}] for reply in self.servers.told("v1/models")]
         self.model = options.get("model") or served[0][0].get("id")
-        limits = [
-            one.get("max_model_len")
-            for models in served
-            for one in models
-            if one.get("id") == self.model
-        ]
-        self.max_tokens = min((limit for limit in limits if limit), default=None)
+        limits = []
+        for models in served:
+            for model in models:
+                limit = model.get("max_model_len")
+                if model.get("id") == self.model and limit:
+                    limits.append(limit)
+        self.max_tokens = min(limits, default=None)
         self._thread = EventLoopThread("scorer")
 
     def require_tokens_of(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
-        """Refuse servers that read text into other tokens, or have no room for sequences of `max_tokens` and one more.
-        Raises ConfigError: says which."""
+        """Refuse servers with another tokenizer, or without room for the sequences.
+
+        Args:
+            tokenizer: the policy's tokenizer.
+            max_tokens: longest sequence; a server generates one token more.
+
+        Raises:
+            ConfigError: names the server.
+        """
         if self.max_tokens is not None and self.max_tokens <= max_tokens:
-            got, expected = (
-                f"room for {self.max_tokens} tokens (max_model_len)",
-                f"at least {max_tokens + 1}",
-            )
             raise ConfigError(
-                self.servers.clients[0].where, got=got, expected=expected, fix="Serve it with more."
+                self.servers.clients[0].where,
+                got=f"room for {self.max_tokens} tokens (max_model_len)",
+                expected=f"at least {max_tokens + 1}",
+                fix="Serve it with more.",
             )
-        text = tokenizer.decode(
-            [len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)]
-        )
-        own = tokenizer(text, add_special_tokens=False)["input_ids"]
-        replies = self.servers.told(
-            "tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}
-        )
+        # Equal tokens of a sample of the vocabulary, since tokenizers cannot be compared directly.
+        probed = [len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)]
+        text = tokenizer.decode(probed)
+        expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        replies = self.servers.told("tokenize", body)
         for client, reply in zip(self.servers.clients, replies, strict=True):
-            if reply.get("tokens") != own:
-                got, expected = (
-                    "a tokenizer that reads text into other tokens",
-                    "the tokens of the policy's tokenizer",
-                )
+            if reply.get("tokens") != expected_ids:
                 raise ConfigError(
                     client.where,
-                    got=got,
-                    expected=expected,
+                    got="a tokenizer that reads text into other tokens",
+                    expected="the tokens of the policy's tokenizer",
                     fix="Choose a model with its vocabulary.",
                 )
 
     def scores(self, data: DataProto) -> dict[str, torch.Tensor]:
-        """`log_probs` [B, T], and where wanted `top_log_probs` and `top_ids` [B, T, k], zero where the mask is.
-        Raises RolloutError: no server replies, or one replies with something else."""
-        mask, attention = data.batch["response_mask"].bool(), data.batch["attention_mask"].bool()
-        found = {"log_probs": torch.zeros(mask.shape)}
+        """Log-probabilities of the responses of a batch.
+
+        Args:
+            data: batch `input_ids`, `attention_mask` [B, P + T], `response_mask` [B, T].
+
+        Returns:
+            `log_probs` [B, T], and with `top_k` `top_log_probs` and `top_ids` [B, T, k]; all are
+            zero where the response mask is.
+
+        Raises:
+            RolloutError: no server replies, or one does not report these numbers.
+        """
+        mask = data.batch["response_mask"].bool()
+        attention = data.batch["attention_mask"].bool()
+        scores = {"log_probs": torch.zeros(mask.shape)}
         if self.top_k:
-            found["top_log_probs"] = torch.zeros(*mask.shape, self.top_k)
-            found["top_ids"] = torch.zeros(*mask.shape, self.top_k, dtype=torch.int32)
+            scores["top_log_probs"] = torch.zeros(*mask.shape, self.top_k)
+            scores["top_ids"] = torch.zeros(*mask.shape, self.top_k, dtype=torch.int32)
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
-        for row, entries in zip(
-            rows, self._thread.submit(self._ask(sequences)).result(), strict=True
-        ):
+        replies = self._thread.submit(self._ask(sequences)).result()
+        # The servers got the tokens under the attention mask, so places shift by the padding.
+        for row, entries in zip(rows, replies, strict=True):
             places = mask[row].nonzero()[:, 0]
-            first = int(attention[row, : -mask.shape[1]].sum())
-            own, top = zip(*(entries[first + place] for place in places.tolist()), strict=True)
-            found["log_probs"][row, places] = torch.tensor(own)
+            num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())
+            masked_entries = [entries[num_prompt_tokens + place] for place in places.tolist()]
+            log_probs, top = zip(*masked_entries, strict=True)
+            scores["log_probs"][row, places] = torch.tensor(log_probs)
             if self.top_k:
+                # Float64 holds token ids exactly.
                 tokens, values = torch.tensor(top, dtype=torch.float64).unbind(-1)
-                found["top_ids"][row, places], found["top_log_probs"][row, places] = (
-                    tokens.int(),
-                    values.float(),
-                )
-        return found
+                scores["top_ids"][row, places] = tokens.int()
+                scores["top_log_probs"][row, places] = values.float()
+        return scores
 
     async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
-        """For each token of each sequence what `_read` gives."""
-        common = {
-            "model": self.model,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": self.top_k or 0,
-        }
-        asked = []
+        """The result of `_read` for each sequence."""
+        requests = []
         for tokens in sequences:
+            body = {
+                "model": self.model,
+                "max_tokens": 1,
+                "temperature": 0,
+                "prompt_logprobs": self.top_k or 0,
+                "prompt": tokens,
+            }
             read = partial(self._read, tokens=tokens)
-            asked.append(
-                self.servers.ask(
-                    "v1/completions", common | {"prompt": tokens}, read, f"{len(tokens)} tokens"
-                )
-            )
-        return await asyncio.gather(*asked)
+            requests.append(self.servers.ask("v1/completions", body, read, f"{len(tokens)} tokens"))
+        return await asyncio.gather(*requests)
 
     def _read(self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]) -> list[Any]:
-        """For each token but the first its log-probability, and the likeliest tokens with theirs.
-        Raises RolloutError: they are not there."""
-        told = (content.get("choices") or [{}])[0].get("prompt_logprobs") or []
-        fix = "Use a server that tells them, as vLLM's does; it may limit their number (--max-logprobs)."
-        if len(told) != len(tokens):
-            expected = f"`prompt_logprobs` of {len(tokens)} tokens"
+        """The log-probability of each token, and the likeliest tokens with theirs.
+
+        The first token has none. Raises a RolloutError if the server does not report them.
+        """
+        entries = _first_choice(content).get("prompt_logprobs") or []
+        fix = (
+            "Use a server that tells them, as vLLM's does;"
+            " it may limit their number (--max-logprobs)."
+        )
+        if len(entries) != len(tokens):
             raise RolloutError(
-                client.where, got=f"those of {len(told)}", expected=expected, fix=fix
+                client.where,
+                got=f"those of {len(entries)}",
+                expected=f"`prompt_logprobs` of {len(tokens)} tokens",
+                fix=fix,
             )
-        found: list[Any] = [None]
-        for place, (token, entry) in enumerate(zip(tokens[1:], told[1:], strict=True), start=1):
-            values = {int(one): float(each["logprob"]) for one, each in (entry or {}).items()}
-            top = sorted(values.items(), key=lambda pair: -pair[1])[: self.top_k or 0]
-            if token not in values or len(top) < (self.top_k or 0):
-                expected = f"the token of the response{f' and the {self.top_k} likeliest' if self.top_k else ''}"
+        num_top = self.top_k or 0
+        scores: list[Any] = [None]
+        for place in range(1, len(tokens)):
+            entry = entries[place] or {}
+            values = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
+            top = sorted(values.items(), key=lambda pair: -pair[1])[:num_top]
+            if tokens[place] not in values or len(top) < num_top:
+                expected = "the token of the response"
+                if num_top:
+                    expected += f" and the {num_top} likeliest"
                 got = f"{len(values)} tokens at place {place}"
                 raise RolloutError(client.where, got=got, expected=expected, fix=fix)
-            found.append((values[token], top))
-        return found
+            scores.append((values[tokens[place]], top))
+        return scores
 
     def close(self) -> None:
-        """End what is asked."""
+        """End all requests."""
         self._thread.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights make a model complete, and whether all of them arrived."""
+"""Names and shapes of the weights of a complete model, and the check that all of them arrived."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ class Manifest:
     """Names and shapes of a model's weights.
 
     Attributes:
-        shapes: of each weight, by each name that it has.
-        same: by name, all names of the same weight: a tied one is complete under any of them.
-        buffers: the dtypes of those that do not learn.
+        shapes: shape of each weight, by every name that it has.
+        same: for each name, all names of the same weight. A tied weight may arrive under any.
+        buffers: dtypes of the weights that are not trained.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -31,57 +31,79 @@ class Manifest:
     def of(cls, model: nn.Module) -> "Manifest":
         """The weights of a model, which may be on "meta"."""
         buffers = weight_buffers(model)
-        named = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+        weights = dict(model.named_parameters(remove_duplicate=False)) | buffers
+        # Tied weights are the same object.
         names: dict[int, set[str]] = {}
-        for name, parameter in named.items():
-            names.setdefault(id(parameter), set()).add(name)
-        same = {name: frozenset(names[id(parameter)]) for name, parameter in named.items()}
-        kinds = {name: buffer.dtype for name, buffer in buffers.items()}
-        return cls({name: tuple(parameter.shape) for name, parameter in named.items()}, same, kinds)
+        for name, weight in weights.items():
+            names.setdefault(id(weight), set()).add(name)
+        return cls(
+            shapes={name: tuple(weight.shape) for name, weight in weights.items()},
+            same={name: frozenset(names[id(weight)]) for name, weight in weights.items()},
+            buffers={name: buffer.dtype for name, buffer in buffers.items()},
+        )
 
     def whole(self, dtype: torch.dtype) -> Wanted:
-        """All of each weight, under the first of its names, in the dtype of a trainer that computes in `dtype`."""
-        found: dict[str, tuple[Piece, torch.dtype]] = {}
+        """All of each weight, under the first of its names.
+
+        The dtypes are those of a trainer that computes in `dtype`.
+        """
+        # A tied weight is needed once.
+        pieces: dict[str, tuple[Piece, torch.dtype]] = {}
         for name, shape in self.shapes.items():
-            if found.keys().isdisjoint(self.same[name]):
-                found[name] = Piece((0,) * len(shape), shape), self.buffers.get(name, dtype)
-        return found
+            if pieces.keys().isdisjoint(self.same[name]):
+                piece = Piece((0,) * len(shape), shape)
+                pieces[name] = (piece, self.buffers.get(name, dtype))
+        return pieces
 
     def part(self, wanted: Callable[[str], bool]) -> "Manifest":
-        """The weights whose names are wanted, which share nothing with the others."""
+        """The weights whose names `wanted` accepts. They must not be tied to others."""
         names = [name for name in self.shapes if wanted(name)]
         return Manifest(
             {name: self.shapes[name] for name in names}, {name: self.same[name] for name in names}
         )
 
     def joined(self, other: "Manifest") -> "Manifest":
-        """Both together."""
+        """The weights of both manifests."""
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream as it comes; a weight that comes under a second name too is passed on each time.
-        `weights`: the stream.
-        `kept`: names of weights that are there already. The stream has all of them, or none.
-        Raises WeightSyncError: a name or a shape is not the model's, or at the end a weight did not come."""
+        """Pass on a stream of weights, and check it.
+
+        Args:
+            weights: names and tensors. A weight may arrive under several names.
+            kept: names of weights that may be missing, because the model still has them. The stream
+                must have all or none of them.
+
+        Yields:
+            Each name and tensor.
+
+        Raises:
+            WeightSyncError: a name or a shape is not the model's, or a weight is missing.
+        """
         arrived: set[str] = set()
         for name, tensor in weights:
-            if self.shapes.get(name) != tuple(tensor.shape):
-                expected = (
-                    f"shape {self.shapes[name]}"
-                    if name in self.shapes
-                    else "a weight of the rollout's model"
-                )
+            shape = tuple(tensor.shape)
+            if self.shapes.get(name) != shape:
+                expected = "a weight of the rollout's model"
+                if name in self.shapes:
+                    expected = f"shape {self.shapes[name]}"
                 fix = "Trainer and rollout must hold the same architecture."
                 raise WeightSyncError(
-                    f"weight {name}", got=f"shape {tuple(tensor.shape)}", expected=expected, fix=fix
+                    f"weight {name}", got=f"shape {shape}", expected=expected, fix=fix
                 )
+            # A tied weight has arrived under all of its names.
             arrived |= self.same[name]
             yield name, tensor
-        needed = self.shapes.keys()
-        if not arrived.intersection(kept):
-            needed = needed - {other for name in kept for other in self.same[name]}
-        if missing := sorted(needed - arrived):
-            got = f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}"
+
+        needed = set(self.shapes)
+        # With one of the kept weights, the stream has to bring all of them.
+        if arrived.isdisjoint(kept):
+            for name in kept:
+                needed -= self.same[name]
+        missing = sorted(needed - arrived)
+        if missing:
+            got = f"a stream without {len(missing)} of {len(self.shapes)} weights"
+            got += f": {name_some(missing)}"
             raise WeightSyncError("rollout weights", got=got, expected="every weight of the model")

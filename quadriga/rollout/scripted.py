@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canned responses: a rollout without a model, for tests of rewards, data and training loops.
 
-    ScriptedEngine(["yes", "no"], tokenizer=tokenizer)              in turn, whatever is asked
-    ScriptedEngine({"2 + 2": ["4", "five"]}, tokenizer=tokenizer)   by what the prompt contains, in turn
+    ScriptedEngine(["yes", "no"], tokenizer=tokenizer)              in turn, for any prompt
+    ScriptedEngine({"2 + 2": ["4", "five"]}, tokenizer=tokenizer)   by a part of the prompt, in turn
     ScriptedEngine(lambda prompt_ids: prompt_ids[-3:])              computed
-    ScriptedEngine("responses.jsonl", tokenizer=tokenizer)            lines {"prompt": ..., "response": ...}
+    ScriptedEngine("responses.jsonl", tokenizer=tokenizer)          {"prompt": ..., "response": ...}
 
-A response is a text or a list of token ids. A text is encoded and followed by the tokenizer's end-of-text token; token
-ids are taken as they are. Every log-probability is 0.0: a canned response is certain. Of several processes each begins
-with the first response.
+A response is a text or a list of token ids. A text is encoded and followed by the tokenizer's
+end-of-text token; token ids are taken as they are. Every log-probability is 0.0: a canned response
+is certain. If there are several processes, each begins with the first response.
 """
 
 import json
@@ -20,7 +20,14 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.interface import BatchImages, Completion, Prompts, RolloutEngine, Sampling
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    FinishReason,
+    Prompts,
+    RolloutEngine,
+    Sampling,
+)
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import fingerprint
@@ -36,12 +43,18 @@ Script: TypeAlias = (
 
 
 class ScriptedEngine(RolloutEngine):
-    """Gives canned responses. Several responses to one prompt are given in turn. Images are not looked at.
-    `responses`: a list; a mapping from a part of the prompt's text to a response or a list of them, of which the
-        longest part found counts; a function of the prompt's token ids; or the path of a JSONL file, each line with
-        `response` and, in all lines or in none, `prompt`.
-    `tokenizer`: needed wherever a text is given.
-    Raises RolloutError: the file cannot be read, a text comes without a tokenizer, or nothing fits a prompt."""
+    """Gives canned responses. Several responses to one prompt are given in turn. Ignores images.
+
+    Args:
+        responses: a list; a mapping from a part of the prompt's text to a response or a list of
+            them, of which the longest matching part counts; a function of the prompt's token ids;
+            or the path of a JSONL file, each line with `response` and, in all lines or in none,
+            `prompt`.
+        tokenizer: needed for responses and prompts that are texts.
+
+    Raises:
+        RolloutError: the file cannot be read, there is no response, or a text has no tokenizer.
+    """
 
     name = "scripted"
     takes_images = True
@@ -53,15 +66,16 @@ class ScriptedEngine(RolloutEngine):
         self.function = script if callable(script) else None
         self.by_prompt: dict[str, list[CannedResponse]] = {}
         if isinstance(script, Mapping):
-            for part, given in cast(Mapping[str, Any], script).items():
-                # One response is a text or token ids; else there are several.
-                is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-                self.by_prompt[str(part)] = [given] if is_one else list(given)
+            for part, value in cast(Mapping[str, Any], script).items():
+                # A single response is a text or a list of token ids.
+                is_single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
+                self.by_prompt[str(part)] = [value] if is_single else list(value)
+        # Responses to any prompt: every text contains the empty part.
         elif self.function is None:
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
             raise RolloutError("scripted", got="no responses", expected="at least one")
-        self._given: Counter[str] = Counter()
+        self._num_given: Counter[str] = Counter()
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
@@ -69,10 +83,11 @@ class ScriptedEngine(RolloutEngine):
         responses = options.pop("responses_file", None)
         if responses is None or options:
             where = "actor_rollout_ref.rollout.engine_kwargs"
-            expected = "responses_file and nothing else, with rollout.name=scripted"
-            fix = "Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=responses.jsonl."
             raise ConfigError(
-                where, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix
+                where,
+                got=f"{setup.rollout.engine_kwargs}",
+                expected="responses_file and nothing else, with rollout.name=scripted",
+                fix=f"Set +{where}.responses_file=responses.jsonl.",
             )
         engine = cls(responses, tokenizer=setup.tokenizer)
         engine.description = f"scripted, responses from {responses}"
@@ -85,17 +100,10 @@ class ScriptedEngine(RolloutEngine):
         require_tokenizer(self.name, sampling, self.tokenizer)
         completions = []
         for prompt, params in zip(prompts, sampling, strict=True):
-            response = self.function(list(prompt)) if self.function else self._choose(list(prompt))
-            if isinstance(response, str):
-                tokenizer = self._require_tokenizer()
-                end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-                response = [*tokenizer.encode(response, add_special_tokens=False), *end]
-            if not (token_ids := [int(token) for token in response]):
-                raise RolloutError(
-                    "scripted", got="a response without a token", expected="at least one token"
-                )
+            choose = self.function or self._choose
+            token_ids = self._token_ids(choose(list(prompt)))
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
-            reason = "stop" if length <= params.max_tokens else "length"
+            reason: FinishReason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]
             certain = [0.0] * len(token_ids)
             completions.append(
@@ -104,45 +112,68 @@ class ScriptedEngine(RolloutEngine):
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes the version; there is nothing that weights would change."""
+        """Take over the version. Weights do not change the responses.
+
+        Args:
+            weights: names and tensors of the weights.
+            version: their version.
+        """
         self.weight_version = -1
-        self._arrived = fingerprint(
-            weights
-        )  # a stream may hold its sender until it is read to the end
+        # Read to the end: the sender may wait for that.
+        self._arrived = fingerprint(weights)
         self.weight_version = version
 
+    def _token_ids(self, response: CannedResponse) -> list[int]:
+        """The tokens of a response."""
+        if isinstance(response, str):
+            tokenizer = self._require_tokenizer()
+            response = list(tokenizer.encode(response, add_special_tokens=False))
+            if tokenizer.eos_token_id is not None:
+                response.append(tokenizer.eos_token_id)
+        token_ids = [int(token) for token in response]
+        if not token_ids:
+            got = "a response without a token"
+            raise RolloutError("scripted", got=got, expected="at least one token")
+        return token_ids
+
     def _choose(self, prompt: list[int]) -> CannedResponse:
+        """The next response for a prompt."""
         part = ""
         if list(self.by_prompt) != [""]:
             text = self._require_tokenizer().decode(prompt)
-            if not (found := [part for part in self.by_prompt if part in text]):
-                expected = f"one that contains one of {len(self.by_prompt)} scripted parts"
-                fix = 'Add a line for it, or one with the empty prompt "" that fits all.'
+            parts = [part for part in self.by_prompt if part in text]
+            if not parts:
                 raise RolloutError(
-                    "scripted", got=f"the prompt {text[-200:]!r}", expected=expected, fix=fix
+                    "scripted",
+                    got=f"the prompt {text[-200:]!r}",
+                    expected=f"one that contains one of {len(self.by_prompt)} scripted parts",
+                    fix='Add a line for it, or one with the empty prompt "" that fits all.',
                 )
-            part = max(found, key=len)
+            # The longest part is the most specific one.
+            part = max(parts, key=len)
         responses = self.by_prompt[part]
-        self._given[part] += 1
-        return responses[(self._given[part] - 1) % len(responses)]
+        response = responses[self._num_given[part] % len(responses)]
+        self._num_given[part] += 1
+        return response
 
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise RolloutError(
-                "scripted", got="texts without a tokenizer", fix="Pass tokenizer=, or token ids."
-            )
+            fix = "Pass tokenizer=, or token ids."
+            raise RolloutError("scripted", got="texts without a tokenizer", fix=fix)
         return self.tokenizer
 
 
 def _read(path: Path) -> dict[str, list[CannedResponse]]:
-    """The responses of a JSONL file by prompt; without prompts all of them stand under the empty one."""
+    """The responses of a JSONL file by prompt. Lines without a prompt count for an empty one."""
     script: dict[str, list[CannedResponse]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        fix = "Set actor_rollout_ref.rollout.engine_kwargs.responses_file."
         raise RolloutError(
-            f"scripted {path}", got=str(error), expected="a JSONL file of responses", fix=fix
+            f"scripted {path}",
+            got=str(error),
+            expected="a JSONL file of responses",
+            fix="Set actor_rollout_ref.rollout.engine_kwargs.responses_file.",
         ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -151,9 +182,9 @@ def _read(path: Path) -> dict[str, list[CannedResponse]]:
             row = json.loads(line)
             script.setdefault(row.get("prompt", ""), []).append(row["response"])
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            where = f"scripted {path}, line {number}"
-            expected = '{"prompt": text, "response": text or token ids}, the prompt being optional'
             raise RolloutError(
-                where, got=f"{type(error).__name__}: {error}", expected=expected
+                f"scripted {path}, line {number}",
+                got=f"{type(error).__name__}: {error}",
+                expected='{"prompt": text, "response": text or token ids}, prompt being optional',
             ) from error
     return script

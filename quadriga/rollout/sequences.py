@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a `DataProto` of prompts to one of prompts with responses; written once, for every engine.
+"""From a `DataProto` of prompts to one of prompts with responses; the same for every engine.
 
 Legend: B sequences, P prompt positions (padded left), T response positions (padded right).
 """
@@ -32,32 +32,35 @@ def generate_sequences(
     pad_token_id: int,
     seed: int,
 ) -> DataProto:
-    """One response for each row.
+    """Generate a response for each row.
 
-    The prompt of a row is what stands in `input_ids` under its `attention_mask`, for that is what training sees.
+    The prompt of a row is its `input_ids` under its `attention_mask`, as training sees it.
 
     Args:
-        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors `uid`, and
-            `sample_index` where the samples of one prompt are spread over several calls; `multi_modal_data`,
-            `multi_modal_inputs` and `raw_prompt_ids` where prompts have images. meta_info: `global_steps`; `do_sample`
-            (as the configuration says); `validate` (False: the settings of training); `weight_version` (that of the
-            engine).
+        engine: generates the responses.
+        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P];
+            non-tensors `uid`, and `sample_index` if the samples of a prompt are spread over several
+            calls; `multi_modal_data`, `multi_modal_inputs` and `raw_prompt_ids` if prompts have
+            images. meta_info: `global_steps`; `do_sample` (default: as the configuration says);
+            `validate` (default: False, the settings of training); `weight_version` (default: any).
+        config: the section `actor_rollout_ref.rollout`.
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
-        seed: `trainer.seed`. A sequence's own seed comes from it, the step, the uid and the number of the sample.
+        seed: `trainer.seed`. A sequence's own seed depends on it; see `sequence_seeds`.
 
     Returns:
-        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
-        `attention_mask`, `position_ids` [B, P + T], `token_versions` [B, T], and where the engine reports routes
-        `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
+        batch `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `token_versions`
+        [B, T]; `input_ids`, `attention_mask`, `position_ids` [B, P + T]; and if the engine reports
+        routes, `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
 
     Raises:
-        WeightSyncError: the engine's weights are not of the version that meta_info names.
-        RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`, or has images, which the
-            engine does not take; or the engine's responses do not fit.
+        WeightSyncError: the engine's weights are not of the version in meta_info.
+        RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`, or has
+            images and the engine takes none; or the engine's responses do not fit.
     """
-    if (expected := prompts.meta_info.get("weight_version")) is not None:
-        require_version(engine, expected)
+    expected_version = prompts.meta_info.get("weight_version")
+    if expected_version is not None:
+        require_version(engine, expected_version)
     started = time.perf_counter()
     token_ids, requests = requests_of(prompts, config, response_length, seed)
     completions = engine.generate_batch(token_ids, requests, images_of(prompts))
@@ -69,24 +72,39 @@ def generate_sequences(
 def requests_of(
     prompts: DataProto, config: RolloutConfig, response_length: int, seed: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The token ids of each prompt, and how its response is sampled; see `generate_sequences`."""
+    """The requests for a batch of prompts.
+
+    Args:
+        prompts: as for `generate_sequences`.
+        config: the section `actor_rollout_ref.rollout`.
+        response_length: the longest response, in tokens.
+        seed: `trainer.seed`.
+
+    Returns:
+        The token ids of each prompt, and how its response is sampled.
+
+    Raises:
+        RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`.
+    """
     padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     token_ids = [ids[mask.bool()].tolist() for ids, mask in padded]
-    limit, requests = config.max_model_len, []
-    for row, (ids, own_seed) in enumerate(
-        zip(token_ids, sequence_seeds(prompts, seed), strict=True)
-    ):
+    seeds = sequence_seeds(prompts, seed)
+    limit = config.max_model_len
+    requests = []
+    # A long prompt leaves less room for its response.
+    for row, (ids, row_seed) in enumerate(zip(token_ids, seeds, strict=True)):
         room = response_length if limit is None else min(limit - len(ids), response_length)
         if room < 1:
-            where = f"generate_sequences, prompt {row}"
-            expected = (
-                f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response"
+            raise RolloutError(
+                f"generate_sequences, prompt {row}",
+                got=f"{len(ids)} tokens",
+                expected=f"fewer than actor_rollout_ref.rollout.max_model_len={limit},"
+                " to fit a response",
+                fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True,"
+                " or raise max_model_len.",
             )
-            fix = "Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len."
-            raise RolloutError(where, got=f"{len(ids)} tokens", expected=expected, fix=fix)
-        requests.append(
-            SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed)
-        )
+        settings = sampling_of(prompts.meta_info, config, room)
+        requests.append(SamplingParams(**settings, seed=row_seed))
     return token_ids, requests
 
 
@@ -98,22 +116,43 @@ def completed(
     pad_token_id: int,
     started: float,
 ) -> DataProto:
-    """What `generate_sequences` returns, of generation that began at `started`, a time of `time.perf_counter`."""
-    before = prompts.batch
+    """Put responses into a batch, with metrics; see `generate_sequences` for its columns.
+
+    Args:
+        prompts: as for `generate_sequences`.
+        completions: the response of each row.
+        weight_version: version of the engine's weights.
+        response_length: T.
+        pad_token_id: fills the responses.
+        started: when generation began, as `time.perf_counter()`, in seconds.
+
+    Raises:
+        RolloutError: there is not a response for each row, or one does not fit.
+    """
     if len(completions) != len(prompts):
         got = f"{len(completions)} responses"
         raise RolloutError("engine", got=got, expected=f"{len(prompts)}, one for each prompt")
+    responses = []
+    versions = []
+    reasons: Counter[str] = Counter()
+    num_tokens = 0
+    total_log_prob = 0.0
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
-    responses = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in completions]
-    versions = [one.versions or [one.weight_version] * len(one.token_ids) for one in completions]
-    routes = [one.routes for one in completions]
-    batch = with_responses(before, responses, response_length, pad_token_id, routes, versions)
-    num_tokens = sum(len(one.token_ids) for one in completions)
-    total_log_prob = sum(sum(one.log_probs) for one in completions)
-    reasons, num_rows = Counter(one.finish_reason for one in completions), len(completions)
+        length = len(completion.token_ids)
+        responses.append((completion.token_ids, [1] * length, completion.log_probs))
+        versions.append(completion.versions or [completion.weight_version] * length)
+        reasons[completion.finish_reason] += 1
+        num_tokens += length
+        total_log_prob += sum(completion.log_probs)
+    routes = [completion.routes for completion in completions]
+    batch = with_responses(
+        prompts.batch, responses, response_length, pad_token_id, routes, versions
+    )
+    num_rows = len(completions)
+    num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
     metrics = {
-        "rollout/num_prompt_tokens": Metric(int(before["attention_mask"].sum()), "sum"),
+        "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),
         "rollout/num_response_tokens": Metric(num_tokens, "sum"),
         "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
         "rollout/length_share": Metric(reasons["length"] / max(num_rows, 1), "mean", num_rows),
@@ -132,61 +171,86 @@ def with_responses(
     routes: Sequence[np.ndarray | None] = (),
     versions: Sequence[Sequence[int]] = (),
 ) -> dict[str, torch.Tensor]:
-    """The columns of `generate_sequences`, responses padded on the right.
+    """Prompts with responses, padded on the right, as the columns of `generate_sequences`.
 
     Args:
         prompts: `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
-        responses: of each row the token ids, which of them the model wrote, and their log-probabilities.
+        responses: for each row the token ids, 1 for those that the model wrote and 0 for others,
+            and the log-probabilities.
         response_length: T.
         pad_token_id: fills the responses.
         routes: [tokens, L, k] of each row's prompt and response, or of the first of these tokens.
-        versions: of the weights that wrote each token of each response, or nothing.
+        versions: version of the weights that wrote each token of each response, or empty.
     """
-    ids, attention_mask, position_ids = (
-        prompts[name] for name in ("input_ids", "attention_mask", "position_ids")
-    )
+    prompt_ids = prompts["input_ids"]
+    prompt_mask = prompts["attention_mask"]
+    device = prompt_ids.device
     shape = (len(responses), response_length)
-    tokens = torch.full(shape, pad_token_id, dtype=ids.dtype)
-    attended = torch.zeros(shape, dtype=attention_mask.dtype)
-    mask, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for row, (own_tokens, own_mask, own_log_probs) in enumerate(responses):
-        length = len(own_tokens)
-        tokens[row, :length] = torch.tensor(own_tokens)
+    # Filled on the CPU, row by row, then moved at once.
+    tokens = torch.full(shape, pad_token_id, dtype=prompt_ids.dtype)
+    attended = torch.zeros(shape, dtype=prompt_mask.dtype)
+    response_mask = torch.zeros(shape, dtype=torch.int64)
+    log_probs = torch.zeros(shape)
+    for row, (row_tokens, row_mask, row_log_probs) in enumerate(responses):
+        length = len(row_tokens)
+        tokens[row, :length] = torch.tensor(row_tokens)
         attended[row, :length] = 1
-        mask[row, :length] = torch.tensor(own_mask)
-        log_probs[row, :length] = torch.tensor(own_log_probs)
-    device = ids.device
-    tokens, attended = tokens.to(device), attended.to(device)
+        response_mask[row, :length] = torch.tensor(row_mask)
+        log_probs[row, :length] = torch.tensor(row_log_probs)
+    tokens = tokens.to(device)
+    attention_mask = torch.cat((prompt_mask, attended.to(device)), -1)
+
+    # -1 marks places without a token.
     columns: dict[str, torch.Tensor] = {}
     if any(versions):
-        columns["token_versions"] = torch.full(shape, -1)
-        for row, own in enumerate(versions):
-            columns["token_versions"][row, : len(own)] = torch.tensor(own)
-        columns["token_versions"] = columns["token_versions"].to(device)
-    attention = torch.cat((attention_mask, attended), -1)
-    if (like := next((one for one in routes if one is not None), None)) is not None:
-        valid = attention.bool().cpu()
-        column = torch.full((*valid.shape, *like.shape[1:]), -1, dtype=torch.from_numpy(like).dtype)
-        for row, own in enumerate(routes):
-            if own is not None:
-                column[row, valid[row].nonzero()[: len(own), 0]] = torch.from_numpy(own)
-        columns[ROUTES] = column.to(device)
-    following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
+        token_versions = torch.full(shape, -1)
+        for row, row_versions in enumerate(versions):
+            token_versions[row, : len(row_versions)] = torch.tensor(row_versions)
+        columns["token_versions"] = token_versions.to(device)
+    if any(row_routes is not None for row_routes in routes):
+        columns[ROUTES] = _padded_routes(routes, attention_mask)
+
+    # Responses continue the prompt's positions, on all axes.
+    prompt_positions = prompts["position_ids"]
+    steps = torch.arange(1, response_length + 1, device=device)
+    positions = (prompt_positions[..., -1:] + steps).to(prompt_positions.dtype)
     return columns | {
-        "prompts": ids,
+        "prompts": prompt_ids,
         "responses": tokens,
-        "input_ids": torch.cat((ids, tokens), -1),
-        "attention_mask": attention,
-        "position_ids": torch.cat((position_ids, following.to(position_ids.dtype)), -1),
-        "response_mask": mask.to(device),
+        "input_ids": torch.cat((prompt_ids, tokens), -1),
+        "attention_mask": attention_mask,
+        "position_ids": torch.cat((prompt_positions, positions), -1),
+        "response_mask": response_mask.to(device),
         "rollout_log_probs": log_probs.to(device),
     }
+
+
+def _padded_routes(
+    routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Routes [B, P + T, L, k] at the tokens of the mask [B, P + T]; -1 where there are none."""
+    valid = attention_mask.bool().cpu()
+    first = next(row_routes for row_routes in routes if row_routes is not None)
+    dtype = torch.from_numpy(first).dtype
+    column = torch.full((*valid.shape, *first.shape[1:]), -1, dtype=dtype)
+    for row, row_routes in enumerate(routes):
+        if row_routes is not None:
+            places = valid[row].nonzero()[: len(row_routes), 0]
+            column[row, places] = torch.from_numpy(row_routes)
+    return column.to(attention_mask.device)
 
 
 def sampling_of(
     meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int
 ) -> dict[str, Any]:
-    """The sampling parameters of a call, without the seed: those of training, or of validation where it says so."""
+    """The sampling parameters of a call, without the seed.
+
+    Args:
+        meta_info: of the prompts. `validate` selects the settings of validation over those of
+            training; `do_sample` replaces theirs.
+        config: the section `actor_rollout_ref.rollout`.
+        max_tokens: length of the longest response, in tokens.
+    """
     settings = config.val_kwargs if meta_info.get("validate", False) else config
     return {
         "max_tokens": max_tokens,
@@ -202,51 +266,60 @@ def sampling_of(
 
 
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
-    """A seed for each row, from the run's seed, the step, the uid, the number of the sample and what it is for.
+    """A seed for each row, from the run's seed, the step, the uid and the number of the sample.
 
-    Samples are numbered as they come among rows of equal uid, unless `sample_index` numbers them. Rows without uid are
-    told apart by their place.
+    Samples are numbered in the order of the rows with the same uid, unless `sample_index` numbers
+    them. Rows without a uid are distinguished by their place. Validation has seeds of its own.
+
+    Args:
+        prompts: as for `generate_sequences`.
+        seed: `trainer.seed`.
     """
-    non_tensors, meta_info = prompts.non_tensor_batch, prompts.meta_info
-    uids = list(map(str, non_tensors.get("uid", [f"row {row}" for row in range(len(prompts))])))
-    numbers = non_tensors.get("sample_index")
-    seen: Counter[str] = Counter()
+    columns = prompts.non_tensor_batch
+    meta_info = prompts.meta_info
+    default_uids = [f"row {row}" for row in range(len(prompts))]
+    uids = [str(uid) for uid in columns.get("uid", default_uids)]
+    numbers = columns.get("sample_index")
+    step = int(meta_info.get("global_steps", 0))
+    validates = bool(meta_info.get("validate", False))
+    num_seen: Counter[str] = Counter()
     seeds = []
     for row, uid in enumerate(uids):
-        number = seen[uid] if numbers is None else int(numbers[row])
-        seen[uid] += 1
-        source = (
-            int(seed),
-            int(meta_info.get("global_steps", 0)),
-            uid,
-            number,
-            bool(meta_info.get("validate", False)),
-        )
-        seeds.append(
-            int.from_bytes(hashlib.blake2b(repr(source).encode(), digest_size=8).digest(), "big")
-        )
+        number = num_seen[uid] if numbers is None else int(numbers[row])
+        num_seen[uid] += 1
+        # Hashed, so that neighbouring seeds, steps and samples share nothing.
+        source = (int(seed), step, uid, number, validates)
+        digest = hashlib.blake2b(repr(source).encode(), digest_size=8).digest()
+        seeds.append(int.from_bytes(digest, "big"))
     return seeds
 
 
 def images_of(prompts: DataProto) -> list[Images | None]:
-    """The images of each row; None for a row without any. Rows that share their columns share the object.
-    `prompts`: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors `multi_modal_data`,
-        `multi_modal_inputs` and `raw_prompt_ids`, where a prompt has images."""
+    """The images of each row; None for a row without any.
+
+    Rows that share their columns share the object.
+
+    Args:
+        prompts: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors
+            `multi_modal_data`, `multi_modal_inputs` and `raw_prompt_ids`, if prompts have images.
+    """
     columns = prompts.non_tensor_batch
     if "multi_modal_inputs" not in columns:
         return [None] * len(prompts)
-    made: dict[tuple[int, tuple[int, ...]], Images] = {}
-    found: list[Images | None] = []
+    images: list[Images | None] = []
+    cache: dict[tuple[int, tuple[int, ...]], Images] = {}
     for row, inputs in enumerate(columns["multi_modal_inputs"]):
         if not inputs:
-            found.append(None)
+            images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
-        if (id(inputs), short_prompt) not in made:
+        # Samples of a prompt share their inputs, and preparing images takes time.
+        key = (id(inputs), short_prompt)
+        if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()
             data = columns["multi_modal_data"][row]
             videos = zip(data.get("video", ()), data.get("video_metadata", ()), strict=True)
-            made[id(inputs), short_prompt] = Images(
+            cache[key] = Images(
                 pictures=tuple(data.get("image", ())),
                 videos=tuple(videos),
                 inputs=inputs,
@@ -254,5 +327,5 @@ def images_of(prompts: DataProto) -> list[Images | None]:
                 short_prompt=short_prompt,
                 key=images_key(inputs),
             )
-        found.append(made[id(inputs), short_prompt])
-    return found
+        images.append(cache[key])
+    return images

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine is made from: the configuration, the tokenizer, the device, the model."""
+"""Inputs of a rollout engine: the configuration, the tokenizer, the device, the model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,16 @@ from quadriga.rollout.group import RolloutGroup
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine's `from_config` gets. Each engine reads what it needs of the configuration.
+    """Argument of every engine's `from_config`.
 
     Attributes:
+        config: the whole configuration.
+        tokenizer: the run's tokenizer.
         options: this engine's part of `rollout.engine_kwargs`.
-        actor: the actor's own module, where this process has all of its weights.
-        group: the ranks that hold the engine together; None: it is this process's own.
+        device: the engine's device.
+        dtype: dtype of the model.
+        actor: the actor's own module, if this process has all of its weights.
+        group: the ranks that hold the engine together; None: this process holds all of it.
     """
 
     config: Config
@@ -39,40 +43,40 @@ class EngineSetup:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
+        """Tokens of the longest prompt and response together."""
         data = self.config.data
         return self.rollout.max_model_len or data.max_prompt_length + data.max_response_length
 
     @property
     def bucket_bytes(self) -> int:
-        """Memory in which weights travel to one engine: all of a process get them at the same time."""
-        return (
-            self.rollout.update_weights_bucket_megabytes << 20
-        ) // self.rollout.data_parallel_size
+        """Bytes of the buffer for weights of one engine, as part of this process's buffer."""
+        # All engines of a process get weights at the same time.
+        total = self.rollout.update_weights_bucket_megabytes << 20
+        return total // self.rollout.data_parallel_size
 
     def require_no_options(self) -> None:
         """Refuse `rollout.engine_kwargs`, for an engine without options."""
         if self.options:
-            where = "actor_rollout_ref.rollout.engine_kwargs"
-            expected = f"nothing: the engine {self.rollout.name} has no options of its own"
             raise ConfigError(
-                where, got=f"{self.rollout.engine_kwargs}", expected=expected, fix="Leave it out."
+                "actor_rollout_ref.rollout.engine_kwargs",
+                got=f"{self.rollout.engine_kwargs}",
+                expected=f"nothing: the engine {self.rollout.name} has no options of its own",
+                fix="Leave it out.",
             )
 
     def skeleton(self) -> PreTrainedModel:
-        """The model on "meta": its configuration, and names and shapes of its weights."""
+        """The model on "meta": its configuration, and the names and shapes of its weights."""
         return skeleton_causal_lm(**self._named_model)
 
     @property
     def config_overrides(self) -> dict[str, Any]:
-        """Entries of config.json to replace in an engine that reads the model's folder by itself."""
+        """Entries of config.json to replace, for an engine that reads the model's folder itself."""
         section = self.config.actor_rollout_ref.model
         overrides = dict(section.override_config or {})
         has_file = (Path(section.path) / "config.json").is_file()
         if has_file and not load_config(**self._named_model).tie_word_embeddings:
-            overrides["tie_word_embeddings"] = (
-                False  # the file may say otherwise, against the weights
-            )
+            # The file may say otherwise, against the weights.
+            overrides["tie_word_embeddings"] = False
         return overrides
 
     def load_copy(self, attention: str) -> PreTrainedModel:
@@ -85,6 +89,7 @@ class EngineSetup:
     def _named_model(self) -> dict[str, Any]:
         section = self.config.actor_rollout_ref.model
         return {
-            name: getattr(section, name)
-            for name in ("path", "trust_remote_code", "override_config")
+            "path": section.path,
+            "trust_remote_code": section.trust_remote_code,
+            "override_config": section.override_config,
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them."""
+"""Base class of engines on third-party libraries (vLLM, SGLang), which repack loaded weights."""
 
 import base64
 import io
@@ -37,59 +37,80 @@ from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""Those of the servers' and libraries' responses that are known."""
-_LOG = "Its own message stands in the log above."
+"""Our finish reason for each of the libraries' that is known."""
+_LOG = "Its own message is in the log above."
 SEED_BITS = 63
-"""A seed of theirs is a signed number of 64 bits."""
+"""Bits of a seed: the libraries take signed numbers of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
-"""`processed_logprobs` are those of the distribution that tokens are drawn from, after temperature and filters;
-`raw_logprobs` those of the model, before both. The words are vLLM's."""
+"""The distribution of reported log-probabilities, in vLLM's words: `processed_logprobs` after
+temperature and filters, from which tokens are drawn; `raw_logprobs` the model's, before both."""
 
-
-_CHANGES = (
-    threading.RLock()
-)  # of the environment, which all threads share: engines are made again at the same time
+# Guards the environment, which all threads share: engines may be restarted at the same time.
+_ENVIRONMENT_LOCK = threading.RLock()
 
 
 @contextmanager
 def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
-    """The environment for processes that this one starts meanwhile: so many share its threads, and have these
-    variables."""
-    with _CHANGES:
-        own = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(own) if own.isdecimal() else torch.get_num_threads()
-        variables |= (
-            {"OMP_NUM_THREADS": str(max(1, threads // num_processes))} if num_processes else {}
-        )
+    """Context manager: set the environment of processes that are started inside.
+
+    Args:
+        num_processes: number of processes that share this one's threads; 0: do not limit them.
+        variables: further variables.
+    """
+    with _ENVIRONMENT_LOCK:
+        if num_processes:
+            setting = os.environ.get("OMP_NUM_THREADS", "")
+            num_threads = int(setting) if setting.isdecimal() else torch.get_num_threads()
+            variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_processes))
+        # Processes inherit the environment when they start, so it is set only meanwhile.
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
             yield
         finally:
             for name, value in before.items():
-                os.environ.pop(name, None)
-                os.environ.update({} if value is None else {name: value})
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def data_urls(images: Images, engine: str) -> list[str]:
-    """The images of a prompt as `data:` URLs of PNG files; a RolloutError where it has videos."""
+    """The images of a prompt as `data:` URLs of PNG files.
+
+    Args:
+        images: images of the prompt.
+        engine: name of the engine, for errors.
+
+    Raises:
+        RolloutError: the prompt has videos.
+    """
     if images.videos:
-        fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with videos."
         raise RolloutError(
-            f"{engine}.generate", got="a prompt with videos", expected="text and images", fix=fix
+            f"{engine}.generate",
+            got="a prompt with videos",
+            expected="text and images",
+            fix="Set actor_rollout_ref.rollout.name=native, hf or vllm,"
+            " or leave out the rows with videos.",
         )
     urls = []
     for picture in images.pictures:
-        picture.save(file := io.BytesIO(), "PNG")
-        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        urls.append(f"data:image/png;base64,{encoded}")
     return urls
 
 
 class ThirdPartyEngine(RolloutEngine):
-    """An engine that starts without weights; a subclass implements `load_weights` within `_loading`.
+    """An engine that starts without weights. Subclasses implement `load_weights` within `_loading`.
 
-    `manifest` lists the weights that make the model complete; prompt and response have at most `max_model_len` tokens
-    together; `title` is the library's name in messages.
+    Args:
+        manifest: the weights that make the model complete.
+        max_model_len: tokens of the longest prompt and response together.
+
+    Attributes:
+        title: the library's name in messages.
     """
 
     title: str
@@ -98,12 +119,19 @@ class ThirdPartyEngine(RolloutEngine):
     def __init__(self, manifest: Manifest, max_model_len: int) -> None:
         super().__init__()
         self.weight_version = -1
-        self._manifest, self._max_model_len = manifest, max_model_len
+        self._manifest = manifest
+        self._max_model_len = max_model_len
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
-        """A load: afterwards the engine has the version, or -1 and an error that says what its library said. It yields
-        an empty list, for the fingerprints of what each process of the engine received."""
+        """Context manager of a load, after which the engine has the version, or -1 and an error.
+
+        Yields:
+            An empty list, for the fingerprints of what each process of the engine received.
+
+        Raises:
+            WeightSyncError: the library's error, or that the processes received different weights.
+        """
         self._require_open("load_weights")
         self.weight_version = -1
         where = f"rollout.name={self.name}, weights of version {version}"
@@ -113,117 +141,172 @@ class ThirdPartyEngine(RolloutEngine):
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
+            # A RolloutError is the library's refusal, in our words.
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
-            got, end = (
-                f"{self.title} rejected the weights: {reason}",
-                "wait for them, or call abort()",
-            )
-            fix = f"{_LOG} Responses that are under way have to end before weights are published: {end}."
-            raise WeightSyncError(where, got=got, expected="a load", fix=fix) from error
-        first, *others = map(Fingerprint, received)
-        for rank, other in enumerate(others, start=1):
-            if differing := first.differences(other):
-                got = f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}"
+            raise WeightSyncError(
+                where,
+                got=f"{self.title} rejected the weights: {reason}",
+                expected="a load",
+                fix=f"{_LOG} Unfinished responses have to end before weights are published:"
+                " wait for them, or call abort().",
+            ) from error
+        # All processes of an engine must have received the same.
+        fingerprints = [Fingerprint(tensors) for tensors in received]
+        for rank, fingerprint in enumerate(fingerprints[1:], start=1):
+            names = fingerprints[0].differences(fingerprint)
+            if names:
+                got = f"{len(names)} weights that differ between process 0 and {rank}"
+                got += f": {name_some(names)}"
                 raise WeightSyncError(where, got=got, expected="the same in each process")
-        self._arrived, self.weight_version = first, version
+        self._arrived = fingerprints[0]
+        self.weight_version = version
 
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
         super()._require_ready(prompts, sampling, images)
-        self._require_length(
-            prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len"
-        )
+        source = "actor_rollout_ref.rollout.max_model_len"
+        self._require_length(prompts, sampling, self._max_model_len, source)
 
 
 def require_room(total: int, held: int, to_come: int, share: float) -> None:
-    """Refuse an engine on an accelerator that training leaves no memory for.
+    """Refuse an engine on an accelerator if training leaves too little memory for it.
 
     Args:
-        total, held: bytes of the device, and those in use before the engine starts.
-        to_come: bytes that training will take besides, and not give back while the engine generates.
-        share: of `total`, for the engine: `gpu_memory_utilization`.
+        total: bytes of the device.
+        held: bytes in use before the engine starts.
+        to_come: bytes that training will take besides, and keep while the engine generates.
+        share: share of `total` for the engine: `gpu_memory_utilization`.
+
+    Raises:
+        ConfigError: says which share is possible.
     """
-    if held + to_come + share * total > total:
-        gib, rest = 1 << 30, max(0.0, 1 - (held + to_come) / total)
-        training = f"training keeps {(held + to_come) / gib:.1f}"
-        training += (
-            f" ({to_come / gib:.1f} of it AdamW's moments from the first step on)"
-            if to_come
-            else ""
-        )
-        got = f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f}, while {training}"
-        fix = "Lower it, give the rollout a pool of its own (trainer.placement), or let more ranks share the weights"
-        where = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        raise ConfigError(
-            where, got=got, expected=f"at most {int(rest * 100) / 100:g}", fix=f"{fix} (fsdp_size)."
-        )
+    trained = held + to_come
+    if trained + share * total <= total:
+        return
+    gib = 1 << 30
+    training = f"training keeps {trained / gib:.1f}"
+    if to_come:
+        moments = f"{to_come / gib:.1f} of it AdamW's moments from the first step on"
+        training += f" ({moments})"
+    possible_share = int(max(0.0, 1 - trained / total) * 100) / 100
+    raise ConfigError(
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        got=f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f},"
+        f" while {training}",
+        expected=f"at most {possible_share:g}",
+        fix="Lower it, give the rollout a pool of its own (trainer.placement),"
+        " or let more ranks share the weights (fsdp_size).",
+    )
 
 
 def refused(name: str, title: str, what: str) -> RolloutError:
-    """The error of an engine that cannot be made."""
-    where, expected = (
-        f"rollout.name={name}, at its start",
-        f"a model and settings that {title} takes",
-    )
-    fix = (
-        f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout"
-    )
+    """The error of an engine that cannot be started.
+
+    Args:
+        name: name of the engine.
+        title: name of its library.
+        what: the library's error.
+    """
     return RolloutError(
-        where, got=what, expected=expected, fix=f"{fix}; {title}'s own traceback stands above."
+        f"rollout.name={name}, at its start",
+        got=what,
+        expected=f"a model and settings that {title} takes",
+        fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of"
+        f" actor_rollout_ref.rollout; {title}'s own traceback is above.",
     )
 
 
 def died(name: str, title: str, what: str) -> EngineLostError:
-    """The error of requests that an engine will not serve any more."""
-    keys = (
-        "actor_rollout_ref.rollout.max_num_seqs, max_num_batched_tokens or gpu_memory_utilization"
+    """The error of requests that an engine will not serve any more.
+
+    Args:
+        name: name of the engine.
+        title: name of its library.
+        what: what happened to it, to follow "which".
+    """
+    return EngineLostError(
+        f"{name}.generate",
+        got=f"{title}, which {what}",
+        expected="responses",
+        fix=f"{_LOG} Less memory: lower actor_rollout_ref.rollout.max_num_seqs,"
+        " max_num_batched_tokens or gpu_memory_utilization.",
     )
-    got, fix = f"{title}, which {what}", f"{_LOG} Less memory: lower {keys}."
-    return EngineLostError(f"{name}.generate", got=got, expected="responses", fix=fix)
 
 
 def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:
-    """Raise a RolloutError unless the installed version of a library, "" where there is none, is new enough."""
+    """Refuse a library that is missing or too old.
+
+    Args:
+        title: name of the library.
+        found: the installed version; "" if it is not installed.
+        least: the oldest version that works.
+        where: the setting that needs it, for errors.
+        fix: advice in the error.
+
+    Raises:
+        RolloutError: the library is missing or too old.
+    """
     if not found:
-        raise RolloutError(
-            where, got=f"no {title} in this environment", expected=f"{least} or newer", fix=fix
-        )
+        got = f"no {title} in this environment"
+        raise RolloutError(where, got=got, expected=f"{least} or newer", fix=fix)
     if release_numbers(found) < release_numbers(least):
         raise RolloutError(where, got=f"{title} {found}", expected=f"{least} or newer", fix=fix)
 
 
 def has_filters(sampling: SamplingParams) -> bool:
-    """Whether some tokens cannot be drawn; the likeliest one always can."""
-    return not sampling.is_greedy and (
-        sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    )
+    """Whether some tokens cannot be drawn. The likeliest one always can."""
+    if sampling.is_greedy:
+        return False
+    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
 def split_log_probs(
     reported: list[float], sampling: SamplingParams, log_probs_of: LogProbsOf
 ) -> tuple[list[float], list[float]]:
-    """`Completion.log_probs` and `Completion.sampling_log_probs`, of an engine that reports one number for each token.
+    """Log-probabilities before and after filters, of an engine that reports one number per token.
 
-    Where it does not report the first one, that is NaN: unknown, rather than nearly right. The second is then empty.
+    Args:
+        reported: the number of each token.
+        sampling: how the response was sampled.
+        log_probs_of: the distribution of the numbers.
+
+    Returns:
+        `Completion.log_probs`, NaN if the numbers are of the other distribution (unknown, rather
+        than nearly right), and `Completion.sampling_log_probs`, empty in that case.
     """
-    is_scaled = not sampling.is_greedy and sampling.temperature != 1
+    is_filtered = has_filters(sampling)
+    unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
-        return ([math.nan] * len(reported) if has_filters(sampling) else reported), list(reported)
-    if is_scaled:
-        return [math.nan] * len(reported), []
-    return reported, [] if has_filters(sampling) else list(reported)
+        return unknown if is_filtered else reported, list(reported)
+    if not sampling.is_greedy and sampling.temperature != 1:
+        return unknown, []
+    return reported, [] if is_filtered else list(reported)
 
 
 def require_known_experts(name: str, model: PreTrainedModel, known: Collection[str] = ()) -> None:
-    """Refuse a mixture of experts whose new weights the library is not known to compute with: it takes them without an
-    error. Raises RolloutError: says which ones, by `model_type`, are known."""
-    kind = model.config.get_text_config().model_type
-    if kind not in known and any(mixtures(model)):
-        got, expected = (
-            f"a mixture of experts ({type(model).__name__}, model_type {kind!r})",
-            "a model without experts",
-        )
-        expected += f", or one of {', '.join(known)}" if known else ""
-        fix = "Generate with native or hf: this library is not known to compute with experts that are published to it."
-        raise RolloutError(f"rollout.name={name}", got=got, expected=expected, fix=fix)
+    """Refuse a mixture of experts if the library may ignore its new weights.
+
+    Some libraries take such weights without an error, but do not compute with them.
+
+    Args:
+        name: name of the engine.
+        model: the model; it may be on "meta".
+        known: model types whose experts the library is known to update.
+
+    Raises:
+        RolloutError: the model has experts, and is of another type.
+    """
+    model_type = model.config.get_text_config().model_type
+    if model_type in known or not any(mixtures(model)):
+        return
+    expected = "a model without experts"
+    if known:
+        expected += f", or one of {', '.join(known)}"
+    raise RolloutError(
+        f"rollout.name={name}",
+        got=f"a mixture of experts ({type(model).__name__}, model_type {model_type!r})",
+        expected=expected,
+        fix="Generate with native or hf: this library is not known to compute with experts"
+        " that are published to it.",
+    )

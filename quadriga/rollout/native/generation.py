@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: new prefixes are prefilled, first tokens sampled, then one token of every slot at a time.
+"""Continuous batching: prefill of new prefixes, their first tokens, then a token per slot and step.
 
     scheduler admits requests ──> prefill of new prefixes ──> first token of each new slot
         ^                                                            │
@@ -7,11 +7,12 @@
 
 Requests may come between any two steps. An engine without requests holds no KV cache.
 
-A *prefix* is what a request begins with: its prompt, and after a preemption the response so far. Text is a tuple of
-tokens; with images it is an `ImagePrefix`, which behaves like one and compares the images, too.
+A *prefix* is what a request begins with: its prompt, and after a preemption the response so far.
+Text is a tuple of tokens. With images it is an `ImagePrefix`, which behaves like a tuple of tokens
+and compares the images, too.
 
-Legend: R slots (rows of the batch), U different prefixes of the slots that start, N packed tokens of several prefixes,
-V vocabulary.
+Legend: R slots (rows of the batch), U different prefixes of the slots that start, N packed tokens
+of several prefixes, V vocabulary.
 """
 
 import math
@@ -45,14 +46,19 @@ from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopString
 if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import draw
 
+# Tokens that a response gets room for at first, and when the KV cache is nearly full.
 _FIRST_ROOM = 64
-_NEXT_ROOM = 16  # tokens by which responses get more room when the KV cache is nearly full
-_KEPT_SHARE = 0.5  # of the prefixes in the KV cache are in use, or the others are dropped
+_NEXT_ROOM = 16
+# Unused prefixes are dropped from the KV cache if at most this share is in use.
+_KEPT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class ImagePrefix:
-    """A prompt with images, and the response so far. Prefixes are equal whose tokens and `Images.key` are."""
+    """A prompt with images, and the response so far.
+
+    Two are equal if their tokens and their `Images.key` are.
+    """
 
     tokens: tuple[int, ...]
     key: str
@@ -66,20 +72,23 @@ class ImagePrefix:
 
     @cached_property
     def next_position(self) -> int:
-        """Of the token that follows, on all axes."""
-        prompt = self.images.position_ids
-        return int(prompt[:, -1].max()) + 1 + len(self.tokens) - prompt.shape[1]
+        """Position of the token that follows, the same on all axes."""
+        prompt_positions = self.images.position_ids
+        num_generated = len(self.tokens) - prompt_positions.shape[1]
+        return int(prompt_positions[:, -1].max()) + 1 + num_generated
 
     def positions(self) -> torch.Tensor:
-        """[3, tokens]"""
-        prompt, end = self.images.position_ids, self.next_position
-        after = torch.arange(end - len(self.tokens) + prompt.shape[1], end)
-        return torch.cat([prompt, after.expand(3, -1)], 1)
+        """Position of each token along time, height and width, [3, tokens]."""
+        prompt_positions = self.images.position_ids
+        num_generated = len(self.tokens) - prompt_positions.shape[1]
+        end = self.next_position
+        generated = torch.arange(end - num_generated, end)
+        return torch.cat([prompt_positions, generated.expand(3, -1)], 1)
 
 
 @dataclass(frozen=True)
 class OlderPrefix:
-    """A prefix in the KV cache that weights of an older version computed: it serves nothing that starts later."""
+    """A prefix whose KV cache is from older weights. Requests that start later do not use it."""
 
     prefix: "tuple[int, ...] | ImagePrefix"
     version: int
@@ -92,7 +101,7 @@ class OlderPrefix:
 
     @property
     def next_position(self) -> int:
-        """As `ImagePrefix.next_position`; of text the number of tokens."""
+        """Position of the token that follows; for text the number of tokens."""
         return getattr(self.prefix, "next_position", len(self.prefix))
 
 
@@ -100,7 +109,21 @@ Prefix = tuple[int, ...] | ImagePrefix | OlderPrefix
 
 
 class Request:
-    """A prompt, and the response that is generated for it. The tokenizer is needed where there are stop strings."""
+    """A prompt, and the response that is generated for it.
+
+    Args:
+        prompt: token ids.
+        sampling: how the response is sampled.
+        eos_token_ids: end-of-text tokens of the model.
+        tokenizer: decodes the response; needed if there are stop strings.
+        images: images of the prompt.
+
+    Attributes:
+        routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
+        is_given_up: whether it was aborted, or its caller does not wait any more.
+        joined: called with the number of steps before it when the request joins a batch.
+        future: gets the completion.
+    """
 
     def __init__(
         self,
@@ -110,7 +133,9 @@ class Request:
         tokenizer: Any,
         images: Images | None = None,
     ) -> None:
-        self.prompt, self.sampling, self.images = tuple(prompt), sampling, images
+        self.prompt = tuple(prompt)
+        self.sampling = sampling
+        self.images = images
         self.stops = sampling.stops(eos_token_ids)
         self.stop_strings = StopStrings(sampling.stop, tokenizer)
         self.draws = Draws(sampling.seed)
@@ -118,9 +143,9 @@ class Request:
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.sampling_log_probs: list[float] = []
-        self.routes: list[np.ndarray] = []  # [tokens, L, k] of the prefix, then of one token each
+        self.routes: list[np.ndarray] = []
         self.finish_reason: FinishReason | None = None
-        self.is_given_up = False  # it was aborted, or its caller does not wait any more
+        self.is_given_up = False
         self.joined: Callable[[int], None] | None = None
         self.future: Future[Completion] = Future()
         self.future.add_done_callback(self._note_a_cancel)
@@ -130,33 +155,46 @@ class Request:
         self.is_given_up |= future.cancelled()
 
     def restart(self) -> None:
-        """Its KV cache is lost, or there is none yet: all tokens that there are become its prefix."""
+        """Make all tokens so far the prefix: the request has no KV cache, or lost it."""
         tokens = (*self.prompt, *self.token_ids)
-        self.prefix: Prefix = (
-            tokens if self.images is None else ImagePrefix(tokens, self.images.key, self.images)
-        )
+        self.prefix: Prefix = tokens
+        if self.images is not None:
+            self.prefix = ImagePrefix(tokens, self.images.key, self.images)
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may come to hold in the KV cache besides those of its prefix; the last one needs none."""
-        return max(1, self.sampling.max_tokens - 1 - (len(self.prefix) - len(self.prompt)))
+        """Most tokens that it may add to the KV cache. The last token is never written."""
+        num_in_prefix = len(self.prefix) - len(self.prompt)
+        return max(1, self.sampling.max_tokens - 1 - num_in_prefix)
 
     @property
     def num_written(self) -> int:
-        """Tokens after the prefix that are in the KV cache, once a token was sampled."""
-        return max(0, len(self.prompt) + len(self.token_ids) - len(self.prefix) - 1)
+        """Tokens behind the prefix that are in the KV cache, once a token was sampled."""
+        num_tokens = len(self.prompt) + len(self.token_ids)
+        return max(0, num_tokens - len(self.prefix) - 1)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
-        """One more token."""
+        """Append a token, and note whether the response ends with it.
+
+        Args:
+            token: id of the token.
+            log_prob: its log-probability before top-k, top-p and min-p.
+            sampling_log_prob: its log-probability after these filters.
+
+        Raises:
+            RolloutError: the log-probability is not finite.
+        """
         if not math.isfinite(log_prob):
-            where = f"native.generate: token {len(self.token_ids)} of a response"
-            fix = "The weights hold NaN or infinity; look at actor/grad_norm of the steps before."
             raise RolloutError(
-                where, got=f"a log-probability of {log_prob}", expected="finite logits", fix=fix
+                f"native.generate: token {len(self.token_ids)} of a response",
+                got=f"a log-probability of {log_prob}",
+                expected="finite logits",
+                fix="The weights contain NaN or infinity; check actor/grad_norm of earlier steps.",
             )
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
+        # The stop token stays in the response.
         if token in self.stops or self.stop_strings.is_reached(self.token_ids):
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
@@ -164,32 +202,48 @@ class Request:
 
     def go_on_from(self, earlier: Completion) -> None:
         """Begin behind the tokens of a response that was aborted."""
-        self.token_ids, self.log_probs = list(earlier.token_ids), list(earlier.log_probs)
-        self.sampling_log_probs, self.versions = (
-            list(earlier.sampling_log_probs),
-            list(earlier.versions),
-        )
+        self.token_ids = list(earlier.token_ids)
+        self.log_probs = list(earlier.log_probs)
+        self.sampling_log_probs = list(earlier.sampling_log_probs)
+        self.versions = list(earlier.versions)
+        # The next token gets the random numbers that it would have had without the abort.
         for _ in self.token_ids:
             self.draws.next()
         self.restart()
 
     def completion(self, weight_version: int) -> Completion:
-        """The response so far; an unfinished one as if it was aborted."""
-        numbers = (self.finish_reason or "abort", weight_version, list(self.sampling_log_probs))
-        routes = np.concatenate(self.routes) if self.routes else None
+        """The response so far; an unfinished one is reported as aborted."""
         return Completion(
-            list(self.token_ids), list(self.log_probs), *numbers, routes, list(self.versions)
+            token_ids=list(self.token_ids),
+            log_probs=list(self.log_probs),
+            finish_reason=self.finish_reason or "abort",
+            weight_version=weight_version,
+            sampling_log_probs=list(self.sampling_log_probs),
+            routes=np.concatenate(self.routes) if self.routes else None,
+            versions=list(self.versions),
         )
 
     def close(self, weight_version: int) -> None:
-        """Gives the caller its completion."""
+        """Give the caller its completion."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.completion(weight_version))
 
 
 class Generation:
-    """Requests that are generated together, on a GPU by graphs, if `uses_graphs`; with a `recorder`, they are told the
-    experts of their tokens. Weights may change between two steps."""
+    """Requests that are generated together. Weights may change between two steps.
+
+    Args:
+        network: the model.
+        scheduler: holds the requests.
+        weight_version: version of the network's weights.
+        uses_graphs: whether decode steps on a GPU become CUDA graphs.
+        recorder: records the experts of each token, for the requests' `routes`.
+
+    Attributes:
+        plan: attention of the current slots; None: it has to be made anew.
+        rules: sampling of the current slots; made together with `plan`.
+        routes: experts of the tokens of each prefix in the KV cache.
+    """
 
     def __init__(
         self,
@@ -200,165 +254,197 @@ class Generation:
         uses_graphs: bool = True,
         recorder: RouteRecorder | None = None,
     ) -> None:
-        self.recorder, self.routes = (
-            recorder,
-            dict[Prefix, np.ndarray](),
-        )  # of the prefixes in the cache
-        self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
+        self.scheduler = scheduler
+        self.uses_graphs = uses_graphs
+        self.recorder = recorder
         self.device = network.device
         self.prefixes = PrefixCache()
         self.responses = ResponseCache()
-        self.plan: AnyDecodePlan | None = None
-        self.uses_graphs = uses_graphs
-        self.graphs = (
-            GraphedSteps(network) if uses_graphs and GraphedSteps.can_capture(network) else None
-        )
+        self.routes: dict[Prefix, np.ndarray] = {}
         self.rules: SamplingRules | None = None
+        self._use(network, weight_version)
+
+    def _use(self, network: Network, weight_version: int) -> None:
+        """Compute with this network from now on."""
+        self.network = network
+        self.weight_version = weight_version
+        self.plan: AnyDecodePlan | None = None
+        self.graphs: GraphedSteps | None = None
+        if self.uses_graphs and GraphedSteps.can_capture(network):
+            self.graphs = GraphedSteps(network)
 
     def advance(self, given_up: Collection[Request] = ()) -> None:
-        """Drops what was given up, starts what can be started, and computes one token of every slot."""
+        """Drop aborted requests, start waiting ones, and compute one token of every slot."""
         scheduler = self.scheduler
         if given_up:
+            # From the last slot on: ending a request moves that of the last slot.
             for slot in reversed(range(len(scheduler.running))):
                 if scheduler.running[slot] in given_up:
                     self._end(slot)
-            waiting, scheduler.waiting = scheduler.waiting, []
-            for request in waiting:
+            still_waiting = []
+            for request in scheduler.waiting:
                 if request in given_up:
                     request.close(self.weight_version)
                 else:
-                    scheduler.waiting.append(request)
+                    still_waiting.append(request)
+            scheduler.waiting = still_waiting
         if scheduler.waiting:
             self._admit()
         if scheduler.running:
             self._step()
 
     def renew(self, network: Network, weight_version: int, *, keeps_cache: bool) -> None:
-        """Go on with newer weights; with `keeps_cache` on the KV cache of the older ones, else it is computed anew."""
-        older, running = self.weight_version, self.scheduler.running
-        self.network, self.weight_version, self.plan = network, weight_version, None
-        self.graphs = (
-            GraphedSteps(network)
-            if self.uses_graphs and GraphedSteps.can_capture(network)
-            else None
-        )
-        if keeps_cache:
-            kept = {
-                prefix: prefix if isinstance(prefix, OlderPrefix) else OlderPrefix(prefix, older)
-                for prefix in self.prefixes.prefixes
-            }
-            self.prefixes.prefixes = [kept[prefix] for prefix in self.prefixes.prefixes]
-            self.routes = {kept[prefix]: routes for prefix, routes in self.routes.items()}
-            for request in running:
-                request.prefix = kept[request.prefix]
+        """Continue with newer weights.
+
+        Args:
+            network: the model with these weights.
+            weight_version: their version.
+            keeps_cache: whether running requests go on with the KV cache of the older weights;
+                otherwise it is computed anew.
+        """
+        older_version = self.weight_version
+        running = self.scheduler.running
+        # Graphs and the plan are bound to the old network.
+        self._use(network, weight_version)
+        if not keeps_cache:
+            while running:
+                self.scheduler.preempt().restart()
+            self.prefixes = PrefixCache()
+            self.responses = ResponseCache()
+            self.routes = {}
             return
-        while running:
-            self.scheduler.preempt().restart()
-        self.prefixes, self.responses, self.routes = PrefixCache(), ResponseCache(), {}
+
+        # Mark the prefixes as old, so that requests that start later do not share them.
+        marked: dict[Prefix, OlderPrefix] = {}
+        for prefix in self.prefixes.prefixes:
+            is_marked = isinstance(prefix, OlderPrefix)
+            marked[prefix] = prefix if is_marked else OlderPrefix(prefix, older_version)
+        self.prefixes.prefixes = [marked[prefix] for prefix in self.prefixes.prefixes]
+        self.routes = {marked[prefix]: routes for prefix, routes in self.routes.items()}
+        for request in running:
+            request.prefix = marked[request.prefix]
 
     def _end(self, slot: int) -> None:
-        """The request of this slot is done; that of the last slot takes its place."""
+        """End the request of a slot. The request of the last slot takes its place."""
         running = self.scheduler.running
-        request, last = running[slot], self.scheduler.finish(slot)
+        request = running[slot]
+        last = self.scheduler.finish(slot)
         if last != slot and running[slot].num_written:
             self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
+        # Last, because callbacks of the caller run in it.
         request.close(self.weight_version)
 
     def _admit(self) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        """Start waiting requests: prefill of their prefixes, and the first token of each."""
+        running = self.scheduler.running
         num_before = len(running)
-        first_room = min(
-            _FIRST_ROOM, max(request.num_left for request in waiting[: self.scheduler.max_num_seqs])
-        )
-        room = max(self.responses.room if num_before else 0, first_room)
-        if not (started := self.scheduler.admit(room)):
+
+        # New slots get as much room as the running ones have.
+        candidates = self.scheduler.waiting[: self.scheduler.max_num_seqs]
+        room = min(_FIRST_ROOM, max(request.num_left for request in candidates))
+        if running:
+            room = max(self.responses.room, room)
+        started = self.scheduler.admit(room)
+        if not started:
             return
         length = max((request.num_written for request in running[:num_before]), default=0)
-        self.responses.resize(
-            len(running), max(min(room, self._limit()), length), num_before, length
-        )
+        room = max(min(room, self._limit()), length)
+        self.responses.resize(len(running), room, num_before, length)
+
         self._keep_prefixes()
-        held = set(self.prefixes.prefixes)
-        new = list(
-            dict.fromkeys(request.prefix for request in started if request.prefix not in held)
-        )
+        cached = set(self.prefixes.prefixes)
+        new = dict.fromkeys(request.prefix for request in started if request.prefix not in cached)
         if new:
-            self.prefixes.extend(self._prefill(new))
+            self.prefixes.extend(self._prefill(list(new)))
         self.plan = None
-        for request in started if self.recorder else ():
-            request.routes = [self.routes[request.prefix]]
-        # The first token of the slots that start.
+        # All samples of a prompt share its routes.
+        if self.recorder is not None:
+            for request in started:
+                request.routes = [self.routes[request.prefix]]
+
+        # Logits are computed once for each prefix, and sampled for each slot that starts.
         places = self._places(started)
-        order = {place: number for number, place in enumerate(sorted(set(places)))}
-        assert self.prefixes.last_hidden is not None
-        logits = self.network.logits(
-            self.prefixes.last_hidden[torch.tensor([*order], device=self.device)]
-        )  # [U, V]
-        logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
+        unique_places = sorted(set(places))
+        order = {place: number for number, place in enumerate(unique_places)}
+        last_hidden = self.prefixes.last_hidden
+        assert last_hidden is not None
+        hidden = last_hidden[torch.tensor(unique_places, device=self.device)]
+        logits = self.network.logits(hidden)  # [U, V]
+        rows = torch.tensor([order[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
-        self._sample(logits, rules, num_before)
+        self._sample(logits[rows], rules, num_before)
 
     def _limit(self) -> int:
-        """Tokens that a response of this batch can come to hold."""
+        """Most tokens that a response of this batch may add to the KV cache."""
         return max(request.num_left for request in self.scheduler.running)
 
     def _keep_prefixes(self) -> None:
-        """Drops the prefixes of the cache that no slot has."""
+        """Drop the prefixes of the cache that no slot has."""
         needed = {request.prefix for request in self.scheduler.running}
-        self.prefixes.keep(
-            [place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed]
-        )
+        prefixes = self.prefixes.prefixes
+        self.prefixes.keep([place for place, prefix in enumerate(prefixes) if prefix in needed])
         self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
-        """The KV cache of prefixes, computed by as many of them at a time as `max_num_batched_tokens` lets."""
-        cache, last_hidden = PrefixCache(prefixes), []
-        limit = self.scheduler.max_num_batched_tokens
-        for numbers in buckets(
-            range(len(prefixes)), cache.lengths.__getitem__, limit, lambda number, _: number
-        ):
+        """KV cache of new prefixes, in rounds of at most `max_num_batched_tokens` tokens."""
+        cache = PrefixCache(prefixes)
+        last_hidden = []
+        rounds = buckets(
+            range(len(prefixes)),
+            num_bytes=cache.lengths.__getitem__,
+            max_bytes=self.scheduler.max_num_batched_tokens,
+            put=lambda number, _: number,
+        )
+        for numbers in rounds:
             places = slice(numbers[0], numbers[-1] + 1)
             plan = PrefillPlan(cache, places, self.device)
-            hidden = self.network.hidden(*self._packed(prefixes[places]), plan=plan)[0]
+            tokens, positions, images = self._packed(prefixes[places])
+            hidden = self.network.hidden(tokens, positions, images, plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
             if self.recorder is not None:
-                ends = np.cumsum(cache.lengths[places])[:-1]
-                self.routes |= zip(
-                    prefixes[places], np.split(self.recorder.take().numpy(), ends), strict=True
-                )
+                ends = np.cumsum(cache.lengths[places])
+                routes = np.split(self.recorder.take().numpy(), ends[:-1])
+                self.routes |= zip(prefixes[places], routes, strict=True)
         cache.last_hidden = torch.cat(last_hidden)
+
+        # Layers that never called our attention would silently lose their context.
         if len(cache.keys) != self.network.num_layers:
-            where = f"native.generate with {type(self.network.body).__name__}"
-            got = f"{len(cache.keys)} layers with plain attention"
-            fix = "Use rollout.name=hf: layers of another kind keep a state that this engine does not know."
             raise RolloutError(
-                where, got=got, expected=f"{self.network.num_layers}, all of them", fix=fix
+                f"native.generate with {type(self.network.body).__name__}",
+                got=f"{len(cache.keys)} layers with plain attention",
+                expected=f"{self.network.num_layers}, all of them",
+                fix="Use rollout.name=hf: this engine cannot keep the state of other layers.",
             )
         return cache
 
     def _packed(
         self, prefixes: Sequence[Prefix]
     ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
-        """Tokens [1, N], their positions [1, N], or [3, 1, N] where a prefix has images, and the images."""
-        start, rows, images = 0, [], []
+        """Prefixes as one row.
+
+        Returns:
+            Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; the images.
+        """
+        tokens: list[int] = []
+        rows = []
+        images = []
         for prefix in prefixes:
             if isinstance(prefix, ImagePrefix):
-                tokens, inputs = self.network.image_tokens, prefix.images.inputs
-                assert tokens is not None, "the engine refuses images for a language model"
+                image_tokens = self.network.image_tokens
+                inputs = prefix.images.inputs
+                assert image_tokens is not None, "the engine refuses images for a language model"
                 # The first tokens with their id stand for images; later ones were generated.
-                found, _ = tokens.places(np.array(prefix.tokens), inputs)
-                images.append((inputs, start + found))
+                image_places, _ = image_tokens.places(np.array(prefix.tokens), inputs)
+                images.append((inputs, len(tokens) + image_places))
                 rows.append(prefix.positions())
             else:
                 rows.append(torch.arange(len(prefix)).expand(3, -1))
-            start += len(prefix)
-        packed = torch.tensor(
-            [[token for prefix in prefixes for token in prefix]], device=self.device
-        )
+            tokens += prefix
         positions = torch.cat(rows, 1)
-        positions = (positions[:, None] if images else positions[:1]).to(self.device)
-        return packed, positions, packed_images(images, self.device)
+        positions = positions[:, None] if images else positions[:1]
+        packed = torch.tensor([tokens], device=self.device)
+        return packed, positions.to(self.device), packed_images(images, self.device)
 
     def _places(self, requests: Sequence[Request]) -> list[int]:
         """The place of each request's prefix in the cache."""
@@ -366,45 +452,49 @@ class Generation:
         return [place_of[request.prefix] for request in requests]
 
     def _step(self) -> None:
+        """Compute and sample one token of every slot."""
+        longest = max(request.num_written for request in self.scheduler.running)
+        if longest >= self.responses.room:
+            self._make_room(longest)
         requests = self.scheduler.running
         written = [request.num_written for request in requests]
-        if max(written) >= self.responses.room:
-            self._make_room(max(written))
-            written = [request.num_written for request in requests]
-        if self.plan is None or self.rules is None:  # they last until a slot starts or ends
-            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(
-                self.prefixes.prefixes
-            ):
+        # Plan and rules are valid until a slot starts or ends.
+        if self.plan is None or self.rules is None:
+            num_used = len({request.prefix for request in requests})
+            if num_used <= _KEPT_SHARE * len(self.prefixes.prefixes):
                 self._keep_prefixes()
-            self.plan = plan_decoding(
-                self.prefixes, self.responses, self._places(requests), self.device
-            )
-            self.rules = SamplingRules.from_params(
-                [request.sampling for request in requests], self.device
-            )
+            places = self._places(requests)
+            self.plan = plan_decoding(self.prefixes, self.responses, places, self.device)
+            params = [request.sampling for request in requests]
+            self.rules = SamplingRules.from_params(params, self.device)
+
         tokens = [request.token_ids[-1] for request in requests]
-        if (
-            self.graphs is None
-            or (logits := self.graphs.logits(self.plan, tokens, written)) is None
-        ):
+        logits = None
+        if self.graphs is not None:
+            logits = self.graphs.logits(self.plan, tokens, written)
+        if logits is None:
             positions = self.plan.start_step(written)
             inputs = torch.tensor(tokens, device=self.device)[:, None]
-            logits = self.network.logits(
-                self.network.hidden(inputs, positions, plan=self.plan)[:, 0]
-            )
+            hidden = self.network.hidden(inputs, positions, plan=self.plan)
+            logits = self.network.logits(hidden[:, 0])
             if self.recorder is not None:
                 for request, route in zip(requests, self.recorder.take().numpy(), strict=True):
                     request.routes.append(route[None])
         self._sample(logits, self.rules, 0)
 
     def _make_room(self, longest: int) -> None:
-        """Room for one more token of every slot, of which the longest has so many; requests that find none are
-        preempted."""
+        """Make room for one more token of every slot; preempt requests if the KV cache is full.
+
+        Args:
+            longest: tokens of the longest response in the KV cache.
+        """
         running = self.scheduler.running
         limit = self._limit()
+        # Doubling keeps the number of copies small; near the end of the memory it is too much.
         room = min(limit, 2 * longest)
         if not self.scheduler.fits(room):
             room = min(limit, longest + _NEXT_ROOM)
+        # The last request may exceed the limit: it has to be possible to finish it.
         while not self.scheduler.fits(room) and len(running) > 1:
             self.scheduler.preempt().restart()
             longest = max(request.num_written for request in running)
@@ -414,21 +504,34 @@ class Generation:
         self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
-        """One token of each slot from `first` on."""
-        requests = self.scheduler.running[first:]
+        """Sample a token of each slot from `first` on, and end the requests that are finished.
+
+        Args:
+            logits: [slots, V] float32.
+            rules: how each of these slots is sampled.
+            first: the first of them.
+        """
+        running = self.scheduler.running
+        requests = running[first:]
         is_cuda = self.device.type == "cuda"
         drawn = torch.empty(len(requests), NUM_DRAWS, dtype=torch.float64, pin_memory=is_cuda)
-        for uniforms, request in zip(drawn.numpy(), requests, strict=True):
-            uniforms[:] = request.draws.next()
-        uniforms = drawn.to(self.device, non_blocking=True)  # a wait would be for the logits
-        # Float64 holds all three exactly, so the host waits for the device once.
+        for row, request in zip(drawn.numpy(), requests, strict=True):
+            row[:] = request.draws.next()
+        # A blocking copy would wait for the logits.
+        uniforms = drawn.to(self.device, non_blocking=True)
+
+        # Token, log-prob and sampling log-prob, [slots, 3]. Float64 holds all three exactly, so the
+        # host waits for the device only once.
         if rules.has_no_filters and launches_triton(self.device):
             results = draw(logits, rules.temperature, rules.is_greedy, uniforms)
         else:
-            results = torch.stack([one.double() for one in sample(logits, rules, uniforms)], 1)
+            columns = sample(logits, rules, uniforms)
+            results = torch.stack([column.double() for column in columns], 1)
         for request, numbers in zip(requests, results.tolist(), strict=True):
-            request.add(int(numbers[0]), *numbers[1:])
+            token, log_prob, sampling_log_prob = numbers
+            request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
-        for slot in reversed(range(first, len(self.scheduler.running))):
-            if self.scheduler.running[slot].finish_reason is not None:
+        # From the last slot on, as in `advance`.
+        for slot in reversed(range(first, len(running))):
+            if running[slot].finish_reason is not None:
                 self._end(slot)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `kernels.c`, compiled by this machine's C compiler at first use.
+"""The loops of `kernels.c`, compiled by this machine's C compiler on first use.
 
-    kernels.c ── cc, for this processor ──> ~/.cache/quadriga/kernels-<source, compiler, processor>.so ──> Kernels
+    kernels.c ── cc ──> ~/.cache/quadriga/kernels-<hash of source, compiler, CPU>.so ──> Kernels
 
-They run on torch's threads: their OpenMP symbols are resolved from the library that torch has loaded. Without a
-compiler or AVX-512 torch's operators do the same work, and `about_kernels` says why.
+The loops run on torch's threads: their OpenMP symbols are resolved from the library that torch has
+loaded. Without a compiler or AVX-512, torch's operators do the same work, and `about_kernels` gives
+the reason.
 
-Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value heads, G query heads
-of each, P prefixes, S tokens of the longest, C slots of the response cache, T tokens of a response that
-it has room for.
+Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value
+heads, G query heads of each key-value head, P prefixes, S tokens of the longest prefix, C slots of
+the response cache, T tokens of a response that the cache has room for.
 """
 
 import ctypes
@@ -32,48 +33,74 @@ Tensors = Sequence[Tensor]
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O2", "-march=native", "-fPIC", "-fopenmp")
 _COMPILERS = ("gcc", "cc")
-_COLUMNS, _PAIR, _LANES = 4, 32, 16  # what sizes must be multiples of; see kernels.c
+
+# Sizes must be multiples of these; see kernels.c.
+_COLUMNS = 4
+_PAIR = 32
+_LANES = 16
 
 
 class _UnavailableError(Exception):
-    """Why there are no kernels, in words that follow "no compiled loops, for"."""
+    """The reason why there are no compiled loops, worded to follow "no compiled loops: "."""
 
 
-# The two structures have the fields of those in kernels.c, in the same order.
+_LONG = ctypes.c_long
+_INT = ctypes.c_int
+_FLOAT = ctypes.c_float
+_POINTER = ctypes.c_void_p
+
+
+# These structures have the fields of those in kernels.c, in the same order.
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("num_rows", "size", "first", "num_outputs")),
-        *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
-        ("room", ctypes.c_void_p),
+        ("num_rows", _LONG),
+        ("size", _LONG),
+        ("first", _LONG),
+        ("num_outputs", _LONG),
+        ("is_half", _INT),
+        ("num_threads", _INT),
+        ("room", _POINTER),
     )
 
 
 class _Decode(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("num_rows", "num_key_heads", "group", "size")),
-        *((name, ctypes.c_long) for name in ("prefix_room", "own_room")),
-        *(
-            (name, ctypes.c_long)
-            for name in ("query_stride", "key_stride", "value_stride", "window")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("prefix_of", "prefix_length", "num_written", "sinks")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
+        ("num_rows", _LONG),
+        ("num_key_heads", _LONG),
+        ("group", _LONG),
+        ("size", _LONG),
+        ("prefix_room", _LONG),
+        ("own_room", _LONG),
+        ("query_stride", _LONG),
+        ("key_stride", _LONG),
+        ("value_stride", _LONG),
+        ("window", _LONG),
+        ("prefix_of", _POINTER),
+        ("prefix_length", _POINTER),
+        ("num_written", _POINTER),
+        ("sinks", _POINTER),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("is_half", _INT),
+        ("num_threads", _INT),
     )
 
 
 class KeysAndValues(NamedTuple):
-    """Of one layer, in float32: those of prefixes, [P, K, S, D], or of responses, [C, K, T, D]."""
+    """KV cache of one layer: of prefixes, [P, K, S, D], or of responses, [C, K, T, D]."""
 
     keys: Tensor
     values: Tensor
 
 
 class SlotPlaces(NamedTuple):
-    """Where the tokens of each slot are; [R] int64 each."""
+    """Places of the cached tokens of each slot, [R] int64 each.
+
+    Attributes:
+        prefix_of: index of the slot's prefix in the prefix cache.
+        prefix_length: number of tokens of that prefix.
+        num_written: number of response tokens in the response cache.
+    """
 
     prefix_of: Tensor
     prefix_length: Tensor
@@ -81,66 +108,83 @@ class SlotPlaces(NamedTuple):
 
 
 class Kernels:
-    """The compiled loops of `kernels.c`."""
+    """The compiled loops of `kernels.c`.
+
+    Args:
+        library: the loaded shared library.
+        compiler: first line of the compiler's `--version`, for `about_kernels`.
+    """
 
     def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
         self.compiler = compiler
-        pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-        takes = {
-            "multiply": (ctypes.POINTER(_Product), *[pointer] * 4, size),
-            "attend": (ctypes.POINTER(_Decode), *[pointer] * 8),
-            "normalize": (*[pointer] * 3, size, size, ctypes.c_float, number, number),
-            "rotate": (*[pointer] * 3, *[size] * 4, number, number),
-            "gate": (pointer, pointer, size, size, number, number),
+        # Without these, ctypes would pass sizes as C's int and cut addresses to 32 bits.
+        argument_types = {
+            "multiply": (ctypes.POINTER(_Product), *[_POINTER] * 4, _LONG),
+            "attend": (ctypes.POINTER(_Decode), *[_POINTER] * 8),
+            "normalize": (*[_POINTER] * 3, *[_LONG] * 2, _FLOAT, _INT, _INT),
+            "rotate": (*[_POINTER] * 3, *[_LONG] * 4, _INT, _INT),
+            "gate": (*[_POINTER] * 2, *[_LONG] * 2, _INT, _INT),
         }
-        self._loops = {name: getattr(library, name) for name in takes}
-        for name, types in takes.items():
-            self._loops[name].argtypes, self._loops[name].restype = types, None
+        self._loops = {name: getattr(library, name) for name in argument_types}
+        for name, loop in self._loops.items():
+            loop.argtypes = argument_types[name]
+            loop.restype = None
 
     @staticmethod
     def can_multiply(weight: Tensor) -> bool:
-        """Whether `multiply` takes this weight, [O, D]."""
-        fits = weight.shape[0] % _COLUMNS == 0 and weight.shape[1] % _PAIR == 0
-        return (
-            fits
-            and weight.dtype == torch.bfloat16
-            and weight.device.type == "cpu"
-            and weight.is_contiguous()
-        )
+        """Whether `multiply` accepts this weight, [O, D]."""
+        if weight.shape[0] % _COLUMNS or weight.shape[1] % _PAIR:
+            return False
+        is_on_cpu = weight.device.type == "cpu"
+        return is_on_cpu and weight.dtype == torch.bfloat16 and weight.is_contiguous()
 
     @staticmethod
     def can_attend(head_size: int) -> bool:
-        """Whether `attend` takes heads of this size."""
+        """Whether `attend` accepts heads of this size."""
         return head_size % _LANES == 0
 
     @staticmethod
     def can_compute(*sizes: int) -> bool:
-        """Whether `normalize`, `rotate` and `gate` take hidden sizes, head sizes and widths like these."""
+        """Whether `normalize`, `rotate` and `gate` accept these sizes of rows and heads."""
         return all(size % _PAIR == 0 for size in sizes)
 
     def multiply(
         self, states: Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype
     ) -> Tensor:
-        """Few rows [R, D] bfloat16 times weights [O, D], plus biases [O], all bfloat16 and contiguous: [R, sum of O].
+        """Product of a few rows with several weights, the outputs side by side.
 
-        For the weights see `can_multiply`. The result is bfloat16 or float32.
+        Args:
+            states: [R, D] bfloat16, contiguous.
+            weights: [O, D] bfloat16 each; see `can_multiply`.
+            biases: [O] bfloat16 for each weight, or None.
+            dtype: dtype of the result, bfloat16 or float32.
+
+        Returns:
+            [R, sum of O].
         """
         num_rows, size = states.shape
         _require(states, torch.bfloat16, num_rows, size)
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
-        room = torch.empty(num_rows, size)
-        product = _Product(
-            num_rows, size, 0, out.shape[1], dtype == torch.bfloat16, torch.get_num_threads()
-        )
+        room = torch.empty(num_rows, size)  # for the rows in the loop's own order
+
+        product = _Product()
+        product.num_rows = num_rows
+        product.size = size
+        product.num_outputs = out.shape[1]
+        product.is_half = dtype == torch.bfloat16
+        product.num_threads = torch.get_num_threads()
         product.room = room.data_ptr()
+
         multiply = self._loops["multiply"]
         for number, weight in enumerate(weights):
-            width, bias = len(weight), None
+            width = len(weight)
             _require(weight, torch.bfloat16, width, size)
+            bias = None
             if biases is not None:
                 _require(biases[number], torch.bfloat16, width)
                 bias = biases[number].data_ptr()
             multiply(product, out.data_ptr(), states.data_ptr(), weight.data_ptr(), bias, width)
+            # The next weight's outputs begin behind these.
             product.first += width
         return out
 
@@ -155,144 +199,230 @@ class Kernels:
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one token per slot: `query` [R, K * G, D] bfloat16 or float32 -> the same shape and dtype.
+        """Attention of one new token per slot over the slot's prefix and response.
 
-        `key` and `value` [R, K, D] of that dtype are first written to `own`, in which slot r is in place r.
+        The new token's key and value are first written to `own`, where slot r is row r.
+
+        Args:
+            query: [R, K * G, D] bfloat16 or float32.
+            key: [R, K, D] of the same dtype.
+            value: [R, K, D] of the same dtype.
+            scale: factor of the scores.
+            own: KV cache of the responses, float32.
+            prefixes: KV cache of the prefixes, float32.
+            places: where the tokens of each slot are.
+            options: window, softcap and sinks of the layer.
+
+        Returns:
+            [R, K * G, D] in the dtype of `query`.
         """
-        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         num_rows, num_heads, size = query.shape
-        query, key, value = (  # only their rows may lie apart
-            states if states.stride()[1:] == (size, 1) else states.contiguous()
-            for states in (query, key, value)
-        )
         num_key_heads = key.shape[1]
-        for pair in (own, prefixes):
-            for states in pair:
-                _require(
-                    states, torch.float32, len(states), num_key_heads, pair.keys.shape[2], size
-                )
+        # The loop takes a stride between rows, so views of a joint projection need no copy.
+        query = with_whole_rows(query)
+        key = with_whole_rows(key)
+        value = with_whole_rows(value)
+        for part in (own, prefixes):
+            room = part.keys.shape[2]
+            for states in part:
+                _require(states, torch.float32, len(states), num_key_heads, room, size)
         for tensor in places:
             _require(tensor, torch.int64, num_rows)
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
-        step = _Decode(
-            *(num_rows, num_key_heads, num_heads // num_key_heads, size),
-            *(prefixes.keys.shape[2], own.keys.shape[2]),
-            *(query.stride(0), key.stride(0), value.stride(0), options.window or 0),
-            *(None if tensor is None else tensor.data_ptr() for tensor in (*places, sinks)),
-            *(scale, options.softcap or 0.0, *_setting(query)),
-        )
+
+        step = _Decode()
+        step.num_rows = num_rows
+        step.num_key_heads = num_key_heads
+        step.group = num_heads // num_key_heads
+        step.size = size
+        step.prefix_room = prefixes.keys.shape[2]
+        step.own_room = own.keys.shape[2]
+        step.query_stride = query.stride(0)
+        step.key_stride = key.stride(0)
+        step.value_stride = value.stride(0)
+        step.window = options.window or 0
+        step.prefix_of = places.prefix_of.data_ptr()
+        step.prefix_length = places.prefix_length.data_ptr()
+        step.num_written = places.num_written.data_ptr()
+        # `sinks` stays referenced until the loop has returned: the structure holds its address.
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.detach().float().contiguous()
+            step.sinks = sinks.data_ptr()
+        step.scale = scale
+        step.softcap = options.softcap or 0.0
+        step.is_half, step.num_threads = _setting(query)
+
         tensors = (out, query, key, value, *own, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
         return out
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm of [..., D] bfloat16 or float32, by `weight` [D] in the same dtype."""
+        """Root-mean-square norm over the last dimension, times `weight`.
+
+        Args:
+            states: [..., D] bfloat16 or float32.
+            weight: [D] in the same dtype.
+            epsilon: added to the mean square.
+
+        Returns:
+            [..., D] in the same dtype.
+        """
         states = states.contiguous()
-        out, size = torch.empty_like(states), states.shape[-1]
+        out = torch.empty_like(states)
+        size = states.shape[-1]
         _require(weight, states.dtype, size)
-        rows = (states.data_ptr(), weight.data_ptr(), states.numel() // size, size)
-        self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
+        num_rows = states.numel() // size
+        self._loops["normalize"](
+            out.data_ptr(),
+            states.data_ptr(),
+            weight.data_ptr(),
+            num_rows,
+            size,
+            epsilon,
+            *_setting(states),
+        )
         return out
 
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum of [..., D] and [..., D], and its norm."""
+        """Sum of two tensors, and the root-mean-square norm of the sum.
+
+        Args:
+            states: [..., D] bfloat16 or float32.
+            added: [..., D] in the same dtype.
+            weight: [D] in the same dtype.
+            epsilon: added to the mean square.
+
+        Returns:
+            The sum and its norm, [..., D] each.
+        """
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
     def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary positions of the first `num_turned` heads of [..., H, D], in place; returns the whole.
+        """Apply rotary positions to the first heads, in place.
 
-        `cos` and `sin` are [..., D]; all are contiguous and of one dtype, bfloat16 or float32.
+        All tensors are contiguous and of one dtype, bfloat16 or float32.
+
+        Args:
+            states: [..., H, D].
+            num_turned: number of heads to rotate.
+            cos: [..., D].
+            sin: [..., D].
+
+        Returns:
+            `states`.
         """
         num_heads, size = states.shape[-2:]
         _require(states, states.dtype, *states.shape)
         for tensor in (cos, sin):
             _require(tensor, states.dtype, *states.shape[:-2], size)
-        sizes = (states.numel() // (num_heads * size), num_heads, num_turned, size)
+        num_rows = states.numel() // (num_heads * size)
         self._loops["rotate"](
-            states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states)
+            states.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            num_rows,
+            num_heads,
+            num_turned,
+            size,
+            *_setting(states),
         )
         return states
 
     def gate(self, states: Tensor) -> Tensor:
-        """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, the gate first -> [..., F]."""
+        """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, gate first -> [..., F]."""
         _require(states, states.dtype, *states.shape)
         width = states.shape[-1] // 2
         out = torch.empty(*states.shape[:-1], width, dtype=states.dtype)
-        sizes = (out.numel() // width, width)
-        self._loops["gate"](out.data_ptr(), states.data_ptr(), *sizes, *_setting(states))
+        num_rows = out.numel() // width
+        self._loops["gate"](out.data_ptr(), states.data_ptr(), num_rows, width, *_setting(states))
         return out
 
 
+def with_whole_rows(states: Tensor) -> Tensor:
+    """A tensor [R, H, D] whose rows may be apart in memory, but each row is contiguous."""
+    is_whole = states.stride()[1:] == (states.shape[2], 1)
+    return states if is_whole else states.contiguous()
+
+
 def _require(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """The loops know addresses alone: what lies there must be what they take it for."""
-    found = (tensor.dtype, tensor.shape, tensor.is_contiguous())
-    assert found == (dtype, shape, True), f"got {found}, expected {(dtype, shape, True)}"
+    """Check what the loops, which get only addresses, assume about a tensor."""
+    actual = (tensor.dtype, tensor.shape, tensor.is_contiguous())
+    expected = (dtype, shape, True)
+    assert actual == expected, f"got {actual}, expected {expected}"
 
 
 def _setting(states: Tensor) -> tuple[bool, int]:
-    """Whether a tensor is bfloat16, and how many threads there are."""
+    """Whether a tensor is bfloat16, and the number of threads."""
     return states.dtype == torch.bfloat16, torch.get_num_threads()
 
 
 def kernels() -> Kernels | None:
-    """The compiled loops, or None where this machine has none."""
+    """The compiled loops, or None if this machine cannot have them."""
     return _find()[0]
 
 
 def about_kernels() -> str:
-    """Which loops this machine has, for people to read."""
+    """Description of this machine's loops, or the reason why it has none."""
     return _find()[1]
 
 
 @cache
 def _find() -> tuple[Kernels | None, str]:
     try:
-        found = _load()
+        loops = _load()
     except _UnavailableError as error:
-        return None, f"no compiled loops, for {error}"
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        return (
-            None,
-            f"no compiled loops, for they cannot be made, kept or loaded: {error} (XDG_CACHE_HOME says where)",
-        )
-    return found, f"loops compiled with {found.compiler}"
+        return None, f"no compiled loops: {error}"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        reason = f"compiling, storing or loading them failed: {error}"
+        return None, f"no compiled loops: {reason} (XDG_CACHE_HOME sets the folder)"
+    return loops, f"loops compiled with {loops.compiler}"
 
 
 def _load() -> Kernels:
+    """Load the library from the cache; compile it first if it is missing or broken."""
     if not torch.cpu._is_avx512_supported():
         raise _UnavailableError("this processor has no AVX-512")
-    if (compiler := next(filter(None, map(shutil.which, _COMPILERS)), None)) is None:
-        raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
+    compilers = filter(None, map(shutil.which, _COMPILERS))
+    compiler = next(compilers, None)
+    if compiler is None:
+        raise _UnavailableError("no C compiler is installed (gcc would make generation faster)")
+
+    # The file's name changes with everything that the compiled code depends on.
     version = _run(compiler, "--version").partition("\n")[0]
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    processor = next((line for line in lines if line.startswith("flags")), "")
-    depends_on = "\n".join(
-        (_SOURCE.read_text(encoding="utf-8"), *_FLAGS, version, processor)
-    ).encode()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
+    cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu_flags = next((line for line in cpu_lines if line.startswith("flags")), "")
+    source = _SOURCE.read_text(encoding="utf-8")
+    depends_on = "\n".join((source, *_FLAGS, version, cpu_flags))
+    digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
+
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache_home / "quadriga"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Code from this folder runs in our process, so nobody else may be able to write to it.
     state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:  # what lies there is run
-        raise _UnavailableError(
-            f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)"
-        )
-    library = folder / f"kernels-{hashlib.sha256(depends_on).hexdigest()[:16]}.so"
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        fix = "chmod go-w, or another XDG_CACHE_HOME"
+        raise _UnavailableError(f"other users can write to {folder} ({fix})")
+
+    library = folder / f"kernels-{digest}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)
-    except OSError:  # there is none yet, or a broken one
+    except OSError:
         _compile(compiler, library)
     return Kernels(ctypes.CDLL(str(library)), version)
 
 
 def _compile(compiler: str, library: Path) -> None:
-    """Several processes may do so at once: the file appears when it is whole and was loaded."""
+    """Compile the library. Safe in several processes at once: the finished file is moved there."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        compiled = Path(folder) / "kernels.o"
+        linked = Path(folder) / "kernels.so"
         _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
-        # Without -fopenmp: no OpenMP library beside torch's, whose threads would stand in each other's way.
+        # Linked without -fopenmp: a second OpenMP library would compete with torch's threads.
         _run(compiler, "-shared", str(compiled), "-o", str(linked))
         ctypes.CDLL(str(linked))
         os.replace(linked, library)
@@ -303,5 +433,6 @@ def _run(*command: str) -> str:
         command, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     if done.returncode:
-        raise _UnavailableError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        stderr = done.stderr.strip()[-500:]
+        raise _UnavailableError(f"{' '.join(command)} failed: {stderr}")
     return done.stdout

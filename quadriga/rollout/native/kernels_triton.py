@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step on CUDA computes beside products, in half precision: Triton kernels.
+"""Triton kernels for the steps between matrix products of a decode step, in half precision.
 
-A layer is then about twelve kernels, where torch's operators are seventy: products, a norm with the sum before it
-(twice), rotary positions, attention, a gate. They round to half precision where torch's operators do.
+A layer then takes about twelve kernels, where torch's operators take seventy: products, a norm with
+the sum before it (twice), rotary positions, attention, a gate. They round to half precision where
+torch's operators do.
 
-Attention is computed by a program for each row, key-value head and part of the keys: first over the keys of its
-prefix, then over its own (online softmax, arXiv:1805.02867). How many there are is read from the device, so a CUDA
-graph goes as far as each row does. Few rows are cut into parts, which a second kernel puts together (flash-decoding).
+Attention runs one program for each row, key-value head and part of the keys: first over the keys of
+the row's prefix, then over those of its response (online softmax, arXiv:1805.02867). The lengths
+are read from the device, so a CUDA graph goes as far as each row does. If there are few rows, their
+keys are cut into parts, which a second kernel combines (flash-decoding).
 
-A token is drawn as by `quadriga.rollout.sampler`, whose numbers and halvings these are: one pass over the logits
-leaves a maximum of each chunk and a sum of each block; then a program for each row descends among the blocks, and in
-one of them.
+Sampling draws the same tokens as `quadriga.rollout.sampler`, from the same uniform numbers by the
+same halvings. One pass over the logits stores the maximum of each chunk and the sum of each block;
+then one program for each row descends among the blocks, and inside one of them.
 
-Legend: R rows, D hidden size, F width of the MLP, H query heads, K key-value heads, G = H / K, d head size, S parts,
-V vocabulary.
+Legend: R rows, D hidden size, F width of the MLP, H query heads, K key-value heads, G = H / K,
+d head size, S parts, V vocabulary.
 """
 
 import torch
@@ -22,99 +24,141 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 from quadriga.models.attention import PLAIN, AttentionOptions
-from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces
+from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces, with_whole_rows
 
-_NOTHING = tl.constexpr(-1e30)  # a maximum before the first number: finite, so that differences are
-_TOKENS = 64  # of a tile of keys
-_NUM_PROGRAMS = 512  # of attention, or the keys of a row are cut into parts
+# Below every score, but finite: a difference of two of them is 0 and not NaN.
+_NOTHING = tl.constexpr(-1e30)
+_TOKENS = 64  # tokens in one tile of keys
+_NUM_PROGRAMS = 512  # with fewer attention programs, the keys of a row are cut into parts
 _MAX_PARTS = 64
 _MAX_HEAD_SIZE = 256
-_HEADS = 8  # that one program turns
-_WIDTH = 1024  # of an MLP, for one program
+_HEADS = 8  # heads that one program rotates
+_WIDTH = 1024  # columns of an MLP that one program gates
 _BLOCK = 256  # tokens of a block, as in `quadriga.rollout.sampler`
-_BLOCKS = 16  # of a chunk
+_BLOCKS = 16  # blocks of a chunk
 
 
 @triton.jit
 def _normalize_kernel(
-    states, added, weight, result, epsilon, SIZE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    states,
+    added,
+    weight,
+    result,
+    epsilon,
+    SIZE: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
     exists = columns < SIZE
     narrow: tl.constexpr = result.dtype.element_ty
-    x = tl.load(states + row * SIZE + columns, mask=exists, other=0.0).to(tl.float32)
+    # Float32 inside; rounded wherever torch's operators would round.
+    offsets = row * SIZE + columns
+    x = tl.load(states + offsets, mask=exists, other=0.0).to(tl.float32)
     if HAS_ADDED:
-        x += tl.load(added + row * SIZE + columns, mask=exists, other=0.0).to(tl.float32)
-        tl.store(added + row * SIZE + columns, x.to(narrow), mask=exists)
+        x += tl.load(added + offsets, mask=exists, other=0.0).to(tl.float32)
+        tl.store(added + offsets, x.to(narrow), mask=exists)
         x = x.to(narrow).to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)).to(narrow).to(tl.float32)
+    mean_square = tl.sum(x * x, 0) / SIZE
+    normed = (x * tl.rsqrt(mean_square + epsilon)).to(narrow).to(tl.float32)
     factors = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)
-    tl.store(result + row * SIZE + columns, (normed * factors).to(narrow), mask=exists)
+    tl.store(result + offsets, (normed * factors).to(narrow), mask=exists)
 
 
 @triton.jit
 def _rotate_kernel(
-    states, cos, sin, num_turned, stride, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    states,
+    cos,
+    sin,
+    num_turned,
+    stride,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = SIZE // 2
     narrow: tl.constexpr = states.dtype.element_ty
-    at = states + row * stride + heads[:, None] * SIZE + columns[None, :]
     is_column = columns < half
+
+    # Both halves of each head: [HEADS, COLUMNS].
+    first_half = states + row * stride + heads[:, None] * SIZE + columns[None, :]
+    second_half = first_half + half
     exists = (heads[:, None] < num_turned) & is_column[None, :]
-    first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=exists, other=0.0).to(tl.float32)
-    here = row * SIZE + columns
-    first_cos = tl.load(cos + here, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + here + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + here, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + here + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    left = (first * first_cos).to(narrow).to(tl.float32) - (second * first_sin).to(narrow).to(
-        tl.float32
-    )
-    right = (second * second_cos).to(narrow).to(tl.float32) + (first * second_sin).to(narrow).to(
-        tl.float32
-    )
-    tl.store(at, left.to(narrow), mask=exists)
-    tl.store(at + half, right.to(narrow), mask=exists)
+    first = tl.load(first_half, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(second_half, mask=exists, other=0.0).to(tl.float32)
+
+    offsets = row * SIZE + columns
+    first_cos = tl.load(cos + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + offsets + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + offsets + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+
+    # Each product is rounded before the sum, as torch's operators do.
+    straight = (first * first_cos).to(narrow).to(tl.float32)
+    crossed = (second * first_sin).to(narrow).to(tl.float32)
+    tl.store(first_half, (straight - crossed).to(narrow), mask=exists)
+    straight = (second * second_cos).to(narrow).to(tl.float32)
+    crossed = (first * second_sin).to(narrow).to(tl.float32)
+    tl.store(second_half, (straight + crossed).to(narrow), mask=exists)
 
 
 @triton.jit
 def _gate_kernel(states, result, width, COLUMNS: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < width
     narrow: tl.constexpr = result.dtype.element_ty
-    gate = tl.load(states + row * 2 * width + columns, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(states + row * 2 * width + width + columns, mask=exists, other=0.0).to(tl.float32)
+    gates = states + row * 2 * width + columns
+    gate = tl.load(gates, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(gates + width, mask=exists, other=0.0).to(tl.float32)
     opened = (gate / (1 + tl.exp(-gate))).to(narrow).to(tl.float32)
     tl.store(result + row * width + columns, (opened * up).to(narrow), mask=exists)
 
 
 @triton.jit
 def _attend(
-    query, keys, values, peak, total, mixed, start, stop, scale, softcap,
-    SIZE: tl.constexpr, HAS_CAP: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Online softmax goes on over the keys from `start` up to `stop`: maxima and sums [G], and what they mix [G, d]."""
+    query,
+    keys,
+    values,
+    peak,
+    total,
+    mixed,
+    start,
+    stop,
+    scale,
+    softcap,
+    SIZE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Continue an online softmax over the keys in [start, stop).
+
+    The state is `peak` [G], the maximum of the scores so far, `total` [G], the sum of their
+    exponentials relative to it, and `mixed` [G, d], the values weighted by those.
+    """
     columns = tl.arange(0, COLUMNS)
     for first in range(start, stop, TOKENS):
         tokens = first + tl.arange(0, TOKENS)
         exists = tokens < stop
-        at, inside = (
-            tokens[:, None] * SIZE + columns[None, :],
-            exists[:, None] & (columns[None, :] < SIZE),
-        )
-        key = tl.load(keys + at, mask=inside, other=0.0)
+        offsets = tokens[:, None] * SIZE + columns[None, :]
+        inside = exists[:, None] & (columns[None, :] < SIZE)
+        key = tl.load(keys + offsets, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(key)) * scale
         if HAS_CAP:
+            # softcap * tanh(scores / softcap)
             scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
         scores = tl.where(exists[None, :], scores, -float("inf"))
+        # Sums so far are relative to the old maximum.
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp(peak - higher)
         odds = tl.exp(scores - higher[:, None])
         total = shrink * total + tl.sum(odds, 1)
-        value = tl.load(values + at, mask=inside, other=0.0)
+        value = tl.load(values + offsets, mask=inside, other=0.0)
         mixed = tl.dot(odds.to(value.dtype), value, shrink[:, None] * mixed)
         peak = higher
     return peak, total, mixed
@@ -122,22 +166,30 @@ def _attend(
 
 @triton.jit(do_not_specialize=("prefix_room", "own_room", "window"))
 def _attention_kernel(
-    query, key, value, own_keys, own_values, shared_keys, shared_values, prefix_of, prefix_length, num_written, sinks,
-    result, sums, query_stride, key_stride, value_stride, prefix_room, own_room, window, scale, softcap,
-    NUM_KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    query, key, value, own_keys, own_values, shared_keys, shared_values,
+    prefix_of, prefix_length, num_written, sinks,
+    result, sums,
+    query_stride, key_stride, value_stride, prefix_room, own_room, window, scale, softcap,
+    NUM_KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    QUERIES: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    queries, columns = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
-    heads, is_column = head * GROUP + queries, columns < SIZE
-    inside = (queries < GROUP)[:, None] & is_column[None, :]
-    q = tl.load(
-        query + row * query_stride + heads[:, None] * SIZE + columns[None, :],
-        mask=inside,
-        other=0.0,
-    )
-    written, length = tl.load(num_written + row), tl.load(prefix_length + row)
-    end = length + written  # tokens before the new one
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    queries = tl.arange(0, QUERIES)
+    columns = tl.arange(0, COLUMNS)
+    heads = head * GROUP + queries
+    is_query = queries < GROUP
+    is_column = columns < SIZE
+    inside = is_query[:, None] & is_column[None, :]
+    query_rows = query + row * query_stride + heads[:, None] * SIZE
+    q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
+
+    # The keys of this part: [start, stop) of those before the new token, prefix first.
+    written = tl.load(num_written + row)
+    length = tl.load(prefix_length + row)
+    end = length + written
     begin = end * 0
     if HAS_WINDOW:
         begin = tl.maximum(end + 1 - window, 0)
@@ -145,88 +197,137 @@ def _attention_kernel(
     start = begin + part * share
     stop = tl.minimum(start + share, end)
 
-    own = (row * NUM_KEYS + head) * own_room * SIZE
+    own_start = (row * NUM_KEYS + head) * own_room * SIZE
+    keys = own_keys + own_start
+    values = own_values + own_start
     peak = tl.full((QUERIES,), _NOTHING, dtype=tl.float32)
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
-    if part == 0:  # the new token, which no program reads from the cache
-        new_key = tl.load(key + row * key_stride + head * SIZE + columns, mask=is_column, other=0.0)
-        new_value = tl.load(
-            value + row * value_stride + head * SIZE + columns, mask=is_column, other=0.0
-        )
-        tl.store(own_keys + own + written * SIZE + columns, new_key, mask=is_column)
-        tl.store(own_values + own + written * SIZE + columns, new_value, mask=is_column)
+    if part == 0:
+        # Only this part computes the new token. No program reads it from the cache.
+        new_key_at = key + row * key_stride + head * SIZE + columns
+        new_key = tl.load(new_key_at, mask=is_column, other=0.0)
+        new_value_at = value + row * value_stride + head * SIZE + columns
+        new_value = tl.load(new_value_at, mask=is_column, other=0.0)
+        new_offsets = written * SIZE + columns
+        tl.store(keys + new_offsets, new_key, mask=is_column)
+        tl.store(values + new_offsets, new_value, mask=is_column)
         peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if HAS_CAP:
             peak = (2 * tl.sigmoid(2 * peak / softcap) - 1) * softcap
         total += 1.0
         mixed += new_value.to(tl.float32)[None, :]
-    shared = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
+
+    shared_start = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
     peak, total, mixed = _attend(
-        q, shared_keys + shared, shared_values + shared, peak, total, mixed, start, tl.minimum(stop, length), scale,
-        softcap, SIZE, HAS_CAP, COLUMNS, TOKENS,
-    )  # fmt: skip
+        q,
+        shared_keys + shared_start,
+        shared_values + shared_start,
+        peak,
+        total,
+        mixed,
+        start,
+        tl.minimum(stop, length),
+        scale,
+        softcap,
+        SIZE,
+        HAS_CAP,
+        COLUMNS,
+        TOKENS,
+    )
     peak, total, mixed = _attend(
-        q, own_keys + own, own_values + own, peak, total, mixed, tl.maximum(start - length, 0), stop - length, scale,
-        softcap, SIZE, HAS_CAP, COLUMNS, TOKENS,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        peak,
+        total,
+        mixed,
+        tl.maximum(start - length, 0),
+        stop - length,
+        scale,
+        softcap,
+        SIZE,
+        HAS_CAP,
+        COLUMNS,
+        TOKENS,
+    )
 
     if PARTS == 1:
         if HAS_SINKS:
-            total += tl.exp(tl.load(sinks + heads, mask=queries < GROUP, other=0.0) - peak)
-        to = result + (row * NUM_KEYS * GROUP + heads[:, None]) * SIZE + columns[None, :]
-        tl.store(to, (mixed / total[:, None]).to(result.dtype.element_ty), mask=inside)
+            total += tl.exp(tl.load(sinks + heads, mask=is_query, other=0.0) - peak)
+        lines = row * NUM_KEYS * GROUP + heads[:, None]
+        normalized = (mixed / total[:, None]).to(result.dtype.element_ty)
+        tl.store(result + lines * SIZE + columns[None, :], normalized, mask=inside)
     else:
+        # `_combine_kernel` weights the parts by their log-sum-exps.
         line = (row * NUM_KEYS * GROUP + heads) * PARTS + part
-        tl.store(
-            result + line[:, None] * SIZE + columns[None, :],
-            mixed / tl.maximum(total, 1e-30)[:, None],
-            inside,
-        )
-        tl.store(
-            sums + line, tl.where(total > 0, peak + tl.log(total), _NOTHING), mask=queries < GROUP
-        )
+        normalized = mixed / tl.maximum(total, 1e-30)[:, None]
+        tl.store(result + line[:, None] * SIZE + columns[None, :], normalized, inside)
+        log_sum = tl.where(total > 0, peak + tl.log(total), _NOTHING)
+        tl.store(sums + line, log_sum, mask=is_query)
 
 
 @triton.jit
 def _combine_kernel(
-    parts, sums, sinks, result, NUM_HEADS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    line, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
-    of_part = line * PARTS + tl.arange(0, PARTS)
-    logs = tl.load(sums + of_part)
+    parts,
+    sums,
+    sinks,
+    result,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    part_lines = line * PARTS + tl.arange(0, PARTS)
+    # A part without keys has the log-sum-exp _NOTHING, and so no share.
+    logs = tl.load(sums + part_lines)
     peak = tl.max(logs, 0)
     if HAS_SINKS:
         peak = tl.maximum(peak, tl.load(sinks + line % NUM_HEADS))
     shares = tl.exp(logs - peak)
     total = tl.sum(shares, 0)
     if HAS_SINKS:
+        # A sink takes its share of the attention, but has no value.
         total += tl.exp(tl.load(sinks + line % NUM_HEADS) - peak)
     is_column = columns < SIZE
-    mixed = tl.load(
-        parts + of_part[:, None] * SIZE + columns[None, :], mask=is_column[None, :], other=0.0
-    )
-    found = tl.sum(mixed * shares[:, None], 0) / total
-    tl.store(result + line * SIZE + columns, found.to(result.dtype.element_ty), mask=is_column)
+    offsets = part_lines[:, None] * SIZE + columns[None, :]
+    mixed = tl.load(parts + offsets, mask=is_column[None, :], other=0.0)
+    combined = tl.sum(mixed * shares[:, None], 0) / total
+    tl.store(result + line * SIZE + columns, combined.to(result.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
 def _weigh_kernel(
-    logits, temperature, peaks, likeliest, sums, num_tokens, num_blocks, HAS_TEMPERATURE: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits,
+    temperature,
+    peaks,
+    likeliest,
+    sums,
+    num_tokens,
+    num_blocks,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     tokens = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     z = tl.load(logits + row * num_tokens + tokens, mask=tokens < num_tokens, other=-float("inf"))
     highest = tl.max(tl.max(z, 1), 0)
-    first = tl.min(tl.min(tl.where(z == highest, tokens, num_tokens), 1), 0)
+    # Of several likeliest tokens the first one counts, as with argmax.
+    candidates = tl.where(z == highest, tokens, num_tokens)
+    first = tl.min(tl.min(candidates, 1), 0)
     if HAS_TEMPERATURE:
         heat = tl.load(temperature + row)
-        z, highest = z / heat, highest / heat
-    total = tl.sum(tl.exp(z - highest), 1)
-    tl.store(sums + row * num_blocks + blocks, total, mask=blocks < num_blocks)
+        z = z / heat
+        highest = highest / heat
+    block_sums = tl.sum(tl.exp(z - highest), 1)
+    tl.store(sums + row * num_blocks + blocks, block_sums, mask=blocks < num_blocks)
+    # The sums are relative to the chunk's maximum; `_draw_kernel` relates them to the row's.
     line = row * tl.num_programs(1) + chunk
     tl.store(peaks + line, highest)
     tl.store(likeliest + line, first)
@@ -234,118 +335,179 @@ def _weigh_kernel(
 
 @triton.jit
 def _choose(masses, entries, uniforms, DEPTH: tl.constexpr):
-    """The entry of `masses` [2**DEPTH] float64 that so many halvings lead to."""
+    """Index of the entry of `masses` [2**DEPTH] float64 that DEPTH halvings lead to."""
     entry = tl.sum(entries * 0, 0)
     for step in tl.static_range(DEPTH):
-        here = entries % (2 * 2**step)
-        lower = tl.sum(tl.where(here == entry, masses, 0.0), 0)
-        both = lower + tl.sum(tl.where(here == entry + 2**step, masses, 0.0), 0)
+        # Entries with the same lowest bits: first the bits chosen so far, then the next bit.
+        low_bits = entries % (2 * 2**step)
+        lower = tl.sum(tl.where(low_bits == entry, masses, 0.0), 0)
+        both = lower + tl.sum(tl.where(low_bits == entry + 2**step, masses, 0.0), 0)
         entry += tl.where(tl.load(uniforms + step) * both >= lower, 2**step, 0)
     return entry
 
 
 @triton.jit
 def _draw_kernel(
-    logits, temperature, peaks, likeliest, sums, uniforms, is_greedy, result, num_tokens, num_blocks, num_chunks,
-    uniforms_stride, HAS_TEMPERATURE: tl.constexpr, HAS_GREEDY: tl.constexpr, DEPTH: tl.constexpr,
-    DEPTH_INSIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperature,
+    peaks,
+    likeliest,
+    sums,
+    uniforms,
+    is_greedy,
+    result,
+    num_tokens,
+    num_blocks,
+    num_chunks,
+    uniforms_stride,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_GREEDY: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_INSIDE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    chunks, blocks, inside = (
-        tl.arange(0, CHUNKS),
-        tl.arange(0, 2**DEPTH),
-        tl.arange(0, 2**DEPTH_INSIDE),
-    )
-    peak = tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=-float("inf"))
-    highest = tl.max(peak, 0)
-    is_block = blocks < num_blocks
-    of_chunk = tl.load(
-        peaks + row * num_chunks + blocks // BLOCKS, mask=is_block, other=-float("inf")
-    )
-    mass = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0) * tl.exp(
-        of_chunk - highest
-    )
-    masses = mass.to(tl.float64)
-    total = tl.sum(masses, 0)
-    own_uniforms = uniforms + row * uniforms_stride
-    first = _choose(masses, blocks, own_uniforms, DEPTH) * 2**DEPTH_INSIDE
+    row_logits = logits + row * num_tokens
+    row_peaks = peaks + row * num_chunks
+    row_uniforms = uniforms + row * uniforms_stride
     heat = 1.0
     if HAS_TEMPERATURE:
         heat = tl.load(temperature + row)
-    z = tl.load(
-        logits + row * num_tokens + first + inside,
-        mask=first + inside < num_tokens,
-        other=-float("inf"),
-    )
+
+    # Probability mass of each block, relative to the row's maximum.
+    chunks = tl.arange(0, CHUNKS)
+    peak = tl.load(row_peaks + chunks, mask=chunks < num_chunks, other=-float("inf"))
+    highest = tl.max(peak, 0)
+    blocks = tl.arange(0, 2**DEPTH)
+    is_block = blocks < num_blocks
+    chunk_peak = tl.load(row_peaks + blocks // BLOCKS, mask=is_block, other=-float("inf"))
+    block_sum = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0)
+    masses = (block_sum * tl.exp(chunk_peak - highest)).to(tl.float64)
+    total = tl.sum(masses, 0)
+
+    # A block, then a token inside it.
+    first = _choose(masses, blocks, row_uniforms, DEPTH) * 2**DEPTH_INSIDE
+    inside = tl.arange(0, 2**DEPTH_INSIDE)
+    is_token = first + inside < num_tokens
+    z = tl.load(row_logits + first + inside, mask=is_token, other=-float("inf"))
     odds = tl.exp(z / heat - highest).to(tl.float64)
-    token = tl.minimum(
-        first + _choose(odds, inside, own_uniforms + DEPTH, DEPTH_INSIDE), num_tokens - 1
-    )
+    token = first + _choose(odds, inside, row_uniforms + DEPTH, DEPTH_INSIDE)
+    token = tl.minimum(token, num_tokens - 1)
+
     if HAS_GREEDY:
         is_likeliest = (chunks < num_chunks) & (peak == highest)
-        at_peak = tl.load(
-            likeliest + row * num_chunks + chunks, mask=is_likeliest, other=num_tokens
-        )
-        token = tl.where(
-            tl.load(is_greedy + row), tl.minimum(tl.min(at_peak, 0), num_tokens - 1), token
-        )
-    chosen = tl.exp(tl.load(logits + row * num_tokens + token) / heat - highest).to(tl.float64)
+        line = row * num_chunks + chunks
+        at_peak = tl.load(likeliest + line, mask=is_likeliest, other=num_tokens)
+        greedy_token = tl.minimum(tl.min(at_peak, 0), num_tokens - 1)
+        token = tl.where(tl.load(is_greedy + row), greedy_token, token)
+    chosen = tl.exp(tl.load(row_logits + token) / heat - highest).to(tl.float64)
+    # Rounded to float32 as the sampler does; float64 holds the token's number exactly, too.
     log_prob = tl.log(chosen / total).to(tl.float32).to(tl.float64)
     tl.store(result + row * 3, token.to(tl.float64))
     tl.store(result + row * 3 + 1, log_prob)
     if HAS_GREEDY:
+        # A greedy token was certain among those that could be drawn.
         log_prob = tl.where(tl.load(is_greedy + row), 0.0, log_prob)
     tl.store(result + row * 3 + 2, log_prob)
 
 
 class TritonKernels:
-    """Norms, rotary positions, gates and attention in half precision on CUDA; the methods are those of `Kernels`."""
+    """Norms, rotary positions, gates and attention on CUDA in half precision.
+
+    Has the methods of `Kernels`.
+    """
 
     @staticmethod
     def can_attend(head_size: int) -> bool:
-        """Whether `attend` takes heads of this size."""
+        """Whether `attend` accepts heads of this size."""
         return head_size % 2 == 0 and head_size <= _MAX_HEAD_SIZE
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
+        """Root-mean-square norm over the last dimension, times `weight`.
+
+        Args:
+            states: [..., D].
+            weight: [D].
+            epsilon: added to the mean square.
+
+        Returns:
+            [..., D].
+        """
         return self._normalize(states.contiguous(), None, weight, epsilon)
 
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum of [..., D] and [..., D], which takes the memory of the second, and its norm."""
+        """Sum of two tensors, and the root-mean-square norm of the sum.
+
+        Args:
+            states: [..., D].
+            added: [..., D]. The sum overwrites it if it is contiguous.
+            weight: [D].
+            epsilon: added to the mean square.
+
+        Returns:
+            The sum and its norm, [..., D] each.
+        """
         added = added.contiguous()
         return added, self._normalize(states.contiguous(), added, weight, epsilon)
 
     def _normalize(
         self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
-        result, size = torch.empty_like(states), states.shape[-1]
+        result = torch.empty_like(states)
+        size = states.shape[-1]
         columns = triton.next_power_of_2(size)
         _normalize_kernel[(states.numel() // size,)](
-            states, added, weight, result, epsilon, SIZE=size, HAS_ADDED=added is not None, COLUMNS=columns,
+            states,
+            added,
+            weight,
+            result,
+            epsilon,
+            SIZE=size,
+            HAS_ADDED=added is not None,
+            COLUMNS=columns,
+            # About 16 columns for each thread.
             num_warps=min(max(columns // 512, 1), 16),
-        )  # fmt: skip
+        )
         return result
 
     def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary positions of the first `num_turned` heads of [..., H, d], contiguous, in place; returns the whole.
-        `cos` and `sin` are [..., d]."""
-        num_heads, size = states.shape[-2:]
+        """Apply rotary positions to the first heads, in place.
+
+        Args:
+            states: [..., H, d], contiguous.
+            num_turned: number of heads to rotate.
+            cos: [..., d], contiguous.
+            sin: [..., d], contiguous.
+
+        Returns:
+            `states`.
+        """
         assert states.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-        _rotate_kernel[(states.numel() // (num_heads * size), triton.cdiv(num_turned, _HEADS))](
-            states, cos, sin, num_turned, num_heads * size, SIZE=size, HEADS=_HEADS,
-            COLUMNS=triton.next_power_of_2(size // 2), num_warps=4,
-        )  # fmt: skip
+        num_heads, size = states.shape[-2:]
+        num_rows = states.numel() // (num_heads * size)
+        _rotate_kernel[(num_rows, triton.cdiv(num_turned, _HEADS))](
+            states,
+            cos,
+            sin,
+            num_turned,
+            num_heads * size,
+            SIZE=size,
+            HEADS=_HEADS,
+            COLUMNS=triton.next_power_of_2(size // 2),
+            num_warps=4,
+        )
         return states
 
     def gate(self, states: Tensor) -> Tensor:
-        """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
-        states, width = states.contiguous(), states.shape[-1] // 2
+        """silu(gate) * up: [..., 2 * F], gate first -> [..., F]."""
+        states = states.contiguous()
+        width = states.shape[-1] // 2
         result = states.new_empty(*states.shape[:-1], width)
-        _gate_kernel[(result.numel() // width, triton.cdiv(width, _WIDTH))](
-            states, result, width, COLUMNS=_WIDTH, num_warps=4
-        )
+        grid = (result.numel() // width, triton.cdiv(width, _WIDTH))
+        _gate_kernel[grid](states, result, width, COLUMNS=_WIDTH, num_warps=4)
         return result
 
     def attend(
@@ -359,56 +521,119 @@ class TritonKernels:
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one token per row: `query` [R, H, d] -> the same shape. `key` and `value` [R, K, d] are first
-        written to `own`, in which row r is in place r; all have the dtype of the cache."""
-        query, key, value = (  # only their rows may lie apart
-            states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
-            for states in (query, key, value)
-        )
-        (num_rows, num_heads, size), num_keys = query.shape, key.shape[1]
-        room = prefixes.keys.shape[2] + own.keys.shape[2]
-        wanted = min(_NUM_PROGRAMS // (num_rows * num_keys), triton.cdiv(room, _TOKENS), _MAX_PARTS)
-        parts = triton.next_power_of_2(max(wanted, 1))
+        """Attention of one new token per row over the row's prefix and response.
+
+        The new token's key and value are first written to `own`, where row r is in place r. All
+        tensors have the dtype of the cache.
+
+        Args:
+            query: [R, H, d].
+            key: [R, K, d].
+            value: [R, K, d].
+            scale: factor of the scores.
+            own: KV cache of the responses.
+            prefixes: KV cache of the prefixes.
+            places: where the tokens of each row are.
+            options: window, softcap and sinks of the layer.
+
+        Returns:
+            [R, H, d].
+        """
+        num_rows, num_heads, size = query.shape
+        num_keys = key.shape[1]
+        # The kernel takes a stride between rows, so views of a joint projection need no copy.
+        query = with_whole_rows(query)
+        key = with_whole_rows(key)
+        value = with_whole_rows(value)
+
+        # Enough parts to occupy the GPU, but at most one for each tile of keys.
+        prefix_room = prefixes.keys.shape[2]
+        own_room = own.keys.shape[2]
+        num_tiles = triton.cdiv(prefix_room + own_room, _TOKENS)
+        num_parts = min(_NUM_PROGRAMS // (num_rows * num_keys), num_tiles, _MAX_PARTS)
+        parts = triton.next_power_of_2(max(num_parts, 1))
         result = query.new_empty(num_rows, num_heads, size)
         sums = query.new_empty(num_rows, num_heads, parts, dtype=torch.float32)
-        mixed = result if parts == 1 else sums.new_empty(num_rows, num_heads, parts, size)
-        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
-        columns = max(triton.next_power_of_2(size), 16)
-        shape = {"SIZE": size, "PARTS": parts, "HAS_SINKS": sinks is not None, "COLUMNS": columns}
-        _attention_kernel[(num_rows, num_keys, parts)](
-            query, key, value, *own, *prefixes, *places, sinks, mixed, sums, query.stride(0), key.stride(0),
-            value.stride(0), prefixes.keys.shape[2], own.keys.shape[2], options.window or 0, scale,
-            options.softcap or 1.0, NUM_KEYS=num_keys, GROUP=num_heads // num_keys,
-            HAS_WINDOW=options.window is not None, HAS_CAP=options.softcap is not None,
-            QUERIES=max(triton.next_power_of_2(num_heads // num_keys), 16), TOKENS=_TOKENS, **shape, num_warps=4,
-            num_stages=2,
-        )  # fmt: skip
+        # Parts are combined in float32.
+        mixed = result
         if parts > 1:
-            _combine_kernel[(num_rows * num_heads,)](
-                mixed, sums, sinks, result, NUM_HEADS=num_heads, **shape
-            )
+            mixed = sums.new_empty(num_rows, num_heads, parts, size)
+
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.detach().float().contiguous()
+        group = num_heads // num_keys
+        shape = {
+            "SIZE": size,
+            "PARTS": parts,
+            "HAS_SINKS": sinks is not None,
+            "COLUMNS": max(triton.next_power_of_2(size), 16),
+        }
+        _attention_kernel[(num_rows, num_keys, parts)](
+            query,
+            key,
+            value,
+            *own,
+            *prefixes,
+            *places,
+            sinks,
+            mixed,
+            sums,
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            prefix_room,
+            own_room,
+            options.window or 0,
+            scale,
+            options.softcap or 1.0,
+            NUM_KEYS=num_keys,
+            GROUP=group,
+            HAS_WINDOW=options.window is not None,
+            HAS_CAP=options.softcap is not None,
+            QUERIES=max(triton.next_power_of_2(group), 16),
+            TOKENS=_TOKENS,
+            **shape,
+            num_warps=4,
+            num_stages=2,
+        )
+        if parts > 1:
+            grid = (num_rows * num_heads,)
+            _combine_kernel[grid](mixed, sums, sinks, result, NUM_HEADS=num_heads, **shape)
         return result
 
 
 def draw(
     logits: Tensor, temperature: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor
 ) -> Tensor:
-    """What `quadriga.rollout.sampler.sample` computes without top-k, top-p and min-p, [R, 3] float64: tokens, their
-    log-probabilities, and those among what could come. `logits` [R, V] float32 are not overwritten; temperatures are
-    [R, 1] float32, `is_greedy` [R] bool, `uniforms` [R, .] float64."""
-    logits, uniforms = logits.contiguous(), uniforms.contiguous()
+    """Sample a token per row, as `quadriga.rollout.sampler.sample` without top-k, top-p and min-p.
+
+    Args:
+        logits: [R, V] float32; not overwritten.
+        temperature: [R, 1] float32; None: 1.
+        is_greedy: [R] bool, whether a row takes its likeliest token; None: no row does.
+        uniforms: [R, NUM_DRAWS] float64 in [0, 1).
+
+    Returns:
+        [R, 3] float64: the token, its log-probability, and its log-probability among the tokens
+        that could be drawn.
+    """
+    logits = logits.contiguous()
+    uniforms = uniforms.contiguous()
     num_rows, num_tokens = logits.shape
-    num_blocks, num_chunks = (
-        triton.cdiv(num_tokens, _BLOCK),
-        triton.cdiv(num_tokens, _BLOCK * _BLOCKS),
-    )
-    peaks, sums = logits.new_empty(num_rows, num_chunks), logits.new_empty(num_rows, num_blocks)
+    num_blocks = triton.cdiv(num_tokens, _BLOCK)
+    num_chunks = triton.cdiv(num_tokens, _BLOCK * _BLOCKS)
+    peaks = logits.new_empty(num_rows, num_chunks)
+    sums = logits.new_empty(num_rows, num_blocks)
     likeliest = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     result = logits.new_empty(num_rows, 3, dtype=torch.float64)
-    weighed = (logits, temperature, peaks, likeliest, sums)
     has_temperature = temperature is not None
     _weigh_kernel[(num_rows, num_chunks)](
-        *weighed,
+        logits,
+        temperature,
+        peaks,
+        likeliest,
+        sums,
         num_tokens,
         num_blocks,
         HAS_TEMPERATURE=has_temperature,
@@ -417,8 +642,24 @@ def draw(
         num_warps=8,
     )
     _draw_kernel[(num_rows,)](
-        *weighed, uniforms, is_greedy, result, num_tokens, num_blocks, num_chunks, uniforms.shape[1],
-        HAS_TEMPERATURE=has_temperature, HAS_GREEDY=is_greedy is not None, DEPTH=(num_blocks - 1).bit_length(),
-        DEPTH_INSIDE=_BLOCK.bit_length() - 1, CHUNKS=triton.next_power_of_2(num_chunks), BLOCKS=_BLOCKS, num_warps=4,
-    )  # fmt: skip
+        logits,
+        temperature,
+        peaks,
+        likeliest,
+        sums,
+        uniforms,
+        is_greedy,
+        result,
+        num_tokens,
+        num_blocks,
+        num_chunks,
+        uniforms.shape[1],
+        HAS_TEMPERATURE=has_temperature,
+        HAS_GREEDY=is_greedy is not None,
+        DEPTH=(num_blocks - 1).bit_length(),
+        DEPTH_INSIDE=_BLOCK.bit_length() - 1,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCKS=_BLOCKS,
+        num_warps=4,
+    )
     return result

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as generation computes it: from tokens to hidden states, and from these to logits.
 
-The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about half the
-operations: query, key and value come from one product, and so do gate and up. Other models compute by their own module,
-whose linear modules and experts take their products from here meanwhile. The tokens of a mixture of experts are sorted
-by expert, and each expert that was chosen computes its own.
+The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about
+half the operations: query, key and value come from one product, and so do gate and up. Other models
+compute by their own module, whose linear modules and experts take their products from here
+meanwhile. In a mixture of experts, tokens are sorted by expert, and each chosen expert computes its
+own tokens.
 
-On a CPU the weights are copied into the forms of `products`, elsewhere those of query, key and value side by side.
-`Network.state` identifies the parameters that were copied; after an update the engine makes a new network.
+On a CPU the weights are copied into the forms of `products`, on a GPU those of query, key and value
+side by side. `Network.state` identifies the parameters that were copied; after an update the engine
+makes a new network.
 
-Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP or of an
-expert, E experts of a layer, k of them for each token, V vocabulary.
+Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of
+the MLP or of an expert, E experts of a layer, k of them for each token, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,43 +39,83 @@ if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import TritonKernels
 
 PLAIN = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "MistralForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
-)  # fmt: skip
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
+# Attention classes without a window of their own: all layers have that of the configuration.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention")
 
 State = tuple[tuple[int, int], ...]
 
 
 class TorchElementwise:
-    """Norms, rotary positions and gates by torch's operators, which round to bfloat16 after each, as in training.
+    """Norms, rotary positions and gates by torch's operators, rounded after each as in training.
 
-    `Kernels` and `TritonKernels` compute the same in one pass each. All tensors have the model's dtype.
+    `Kernels` and `TritonKernels` compute the same in one pass each. All tensors have the model's
+    dtype.
     """
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
+        """Root-mean-square norm over the last dimension, times `weight`.
+
+        Args:
+            states: [..., D].
+            weight: [D].
+            epsilon: added to the mean square.
+
+        Returns:
+            [..., D].
+        """
+        # Rounded before the weight is applied, as transformers does.
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
 
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum of [..., D] and [..., D], which may take the memory of the second, and its norm."""
+        """Sum of two tensors, and the root-mean-square norm of the sum.
+
+        Args:
+            states: [..., D].
+            added: [..., D]; other implementations may overwrite it with the sum.
+            weight: [D].
+            epsilon: added to the mean square.
+
+        Returns:
+            The sum and its norm, [..., D] each.
+        """
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
     def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary positions of the first heads of [..., H, d], by `cos` and `sin` [..., d]."""
-        turning, left = states.split((num_turned, states.shape[-2] - num_turned), -2)
-        first, second = turning.chunk(2, -1)
+        """Apply rotary positions to the first heads.
+
+        Args:
+            states: [..., H, d].
+            num_turned: number of heads to rotate.
+            cos: [..., d].
+            sin: [..., d].
+
+        Returns:
+            [..., H, d].
+        """
+        num_heads = states.shape[-2]
+        turned, unturned = states.split((num_turned, num_heads - num_turned), -2)
+        first, second = turned.chunk(2, -1)
         swapped = torch.cat((-second, first), -1).mul_(sin.unsqueeze(-2))
-        return torch.cat(((turning * cos.unsqueeze(-2)).add_(swapped), left), -2)
+        rotated = (turned * cos.unsqueeze(-2)).add_(swapped)
+        return torch.cat((rotated, unturned), -2)
 
     def gate(self, states: Tensor) -> Tensor:
-        """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
+        """silu(gate) * up: [..., 2 * F], gate first -> [..., F]."""
         gate, up = states.chunk(2, -1)
         return silu(gate).mul_(up)
 
@@ -82,15 +124,28 @@ Elementwise: TypeAlias = "TorchElementwise | Kernels | TritonKernels"
 
 
 class Network:
-    """A causal model of transformers with our attention, by its own module."""
+    """A causal model of transformers, computed by its own module.
+
+    Args:
+        model: a model that was loaded with our attention.
+
+    Attributes:
+        state: identifies the parameters that the network was made from; see `state_of`.
+        forms: forms of the weights on a CPU; None on other devices.
+        exact_head: the head's weight in these forms, with logits in float32.
+        products: what computes the linear modules and experts in place of their own `forward`.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.image_tokens = model, ImageTokens.of(model.config)
-        self.body, self.head = cast(Any, backbone(model)), cast(Any, head_of(model))
+        self.model = model
+        self.image_tokens = ImageTokens.of(model.config)
+        self.body = cast(Any, backbone(model))
+        self.head = cast(Any, head_of(model))
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.device: torch.device = self.head.weight.device
         self.state = state_of(model)
-        self.rule, self.forms = LogitRule.of(model.config), _forms_for(model)
+        self.rule = LogitRule.of(model.config)
+        self.forms = _forms_for(model)
         self.exact_head: Weight | None = None
         self.products: dict[nn.Module, Callable[..., Tensor]] = {}
         if self.forms is not None:
@@ -100,13 +155,17 @@ class Network:
             self._take_products(self.forms)
 
     def _take_products(self, forms: Forms) -> None:
-        """Of the linear modules and experts below the head, but those that somebody else leads."""
-        for module in self.body.modules() if forms.many is not None else ():
+        """Bring the weights of the linear modules and experts below the head into forms."""
+        if forms.many is None:
+            return
+        for module in self.body.modules():
+            # Somebody else has replaced the module's `forward`.
             if "forward" in vars(module):
                 continue
             if type(module) is nn.Linear:
                 self.products[module] = _Projection([module], forms)
-            elif getattr(module, "has_gate", False):  # so transformers marks experts
+            # transformers marks experts by this attribute.
+            elif getattr(module, "has_gate", False):
                 self.products[module] = _Experts(module, forms, cast(Any, module)._apply_gate)
 
     def hidden(
@@ -117,11 +176,22 @@ class Network:
         *,
         plan: AttentionPlan,
     ) -> Tensor:
-        """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
-        inputs = (
-            {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
-        )
+        """Hidden states of the last layer.
+
+        Args:
+            tokens: [B, N]. With images B is 1.
+            positions: [B, N], or [3, B, N] for time, height and width.
+            images: images of the packed prompts.
+            plan: computes attention.
+
+        Returns:
+            [B, N, D].
+        """
+        inputs: dict[str, Any] = {"input_ids": tokens}
+        if images is not None:
+            inputs = decoder_inputs(self.model, tokens, images)
         inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
+        # An instance attribute hides the class's `forward`, only during this call.
         try:
             for module, product in self.products.items():
                 vars(module)["forward"] = product
@@ -134,45 +204,53 @@ class Network:
         """[B, D] -> [B, V] float32, equal to those of training."""
         if self.exact_head is not None:
             return self.rule.apply(self.exact_head.multiply(hidden))
-        return self.rule.apply(
-            head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
-        )
+        bias = getattr(self.head, "bias", None)
+        return self.rule.apply(head_logits(hidden, self.head.weight, bias))
 
 
 class PlainNetwork(Network):
-    """A decoder of the plain kind, computed here; with a group the share of one rank, by tensor parallelism.
+    """A decoder in `PLAIN`, computed layer by layer.
 
-    A rank has some of the heads, of the MLP's width, and of the vocabulary (`shards_of`). What attention and MLP add
-    to the hidden states is summed over the ranks, and the logits are joined: all ranks have the same bits of both.
+    In a rollout group each rank computes a share of it (tensor parallelism): some of the heads, of
+    the MLP's width, and of the vocabulary; see `shards_of`. The outputs of attention and MLP are
+    summed over the ranks, and the logits are joined: all ranks have the same bits of both.
+
+    Args:
+        model: a model of these architectures, loaded with our attention.
+        group: the ranks that hold the model together; None: this process holds all of it.
     """
 
     def __init__(self, model: PreTrainedModel, group: RolloutGroup | None = None) -> None:
         super().__init__(model)
-        self.group, forms, config = group, self.forms, model.config.get_text_config()
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        mlps = [layer.mlp for layer in self.body.layers]
-        widths = {
-            part_of(config.intermediate_size, size, rank)[1] for mlp in mlps if not is_mixture(mlp)
-        }
-        widths |= {mlp.experts.intermediate_dim for mlp in mlps if is_mixture(mlp)}
-        self.vocabulary_size, (self.first_token, _) = (
-            config.vocab_size,
-            part_of(config.vocab_size, size, rank),
-        )
-        sizes = (config.hidden_size, *widths, self.body.layers[0].self_attn.head_dim)
+        self.group = group
+        rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
+        config = model.config.get_text_config()
+        self.vocabulary_size = config.vocab_size
+        self.first_token, _ = part_of(config.vocab_size, num_ranks, rank)
+
+        # Compiled loops and kernels need sizes that they can divide, and one dtype.
+        sizes = {config.hidden_size, self.body.layers[0].self_attn.head_dim}
+        for layer in self.body.layers:
+            if is_mixture(layer.mlp):
+                sizes.add(layer.mlp.experts.intermediate_dim)
+            else:
+                _, width = part_of(config.intermediate_size, num_ranks, rank)
+                sizes.add(width)
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
-        is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
-        loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
-        self.elementwise: Elementwise = TorchElementwise() if loops is None else loops
+        self.elementwise: Elementwise = TorchElementwise()
+        if self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32}):
+            loops = kernels()
+            if loops is not None and Kernels.can_compute(*sizes):
+                self.elementwise = loops
         if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
             self.elementwise = TritonKernels()
-        made = (forms, self.elementwise, group)
         self.layers = [
-            _Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)
+            _Layer(layer, number, self.forms, self.elementwise, group)
+            for number, layer in enumerate(self.body.layers)
         ]
 
     def _take_products(self, forms: Forms) -> None:
-        """Its layers have them side by side."""
+        """Do nothing: the layers bring their weights into forms, side by side."""
 
     def hidden(
         self,
@@ -187,33 +265,50 @@ class PlainNetwork(Network):
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
-        cos, sin = cos.contiguous(), sin.contiguous()
+        # The kernels read them by address.
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+        # Each layer leaves its last sum to the next norm, which does both in one pass.
         added = None
         for layer in self.layers:
             hidden, added = layer(hidden, added, cos, sin, plan)
         norm = self.body.norm
-        return self.elementwise.add_and_normalize(
+        _, normed = self.elementwise.add_and_normalize(
             hidden, added, norm.weight, norm.variance_epsilon
-        )[1]
+        )
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        own = super().logits(hidden)
-        return own if self.group is None else self.group.join(own, self.vocabulary_size)
+        logits = super().logits(hidden)
+        if self.group is None:
+            return logits
+        return self.group.join(logits, self.vocabulary_size)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """[B, N] -> [B, N, D]; a rank has the rows of some tokens, and adds zeros for the others."""
+        """[B, N] -> [B, N, D]. A rank of a group has the rows of some tokens."""
         table = self.body.embed_tokens.weight
         if self.group is None:
             return embedding(tokens, table)
+        # Zero for the tokens of other ranks, so that the sum over the ranks is exact.
         local = tokens - self.first_token
-        is_here = (local >= 0) & (local < len(table))
-        return self.group.add_up(
-            embedding(torch.where(is_here, local, 0), table) * is_here[..., None]
-        )
+        is_local = (local >= 0) & (local < len(table))
+        rows = embedding(torch.where(is_local, local, 0), table)
+        return self.group.add_up(rows * is_local[..., None])
+
+
+class _Norm(NamedTuple):
+    """Weight [D] and epsilon of a root-mean-square norm."""
+
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> "_Norm":
+        return cls(module.weight, module.variance_epsilon)
 
 
 class _Layer:
-    """One layer of a plain decoder."""
+    """A layer of a plain decoder, or a rank's share of it."""
 
     def __init__(
         self,
@@ -223,58 +318,83 @@ class _Layer:
         elementwise: Elementwise,
         group: RolloutGroup | None,
     ) -> None:
-        self.number, self.elementwise = number, elementwise
+        self.number = number
+        self.elementwise = elementwise
         attention = layer.self_attn
-        self.head_size, self.scale = attention.head_dim, attention.scaling
-        # Mistral and Mixtral have the window of all layers in the configuration, and alone read it there.
-        has_own = (
-            hasattr(attention, "sliding_window")
-            or type(attention).__name__ not in _WINDOW_IN_CONFIG
-        )
-        window = getattr(attention if has_own else attention.config, "sliding_window", None)
-        self.options = AttentionOptions(window=window or None)
-        size = 1 if group is None else group.size
-        self.num_key_heads = max(1, attention.config.num_key_value_heads // size)
-        self.num_heads = attention.config.num_attention_heads // size
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        self.head_size = attention.head_dim
+        self.scale = attention.scaling
+        self.options = AttentionOptions(window=_window_of(attention))
+
+        num_ranks = 1 if group is None else group.size
+        self.num_heads = attention.config.num_attention_heads // num_ranks
+        self.num_key_heads = max(1, attention.config.num_key_value_heads // num_ranks)
+
+        self.first_norm = _Norm.of(layer.input_layernorm)
+        self.second_norm = _Norm.of(layer.post_attention_layernorm)
+        self.head_norms: tuple[_Norm, _Norm] | None = None  # of queries and of keys
         if hasattr(attention, "q_norm"):
-            norms += [attention.q_norm, attention.k_norm]
-        self.first_norm, self.second_norm, *head_norms = [
-            (norm.weight, norm.variance_epsilon) for norm in norms
-        ]
-        self.head_norms = head_norms or None
-        self.project = _Projection(
-            (attention.q_proj, attention.k_proj, attention.v_proj), forms, packs=True
-        )
+            self.head_norms = (_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+
+        inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.project = _Projection(inputs, forms, packs=True)
         self.merge = _Projection((attention.o_proj,), forms, group)
-        made = _Mixture if is_mixture(layer.mlp) else _MLP
-        self.mlp = made(layer.mlp, forms, elementwise, group)
+        mlp_class = _Mixture if is_mixture(layer.mlp) else _MLP
+        self.mlp = mlp_class(layer.mlp, forms, elementwise, group)
 
     def __call__(
         self, hidden: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` [B, N, D], without what the layer before adds to it, and what this one adds: a norm sums both.
-        `cos` and `sin` are [B, N, d]."""
-        heads, keys, normalize = self.num_heads, self.num_key_heads, self.elementwise.normalize
+        """Compute the layer. Sums are left to the next norm, which computes them in the same pass.
+
+        Args:
+            hidden: [B, N, D], the residual stream before the last MLP's output is added.
+            added: [B, N, D], that output; None in the first layer.
+            cos: [B, N, d].
+            sin: [B, N, d].
+            plan: computes attention.
+
+        Returns:
+            `hidden` and `added` for the next layer.
+        """
+        normalize = self.elementwise.normalize
+        add_and_normalize = self.elementwise.add_and_normalize
+        num_heads = self.num_heads
+        num_keys = self.num_key_heads
+        sizes = (num_heads, num_keys, num_keys)
         if added is None:
             states = normalize(hidden, *self.first_norm)
         else:
-            hidden, states = self.elementwise.add_and_normalize(hidden, added, *self.first_norm)
-        states = self.project(states).unflatten(-1, (-1, self.head_size))
+            hidden, states = add_and_normalize(hidden, added, *self.first_norm)
+
+        states = self.project(states).unflatten(-1, (-1, self.head_size))  # [B, N, H + 2 K, d]
         if self.head_norms is not None:
-            query, key, value = states.split((heads, keys, keys), 2)
             query_norm, key_norm = self.head_norms
-            states = torch.cat((normalize(query, *query_norm), normalize(key, *key_norm), value), 2)
-        states = self.elementwise.rotate(states, heads + keys, cos, sin).transpose(1, 2)
-        query, key, value = states.split((heads, keys, keys), 1)
+            query, key, value = states.split(sizes, 2)
+            query = normalize(query, *query_norm)
+            key = normalize(key, *key_norm)
+            states = torch.cat((query, key, value), 2)
+        # Queries and keys are rotated, values are not.
+        states = self.elementwise.rotate(states, num_heads + num_keys, cos, sin)
+        query, key, value = states.transpose(1, 2).split(sizes, 1)
         mixed = plan.attend(self.number, query, key, value, self.scale, self.options)
         merged = self.merge(mixed.flatten(2))
-        hidden, states = self.elementwise.add_and_normalize(hidden, merged, *self.second_norm)
+
+        hidden, states = add_and_normalize(hidden, merged, *self.second_norm)
         return hidden, self.mlp(states)
 
 
+def _window_of(attention: Any) -> int | None:
+    """Width of an attention module's sliding window; None: it sees all tokens."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window or None
+    # The configuration of other architectures may name a window that they do not use.
+    if type(attention).__name__ in _WINDOW_IN_CONFIG:
+        return getattr(attention.config, "sliding_window", None) or None
+    return None
+
+
 class _MLP:
-    """A gated MLP, or the share of a rank in one."""
+    """A gated MLP, or a rank's share of it."""
 
     def __init__(
         self,
@@ -293,7 +413,7 @@ class _MLP:
 
 
 class _Mixture:
-    """A router and its experts, perhaps with one that all tokens share."""
+    """A router and its experts; in some models also an expert that all tokens share."""
 
     def __init__(
         self,
@@ -302,14 +422,15 @@ class _Mixture:
         elementwise: Elementwise,
         group: RolloutGroup | None = None,
     ) -> None:
-        assert group is None, "a group's experts are not divided"
-        self.router, self.experts = mlp.gate, mlp.experts
-        self.shared = (
-            _MLP(mlp.shared_expert, forms, elementwise) if hasattr(mlp, "shared_expert") else None
-        )
-        self.share = getattr(mlp, "shared_expert_gate", None)
+        assert group is None, "the experts of a rollout group are not sharded"
+        self.router = mlp.gate
+        self.experts = mlp.experts
         if forms is not None and forms.many is not None:
             self.experts = _Experts(mlp.experts, forms, elementwise.gate)
+        self.shared: _MLP | None = None
+        if hasattr(mlp, "shared_expert"):
+            self.shared = _MLP(mlp.shared_expert, forms, elementwise)
+        self.share = getattr(mlp, "shared_expert_gate", None)
 
     def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]"""
@@ -322,38 +443,71 @@ class _Mixture:
 
 
 class _Experts:
-    """The experts of a layer, as the module that transformers has them in; `gate` is theirs: [R, 2 F] -> [R, F]."""
+    """The experts of a layer, called as transformers' module of experts.
+
+    `gate` combines the two halves of what an expert's first product gives: [R, 2 F] -> [R, F].
+    """
 
     def __init__(self, experts: Any, forms: Forms, gate: Callable[[Tensor], Tensor]) -> None:
-        self.gate, self.sides = gate, list[list[Weight]]()
-        for name in ("gate_up_proj", "down_proj"):
-            weights, biases = getattr(experts, name).detach(), [None] * len(getattr(experts, name))
-            if experts.has_bias:
-                biases = [[one] for one in getattr(experts, f"{name}_bias").detach()]
-            pairs = zip(weights.mT if experts.is_transposed else weights, biases, strict=True)
-            self.sides.append(
-                [one for weight, bias in pairs if (one := forms.make([weight.contiguous()], bias))]
-            )
+        self.gate = gate
+        self.wide = _expert_weights(experts, "gate_up_proj", forms)
+        self.narrow = _expert_weights(experts, "down_proj", forms)
 
     def __call__(self, rows: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """[R, D] of all tokens, and [R, k] twice -> [R, D]."""
-        wide, narrow = self.sides
+        """Compute the chosen experts of each token, weighted by their scores.
+
+        Args:
+            rows: [R, D].
+            chosen: [R, k], numbers of the experts.
+            scores: [R, k].
+
+        Returns:
+            [R, D].
+        """
+        # Sort the k copies of each token by their expert, so that each expert has a range of rows.
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(wide)).tolist()
+        counts = chosen.flatten().bincount(minlength=len(self.wide)).tolist()
         states = rows[by_expert // chosen.shape[1]]
-        for weights in (wide, narrow):
-            parts = zip(weights, states.split(counts), strict=True)
-            states = torch.cat(
-                [weight.multiply(own).to(rows.dtype) for weight, own in parts if len(own)]
-            )
-            states = self.gate(states) if weights is wide else states
+        states = self.gate(_by_expert(self.wide, states, counts))
+        states = _by_expert(self.narrow, states, counts)
+        # Back to the order of the tokens.
         outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
-        return (outputs.view(*chosen.shape, -1) * scores[..., None]).sum(1).to(rows.dtype)
+        weighted = outputs.view(*chosen.shape, -1) * scores[..., None]
+        return weighted.sum(1).to(rows.dtype)
+
+
+def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
+    """The weights of all experts in the forms of a CPU; empty if there are no forms."""
+    parameters = getattr(experts, name).detach()
+    if experts.is_transposed:
+        parameters = parameters.mT
+    weights = []
+    for number, parameter in enumerate(parameters):
+        biases = None
+        if experts.has_bias:
+            biases = [getattr(experts, f"{name}_bias").detach()[number]]
+        weight = forms.make([parameter.contiguous()], biases)
+        if weight is not None:
+            weights.append(weight)
+    return weights
+
+
+def _by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int]) -> Tensor:
+    """Products of rows that are sorted by expert, `counts` rows for each."""
+    products = []
+    for weight, rows in zip(weights, states.split(counts), strict=True):
+        # With few rows, many experts have no token.
+        if len(rows):
+            products.append(weight.multiply(rows).to(states.dtype))
+    return torch.cat(products)
 
 
 class _Projection:
-    """Linear modules with one input, their outputs side by side; with a group, their sum over its ranks, of which each
-    has some columns. On CUDA a copy of the weights side by side, if it `packs` them, makes it one product."""
+    """Linear modules with one input, their outputs side by side.
+
+    With a group, each rank has some columns of a single module, and the outputs are summed over
+    the ranks. With `packs` a GPU gets a copy of the weights side by side, for one product.
+    """
 
     def __init__(
         self,
@@ -363,87 +517,93 @@ class _Projection:
         *,
         packs: bool = False,
     ) -> None:
-        self.modules, self.group = modules, summed_over
+        self.modules = modules
+        self.group = summed_over
         self.weight: Weight | None = None
-        plain = [module for module in modules if type(module) is nn.Linear]
         self.factors: list[tuple[Tensor, Tensor | None]] = []
-        if len(plain) == len(modules) > 1 and forms is None:
-            self.factors = [
-                (one.weight.detach(), None if one.bias is None else one.bias.detach())
-                for one in plain
-            ]
-            if packs and len({bias is None for _, bias in self.factors}) == 1:
-                weights, biases = zip(*self.factors, strict=True)
-                self.factors = [
-                    (torch.cat(weights), None if biases[0] is None else torch.cat(biases))
-                ]
-        if (
-            forms is not None
-            and len(plain) == len(modules)
-            and len({module.bias is None for module in plain}) == 1
-        ):
-            biases = None if plain[0].bias is None else [module.bias.detach() for module in plain]
-            if self.group is not None and not self.group.is_leader:
-                biases = None  # it is added once
-            weights = [module.weight.detach() for module in plain]
-            self.weight = forms.make(weights, biases, is_sum=self.group is not None)
+        linears = [module for module in modules if type(module) is nn.Linear]
+        # Modules of other kinds compute by themselves.
+        if len(linears) < len(modules):
+            return
+        weights = [module.weight.detach() for module in linears]
+        biases = [module.bias.detach() for module in linears if module.bias is not None]
+        is_uniform = len(biases) in (0, len(linears))
+        if forms is not None and is_uniform:
+            # A bias of a sum over ranks is added once.
+            has_bias = bool(biases) and (self.group is None or self.group.is_leader)
+            is_sum = self.group is not None
+            self.weight = forms.make(weights, biases if has_bias else None, is_sum=is_sum)
+        elif forms is None and len(linears) > 1:
+            # Without packing, the products write side by side into one result.
+            if packs and is_uniform:
+                self.factors = [(torch.cat(weights), torch.cat(biases) if biases else None)]
+                return
+            for weight, module in zip(weights, linears, strict=True):
+                bias = None if module.bias is None else module.bias.detach()
+                self.factors.append((weight, bias))
 
     def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, O]"""
         if self.weight is not None:
             product = self.weight.multiply(states)
-            return (product if self.group is None else self.group.add_up(product.float())).to(
-                states.dtype
-            )
+            if self.group is not None:
+                # Summed in float32, and rounded once.
+                product = self.group.add_up(product.float())
+            return product.to(states.dtype)
         if self.group is not None:
             (module,) = cast(Any, self.modules)
-            return self.group.add_up(
-                linear(states, module.weight, module.bias if self.group.is_leader else None)
-            )
+            bias = module.bias if self.group.is_leader else None
+            return self.group.add_up(linear(states, module.weight, bias))
         if len(self.factors) == 1:
-            return linear(states, *self.factors[0])
+            weight, bias = self.factors[0]
+            return linear(states, weight, bias)
         if not self.factors:
             outputs = [module(states) for module in self.modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        rows, widths = states.flatten(0, -2).detach(), [len(weight) for weight, _ in self.factors]
+
+        # Each product writes its columns of the result: no copy puts them side by side.
+        rows = states.flatten(0, -2).detach()
+        widths = [len(weight) for weight, _ in self.factors]
         result = rows.new_empty(len(rows), sum(widths))
-        for (weight, bias), part in zip(self.factors, result.split(widths, 1), strict=True):
+        for (weight, bias), columns in zip(self.factors, result.split(widths, 1), strict=True):
             if bias is None:
-                torch.mm(rows, weight.mT, out=part)
+                torch.mm(rows, weight.mT, out=columns)
             else:
-                torch.addmm(bias, rows, weight.mT, out=part)
+                torch.addmm(bias, rows, weight.mT, out=columns)
         return result.unflatten(0, states.shape[:-1])
 
 
 def description_of(model: PreTrainedModel) -> str:
-    """How a model is computed, and which copies of its weights that takes."""
+    """Description of the way a model is computed, and of the copies of weights that this needs."""
     forms = _forms_for(model)
-    how = "layer by layer" if is_plain(model) else "by the model's own module"
-    if found := [*mixtures(model)]:
-        by_loop = (
-            forms is not None
-            and forms.many is not None
-            and all(getattr(one.experts, "has_gate", False) for one in found)
-        )
-        how += (
-            ", experts in a loop over those that tokens chose"
-            if by_loop
-            else ", experts as the module has them"
-        )
+    text = "layer by layer" if is_plain(model) else "by the model's own module"
+    layers = [*mixtures(model)]
+    if layers:
+        is_loop = all(getattr(layer.experts, "has_gate", False) for layer in layers)
+        if is_loop and forms is not None and forms.many is not None:
+            text += ", experts in a loop over those that tokens chose"
+        else:
+            text += ", experts by the model's own module"
     if forms is None:
-        return how
-    return f"{how}{forms.description}; {about_kernels()}"
+        return text
+    return f"{text}{forms.description}; {about_kernels()}"
 
 
 def _forms_for(model: PreTrainedModel) -> Forms | None:
+    """The forms for a model's weights on this CPU; None on another device."""
     weight = cast(Any, head_of(model)).weight
     if weight.device.type != "cpu":
         return None
-    return Forms(weight.dtype, sum(one.numel() for one in model.parameters()))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    return Forms(weight.dtype, num_weights)
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether its layers are norms, attention, perhaps in a window, and MLPs gated by SiLU or mixtures of such."""
+    """Whether `PlainNetwork` can compute a model.
+
+    Its layers are norms, attention (perhaps in a window), and MLPs gated by SiLU or mixtures of
+    such.
+    """
     config = model.config.get_text_config()
     if type(model).__name__ not in PLAIN or getattr(config, "hidden_act", None) != "silu":
         return False
@@ -451,38 +611,62 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def state_of(model: nn.Module) -> State:
-    """Where each parameter is and how often it was written to in place, as far as torch counts."""
-    return tuple(
-        (one.data_ptr(), 0 if one.is_inference() else one._version) for one in model.parameters()
-    )
+    """Address of each parameter, and how often it was written to in place, as torch counts."""
+    state = []
+    for parameter in model.parameters():
+        # Tensors made in inference mode are not counted.
+        version = 0 if parameter.is_inference() else parameter._version
+        state.append((parameter.data_ptr(), version))
+    return tuple(state)
 
 
 def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
-    """By name the part of each parameter of a model, which may be on "meta", that a rank of a group has (tensor
-    parallelism, arXiv:1909.08053): rows of some heads (with fewer key-value heads than ranks several have the same),
-    columns of `o_proj` of the same heads, rows of some of the MLP's width and columns of `down_proj`, rows of some of
-    the vocabulary. Norms and `o_proj.bias` are whole on every rank."""
-    config, rank, size = model.config.get_text_config(), group.rank, group.size
-    num_heads, num_keys = config.num_attention_heads, config.num_key_value_heads
+    """The part of each parameter that a rank of a group holds (tensor parallelism).
+
+    A rank has the rows of some heads and the same columns of `o_proj`, some of the MLP's rows and
+    the same columns of `down_proj`, and the rows of some tokens (arXiv:1909.08053). If there are
+    fewer key-value heads than ranks, several ranks have the same one. Norms and `o_proj.bias` are
+    whole on every rank.
+
+    Args:
+        model: a plain decoder; it may be on "meta".
+        group: the rank's group.
+
+    Returns:
+        The part of each parameter, by name.
+    """
+    config = model.config.get_text_config()
+    rank = group.rank
+    num_ranks = group.size
+    num_heads = config.num_attention_heads
+    num_keys = config.num_key_value_heads
     head_size = model.base_model.layers[0].self_attn.head_dim
-    heads, keys = num_heads // size * head_size, max(1, num_keys // size) * head_size
-    query = rank * heads, heads
-    key = rank * num_keys // size * head_size, keys
-    width, vocabulary = (
-        part_of(config.intermediate_size, size, rank),
-        part_of(config.vocab_size, size, rank),
-    )
-    cuts: dict[str, tuple[int, tuple[int, int]]] = {
-        "q_proj.weight": (0, query), "q_proj.bias": (0, query), "o_proj.weight": (1, query),
-        "k_proj.weight": (0, key), "k_proj.bias": (0, key), "v_proj.weight": (0, key), "v_proj.bias": (0, key),
-        "gate_proj.weight": (0, width), "gate_proj.bias": (0, width), "down_proj.weight": (1, width),
-        "up_proj.weight": (0, width), "up_proj.bias": (0, width),
-        "embed_tokens.weight": (0, vocabulary), "lm_head.weight": (0, vocabulary), "lm_head.bias": (0, vocabulary),
-    }  # fmt: skip
-    found = {}
+
+    # Start and size of the rank's part.
+    num_query_rows = num_heads // num_ranks * head_size
+    query = (rank * num_query_rows, num_query_rows)
+    key = (rank * num_keys // num_ranks * head_size, max(1, num_keys // num_ranks) * head_size)
+    width = part_of(config.intermediate_size, num_ranks, rank)
+    vocabulary = part_of(config.vocab_size, num_ranks, rank)
+    rows = {
+        "q_proj": query,
+        "k_proj": key,
+        "v_proj": key,
+        "gate_proj": width,
+        "up_proj": width,
+        "embed_tokens": vocabulary,
+        "lm_head": vocabulary,
+    }
+    columns = {"o_proj": query, "down_proj": width}
+
+    pieces = {}
     for name, parameter in model.named_parameters():
-        start, shape = [0] * parameter.dim(), list(parameter.shape)
-        if (cut := cuts.get(".".join(name.split(".")[-2:]))) is not None:
-            dim, (start[dim], shape[dim]) = cut[0], cut[1]
-        found[name] = Piece(tuple(start), tuple(shape))
-    return found
+        *_, module, kind = name.split(".")
+        start = [0] * parameter.dim()
+        shape = list(parameter.shape)
+        if module in rows:
+            start[0], shape[0] = rows[module]
+        elif module in columns and kind == "weight":
+            start[1], shape[1] = columns[module]
+        pieces[name] = Piece(tuple(start), tuple(shape))
+    return pieces

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products on a CPU with weights in the form that is fastest for the number of rows.
+"""Matrix products on a CPU, with weights in the form that is fastest for the number of rows.
 
-With few rows, as in a decode step, reading the weights takes the time; with many the arithmetic does. Libraries reorder
-a weight before each product; here that is done once.
+With few rows, as in a decode step, reading the weights takes the time; with many rows, the
+arithmetic does. Libraries reorder a weight before each product; here that is done once.
 
-    model       this CPU has              few rows                                   many rows
-    bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
-    bfloat16    AVX-512, no compiler      bfloat16, in oneDNN's order                float32, in MKL's order
-    bfloat16    faster units for it       bfloat16, in oneDNN's order                the same
-    float16     MKL                       float32, in MKL's order                    the same
-    float32     MKL                       float32, in MKL's order                    the same
+    model       this CPU has              few rows                       many rows
+    bfloat16    AVX-512 and a compiler    the parameters, by `kernels`   float32, in MKL's order
+    bfloat16    AVX-512, no compiler      bfloat16, in oneDNN's order    float32, in MKL's order
+    bfloat16    fast bfloat16 units       bfloat16, in oneDNN's order    the same
+    float16     MKL                       float32, in MKL's order        the same
+    float32     MKL                       float32, in MKL's order        the same
 
-Units for bfloat16 that are faster than those for float32 are AMX, and the AVX-512 ones of AMD. Without MKL, or where
-float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32 and a result is rounded once, as
-in training; only the order of summation differs.
+Fast bfloat16 units, which beat those for float32, are AMX, and AVX-512 on AMD. Without MKL, or if
+float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32, and a result
+is rounded once, as in training; only the order of summation differs.
 
-Legend: D inputs, O outputs of all weights of a form together, which are [., D] each, with biases [.] each or None.
+Legend: D inputs, O outputs of all weights of a form together. Each weight is [., D], each bias [.].
 """
 
 import functools
@@ -29,43 +29,56 @@ from quadriga.models.heads import exact_in_bfloat16
 from quadriga.rollout.native.kernels import Kernels, Tensors, about_kernels, kernels
 
 _MAX_WIDE_BYTES = 4 * 2**30
-# The number of rows for which a library chooses its order; others are right, too.
+# The number of rows for which a library chooses its order; other numbers work, too.
 _PACKED_ROWS = 16
 _WIDE_ROWS = 128
-# For each number of rows oneDNN compiles a loop, which takes longer than the product of a few, and it keeps the last 64
-# (see `quadriga.models`). So rows are filled up to multiples of this.
+# oneDNN compiles a loop for each number of rows, which takes longer than the product of a few rows,
+# and caches the last 64 (see `quadriga.models`). So rows are padded to multiples of this.
 _FULL_ROWS = 8
 
 
 class OwnWeight:
-    """The bfloat16 parameters themselves, by a loop that was compiled here; the result is bfloat16 or float32."""
+    """The bfloat16 parameters themselves, multiplied by a loop compiled on this machine.
 
-    max_rows = 24  # up to here it is the fastest form
+    Args:
+        weights: weights of one input.
+        biases: their biases, or None.
+        dtype: dtype of the result, bfloat16 or float32.
+    """
+
+    max_rows = 24  # up to here this is the fastest form
 
     def __init__(
         self, weights: Tensors, biases: Tensors | None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        found = kernels()
-        assert found is not None, about_kernels()
-        self.kernels, self.weights, self.biases, self.dtype = found, weights, biases, dtype
+        loops = kernels()
+        assert loops is not None, about_kernels()
+        self.kernels = loops
+        self.weights = weights
+        self.biases = biases
+        self.dtype = dtype
 
     @staticmethod
     def takes(weights: Tensors) -> bool:
-        """Whether weights are of such a size and dtype, and this machine has the loop."""
+        """Whether this machine has the loop, and it accepts the weights' sizes and dtype."""
         return kernels() is not None and all(map(Kernels.can_multiply, weights))
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] bfloat16 -> [..., O]"""
         rows = states.reshape(-1, states.shape[-1])
-        return self.kernels.multiply(rows, self.weights, self.biases, self.dtype).view(
-            *states.shape[:-1], -1
-        )
+        product = self.kernels.multiply(rows, self.weights, self.biases, self.dtype)
+        return product.view(*states.shape[:-1], -1)
 
 
 class PackedWeight:
-    """bfloat16, in oneDNN's order."""
+    """A copy in bfloat16, in oneDNN's order.
 
-    max_rows = 16  # up to here it is as fast as float32, for it is half as much to read
+    Args:
+        weights: weights of one input.
+        biases: their biases, or None.
+    """
+
+    max_rows = 16  # up to here this is as fast as float32: it reads half as many bytes
 
     def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat([*weights]), _PACKED_ROWS)
@@ -74,14 +87,21 @@ class PackedWeight:
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] bfloat16 -> [..., O] bfloat16"""
         rows = states.reshape(-1, states.shape[-1])
-        added = -len(rows) % _FULL_ROWS if len(rows) > 2 else 0
-        rows = pad(rows, (0, 0, 0, added)) if added else rows
+        num_rows = len(rows)
+        num_padding = -num_rows % _FULL_ROWS if num_rows > 2 else 0
+        if num_padding:
+            rows = pad(rows, (0, 0, 0, num_padding))
         out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return out[: len(rows) - added].view(*states.shape[:-1], -1)
+        return out[:num_rows].view(*states.shape[:-1], -1)
 
 
 class WideWeight:
-    """Float32, in MKL's order where this build of torch has MKL."""
+    """A copy in float32, in MKL's order if this build of torch has MKL.
+
+    Args:
+        weights: weights of one input.
+        biases: their biases, or None.
+    """
 
     def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
         self.weight = torch.cat([weight.float() for weight in weights])
@@ -90,55 +110,67 @@ class WideWeight:
         self.narrows = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
         if has_mkl() and not self.narrows:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
-            self.weight = self.weight.new_empty(1).expand(
-                self.weight.shape
-            )  # from here on only its shape is needed
+            # MKL's product reads only the shape of the original, so its memory is freed.
+            self.weight = self.weight.new_empty(1).expand(self.weight.shape)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
+        wide = states.float()
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
-            return torch.ops.mkl._mkl_linear(
-                states.float(), self.packed, self.weight, self.bias, num_rows
-            )
+            return torch.ops.mkl._mkl_linear(wide, self.packed, self.weight, self.bias, num_rows)
         with exact_in_bfloat16() if self.narrows else nullcontext():
-            return linear(states.float(), self.weight, self.bias)
+            return linear(wide, self.weight, self.bias)
 
 
 class Weight:
-    """Weights of one input, side by side: one form for many rows, and perhaps another one for few."""
+    """Weights of one input, side by side, in the forms for few and for many rows.
+
+    Args:
+        few: the form for few rows; None: the one for many rows serves them, too.
+        many: the form for many rows.
+    """
 
     def __init__(
         self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight
     ) -> None:
-        self.few, self.many = few, many
+        self.few = few
+        self.many = many
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., D] in the model's dtype -> [..., O], in it or in float32."""
-        if self.few is not None and states.shape[:-1].numel() <= self.few.max_rows:
+        """[..., D] in the model's dtype -> [..., O] in the model's dtype or in float32."""
+        num_rows = states.shape[:-1].numel()
+        if self.few is not None and num_rows <= self.few.max_rows:
             return self.few.multiply(states)
         return self.many.multiply(states)
 
 
 class Forms:
-    """The forms for the weights of a model on this CPU."""
+    """The forms for the weights of a model on this CPU.
+
+    Args:
+        dtype: dtype of the model.
+        num_weights: number of its parameters.
+
+    Attributes:
+        few: the form for few rows; None: as for many rows.
+        many: the form for many rows; None: the parameters are used as they are.
+    """
 
     def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
-        is_half, widens = dtype == torch.bfloat16, has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
         self.few: type[OwnWeight | PackedWeight] | None = None
-        self.many: type[WideWeight | PackedWeight] | None = (
-            WideWeight
-            if widens and dtype in (torch.bfloat16, torch.float16, torch.float32)
-            else None
-        )
-        if is_half and can_pack():
+        self.many: type[WideWeight | PackedWeight] | None = None
+        widens = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
+        if widens and dtype in (torch.bfloat16, torch.float16, torch.float32):
+            self.many = WideWeight
+        if dtype == torch.bfloat16 and can_pack():
             is_fast = has_fast_bfloat16()
             self.few = OwnWeight if kernels() is not None and not is_fast else PackedWeight
             self.many = WideWeight if widens and not is_fast else PackedWeight
 
     @property
     def description(self) -> str:
-        """Which second copies of the weights that takes, for people to read."""
+        """Copies of the weights that the forms need, to be appended to an engine's description."""
         names = {PackedWeight: "oneDNN's order, bfloat16", WideWeight: "MKL's order, float32"}
         copies = [names[form] for form in (self.many, self.few) if form in names]
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
@@ -151,11 +183,22 @@ class Forms:
         is_head: bool = False,
         is_sum: bool = False,
     ) -> Weight | None:
-        """For modules with one input; None: no form is faster than the parameters. A head's results are float32, and
-        so is a part of a sum where the form has it so."""
+        """Bring the weights of modules with one input into the forms.
+
+        Args:
+            weights: [., D] each.
+            biases: [.] each, or None.
+            is_head: whether they make logits. The results are then float32.
+            is_sum: whether the results are summed over ranks. They are then float32 if the form can
+                give that.
+
+        Returns:
+            The forms, or None if none is faster than the parameters.
+        """
         if self.many is None:
             return None
-        many = (WideWeight if is_head else self.many)(weights, biases)
+        many = WideWeight(weights, biases) if is_head else self.many(weights, biases)
+        # Logits and parts of sums must not be rounded to bfloat16, as oneDNN's product does.
         few: OwnWeight | PackedWeight | None = None
         if (is_head or self.few is OwnWeight) and OwnWeight.takes(weights):
             few = OwnWeight(weights, biases, torch.float32 if is_head or is_sum else torch.bfloat16)
@@ -165,7 +208,7 @@ class Forms:
 
 
 def can_pack() -> bool:
-    """Whether this build of torch packs bfloat16 weights for oneDNN, on a processor that multiplies them."""
+    """Whether torch can pack bfloat16 weights for oneDNN, and this CPU multiplies them."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -179,19 +222,18 @@ def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32."""
     if torch.cpu._is_amx_tile_supported():
         return True
-    facts = Path("/proc/cpuinfo")
-    return (
-        torch.cpu._is_avx512_bf16_supported()
-        and facts.exists()
-        and "AuthenticAMD" in facts.read_text(encoding="utf-8")
-    )
+    if not torch.cpu._is_avx512_bf16_supported():
+        return False
+    # Intel's AVX-512 units for bfloat16 are no faster than those for float32; AMD's are.
+    cpu_info = Path("/proc/cpuinfo")
+    return cpu_info.exists() and "AuthenticAMD" in cpu_info.read_text(encoding="utf-8")
 
 
 def has_mkl() -> bool:
     """Whether this build of torch packs float32 weights for MKL."""
-    has_operators = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(
-        torch.ops.mkl, "_mkl_reorder_linear_weight"
-    )
     return (
-        torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_operators
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkl, "_mkl_linear")
+        and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
     )

@@ -108,7 +108,7 @@ def test_requests_of_a_dead_engine_move(lives: int, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         answers = balancer.generate_batch(prompts, params(9))
     assert [answer.token_ids for answer in answers] == prompts
-    assert "engine 0 of 3 is given nothing more, 2 are left: the server has gone" in caplog.text
+    assert "engine 0 of 3 gets no more requests, 2 are left: the server has gone" in caplog.text
     num_asked = len(engines[0].asked)
     balancer.generate_batch(prompts, params(9))
     assert len(engines[0].asked) == num_asked and balancer.alive == [1, 2]

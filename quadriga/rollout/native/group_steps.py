@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages by which all ranks of a rollout group make the same steps.
+
+Before each step the leader sends a message: which requests are added and which were aborted, or
+that newer weights are used from here on. All ranks number the requests alike. A checksum of their
+tokens is compared with each change of weights, and when the batch is over.
+"""
+
+import zlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from quadriga.errors import EngineError
+from quadriga.rollout.group import RolloutGroup
+from quadriga.rollout.interface import Completion, Images, SamplingParams
+from quadriga.rollout.native.generation import Request
+
+
+class NewRequest(NamedTuple):
+    """A request, and the response that it continues."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    images: Images | None
+    earlier: Completion | None
+
+
+class Step(NamedTuple):
+    """Make a step, after adding these requests and dropping the aborted ones, by number.
+
+    A step without either is sent as None.
+    """
+
+    added: Sequence[NewRequest] = ()
+    given_up: Sequence[int] = ()
+    max_cache_tokens: int | None = None
+
+
+class Renewal(NamedTuple):
+    """Use the weights of this version, or compute the KV cache anew."""
+
+    checksum: int
+    version: int
+    keeps_cache: bool
+
+
+class Over(NamedTuple):
+    """The batch is over."""
+
+    checksum: int
+
+
+class GroupSteps:
+    """The steps of a batch, seen from one rank of the group.
+
+    Args:
+        group: the rank's group.
+
+    Attributes:
+        requests: unfinished requests by number.
+        checksum: checksum of the tokens of finished requests.
+        has_failed: on the leader, whether a step failed. It fails on all ranks, whose members then
+            do not wait for messages any more.
+    """
+
+    def __init__(self, group: RolloutGroup) -> None:
+        self.group = group
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a batch."""
+        self.requests: dict[int, Request] = {}
+        self.checksum = 0
+        self.has_failed = False
+        self._num_requests = 0
+
+    def add(self, requests: Collection[Request]) -> None:
+        """Number new requests."""
+        self.requests |= enumerate(requests, start=self._num_requests)
+        self._num_requests += len(requests)
+
+    def count_tokens(self, unfinished: Iterable[Request] = ()) -> None:
+        """Add the tokens of all finished requests to the checksum, and forget these requests."""
+        unfinished_ids = {id(request) for request in unfinished}
+        # In the order of the numbers, which is the same on all ranks.
+        for number, request in list(self.requests.items()):
+            if id(request) not in unfinished_ids:
+                del self.requests[number]
+                tokens = repr(request.token_ids).encode()
+                self.checksum = zlib.crc32(tokens, self.checksum)
+
+    def tell_step(
+        self,
+        added: Sequence[Request],
+        given_up: Sequence[Request],
+        max_cache_tokens: int | None,
+        weight_version: int,
+    ) -> None:
+        """Tell the members to make the same step as the leader.
+
+        Args:
+            added: new requests.
+            given_up: aborted requests.
+            max_cache_tokens: the leader's limit. With it the members preempt where the leader does,
+                however much memory each has free.
+            weight_version: version of the weights.
+        """
+        self.add(added)
+        if not (added or given_up):
+            # The shortest message is for the most frequent case.
+            self.group.tell(None)
+            return
+        new_requests = []
+        for request in added:
+            earlier = request.completion(weight_version) if request.token_ids else None
+            new_requests.append(
+                NewRequest(request.prompt, request.sampling, request.images, earlier)
+            )
+        numbers = {id(request): number for number, request in self.requests.items()}
+        aborted = [numbers[id(request)] for request in given_up]
+        self.group.tell(Step(new_requests, aborted, max_cache_tokens))
+
+    def require_same(self, checksum: int) -> None:
+        """Raise an EngineError unless this rank generated the leader's tokens."""
+        if checksum != self.checksum:
+            raise EngineError(
+                f"native, {self.group}",
+                got="other tokens than the leader's",
+                expected="the same on all ranks",
+                fix="The ranks compute with other weights, or on other devices.",
+            )

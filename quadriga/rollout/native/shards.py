@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards of a model's weights that one rank of a rollout group computes with."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from quadriga.models.adapter_files import factor_names, is_factor, merge
+from quadriga.models.lora import adapter_of
+from quadriga.rollout.group import RolloutGroup
+from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.native.network import shards_of
+from quadriga.weight_sync.reshard import Piece, Wanted
+
+
+class GroupShards:
+    """The shards of one rank, and the adapter that is merged into them.
+
+    Args:
+        model: a plain decoder on "meta".
+        group: the rank's group.
+        dtype: dtype of the shards.
+        adapted: the same model with the trainer's adapter, or `model` if there is none.
+
+    Attributes:
+        merged: names of the shards that change after they have arrived, when the adapter is merged.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: RolloutGroup,
+        dtype: torch.dtype,
+        adapted: PreTrainedModel,
+    ) -> None:
+        self._model = model
+        self._device = group.device
+        self._dtype = dtype
+        self._manifest = Manifest.of(model)
+        self._pieces = shards_of(model, group)
+        self._adapter = adapter_of(adapted)
+        self._factors = Manifest.of(adapted).part(is_factor).shapes
+        self.merged = {name for name in self._pieces if factor_names(name)[0] in self._factors}
+
+    def wanted(self) -> Wanted:
+        """The shards, and the whole matrices of the adapter, by the trainer's names."""
+        # The matrices of the adapter are not sharded.
+        factors = {name: Piece((0, 0), shape) for name, shape in self._factors.items()}
+        pieces = self._pieces | factors
+        return {name: (piece, self._dtype) for name, piece in pieces.items()}
+
+    def hold(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors in the place of the model's parameters, under all names of each."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, buffer in self._model.named_buffers():
+            tensors[name] = buffer.to(self._device)
+        # A tied weight gets the same parameter under both names.
+        for name in self._pieces:
+            parameter = torch.nn.Parameter(shards[name], requires_grad=False)
+            tensors |= dict.fromkeys(self._manifest.same[name], parameter)
+        for name, tensor in tensors.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(self._model.get_submodule(module), attribute, tensor)
+
+    def with_adapter(
+        self, shards: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Merge the adapter into the shards, in their own memory.
+
+        Args:
+            shards: by name the shards, and the adapter's matrices A [r, in] and B [out, r].
+
+        Yields:
+            The name of each shard, and the shard.
+        """
+        for name, piece in self._pieces.items():
+            shard = shards[name]
+            if self._adapter is not None and name in self.merged:
+                name_a, name_b = factor_names(name)
+                # The rows of B and the columns of A that belong to the shard.
+                row, column = piece.start
+                height, width = piece.shape
+                factor_a = shards[name_a].narrow(1, column, width)
+                factor_b = shards[name_b].narrow(0, row, height)
+                shard.copy_(merge(shard, factor_a, factor_b, self._adapter.scale))
+            yield name, shard
