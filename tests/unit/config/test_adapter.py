@@ -35,7 +35,7 @@ def test_details_without_an_adapter() -> None:
     problems, notices = found(f"{MODEL}.lora_alpha=32", f"{MODEL}.target_modules=[q_proj]")
     assert problems == {}
     assert notices == [
-        f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used, for {MODEL}.lora_rank is 0."
+        f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used because {MODEL}.lora_rank is 0."
     ]
 
 
@@ -179,7 +179,7 @@ def test_the_rank_of_an_adapter_to_start_from(tmp_path: Path) -> None:
 def test_without_an_adapter_the_key_is_not_used() -> None:
     found, notices = training_findings(load_config((VLLM, f"{KEY}=false")).config)
     assert not any(one.where == KEY for one in found)
-    assert f"{KEY}: not used, for actor_rollout_ref.model.lora_rank is 0." in notices
+    assert f"{KEY}: not used because actor_rollout_ref.model.lora_rank is 0." in notices
 
 
 def test_nothing_generates_in_supervised_learning() -> None:

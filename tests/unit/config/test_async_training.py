@@ -118,7 +118,7 @@ def test_ranks_of_their_own_generate_on_ray() -> None:
     problems, notices = findings(
         *ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish"
     )
-    assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
+    assert problems == {} and "a run that loses its actor resumes from a checkpoint" in notices
     one = (
         *ON_RAY[:2],
         "trainer.resource_pools.generation=[1]",
@@ -153,7 +153,7 @@ def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
 
 
 def test_a_critic_reads_tokens_of_several_versions() -> None:
-    assert "tokens of several versions" in findings("algorithm.adv_estimator=gae")[1]
+    assert "tokens from several versions" in findings("algorithm.adv_estimator=gae")[1]
 
 
 def test_explain_says_what_overlaps() -> None:

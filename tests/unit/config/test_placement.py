@@ -178,10 +178,10 @@ def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
 def test_what_is_read_on_ray_only() -> None:
     _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert (
-        "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices
+        "trainer.placement, ray_kwargs.ray_init: not used because trainer.backend is local." in notices
     )
     _, notices = findings(RAY, "trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
-    assert "not used, for trainer.backend" not in notices
+    assert "not used because trainer.backend" not in notices
 
 
 def test_the_words() -> None:
@@ -393,7 +393,7 @@ def test_megatron_of_another_version(found: str, monkeypatch: pytest.MonkeyPatch
 def test_keys_that_another_engine_reads_are_named() -> None:
     key = "actor_rollout_ref.actor.megatron.sequence_parallel"
     _, notices = training_findings(load_config([f"{key}=false"]).config)
-    assert f"{key}: not used, for strategy is fsdp." in notices
+    assert f"{key}: not used because strategy is fsdp." in notices
 
 
 def test_the_ranks_of_megatron() -> None:
