@@ -129,10 +129,10 @@ def test_a_role_without_a_pool(missing: str, given: str) -> None:
         (["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.device=cuda:1"],
          "trainer.device", "with vllm in processes of its own"),
         ([RAY, "trainer.placement={actor_rollout: a, reward: b}"], "trainer.placement", "the role reward"),
-        ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a role of its own"),
+        ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a separate role"),
         ([RAY, "trainer.placement={critic: b}"], "trainer.placement", "no pool for the policy"),
         ([RAY, "trainer.placement={actor: a, ref: a}"], "trainer.placement", "or both of actor and rollout"),
-        ([RAY, "trainer.placement={actor_rollout: a, rollout: b}"], "trainer.placement", "a role of its own beside"),
+        ([RAY, "trainer.placement={actor_rollout: a, rollout: b}"], "trainer.placement", "a role beside"),
         ([RAY, "trainer.placement={actor: a, actor_rollout: b}"], "trainer.placement", "or actor, rollout and ref"),
         ([RAY, "trainer.placement={actor: a, rollout: a}"], "trainer.placement", "placement.actor_rollout=a"),
         ([RAY, "trainer.placement=grouped", "trainer.resource_pools.ref=[1]"], "trainer.resource_pools.ref",
@@ -273,7 +273,7 @@ def test_sglang_of_several_processes_is_for_cpus() -> None:
     assert [
         one
         for one in notices
-        if GROUPS in one and "on a machine with GPUs the run ends at its start" in one
+        if GROUPS in one and "on a machine with GPUs the run fails at its start" in one
     ]
     problems, notices = training_findings(load_config([*SGLANG, "trainer.device=cpu"]).config)
     assert not [one for one in (*problems, *notices) if GROUPS in str(one)]
@@ -312,7 +312,7 @@ def test_experts_of_a_rollout_are_divided_by_vllm_on_gpus(keys: dict[str, Any], 
     assert is_fine == (not any(one.where == f"{at}.expert_parallel_size" for one in problems))
     _, notices = training_findings(load_config(given).config)
     assert (keys["name"] == "vllm") == any(
-        "on a machine without GPUs the run ends at its start" in one for one in notices
+        "on a machine without GPUs the run fails at its start" in one for one in notices
     )
 
 
