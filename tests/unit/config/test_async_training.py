@@ -158,7 +158,7 @@ def test_a_critic_reads_tokens_of_several_versions() -> None:
 
 def test_explain_says_what_overlaps() -> None:
     text = explain(config("async_training.max_staleness=2", "async_training.sync_every=3"))
-    assert "up to 2 versions behind" in text and "up to 9 batches are under way" in text
+    assert "up to 2 versions behind" in text and "up to 9 batches are in flight" in text
     assert "the responses to 256 prompts are complete" in explain(
         config("async_training.preset=streaming")
     )
