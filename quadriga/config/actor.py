@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: the models, how they are trained, on how many processes."""
+"""`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: models, training and parallelism."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,15 +26,23 @@ from quadriga.errors import ConfigError
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Vision-language models, as the `model_type` of their config.json names them."""
 ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
-"""Keys of a new adapter beside its rank; one that is started from brings them."""
+"""Keys of a new adapter besides its rank. An adapter to start from has its own values."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 Beta = Annotated[float, Ge(0), Lt(1)]
-_OPEN = frozenset({
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs", "moe_router_dtype",
-})  # fmt: skip
-"""Fields of Megatron's TransformerConfig that the model, the sizes and the engine leave to a user."""
+_OPEN = frozenset(
+    {
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "deallocate_pipeline_outputs",
+        "moe_router_dtype",
+    }
+)
+"""Fields of Megatron's TransformerConfig that users may set; the others follow from other keys."""
 
 
 class ModelConfig(Section):
@@ -57,7 +65,7 @@ class ModelConfig(Section):
     lora_rank: NonNegativeInt = 0
     """Rank of the LoRA adapter that is trained in place of the weights. 0: no adapter, all weights are trained."""
     lora_alpha: Count = 16
-    """What the adapter adds is multiplied by this over its rank."""
+    """Scale of the adapter's output, times its rank: the output is multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
     """Modules with an adapter: names or ends of names, or a regular expression. all-linear: all but the head."""
     exclude_modules: str | list[str] | None = None
@@ -75,12 +83,9 @@ class ModelConfig(Section):
 
     def findings(self, at: str) -> Iterator[Finding]:
         if not self.has_adapter:
-            names = [
-                f"{at}.{one}"
-                for one in (*ADAPTER_DETAILS, "lora_merge")
-                if one in self.model_fields_set
-            ]
-            yield from unused(names, f"{at}.lora_rank is 0")
+            names = (*ADAPTER_DETAILS, "lora_merge")
+            keys = [f"{at}.{name}" for name in names if name in self.model_fields_set]
+            yield from unused(keys, f"{at}.lora_rank is 0")
             return
         for name in ("target_modules", "exclude_modules"):
             if getattr(self, name) in ([], ""):
@@ -105,7 +110,7 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the schedule after warm-up."""
     min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
-    """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
+    """Learning rate at the end of cosine and linear schedules, as a share of `lr`, in [0, 1]."""
     total_training_steps: Count | None = None
     """Training step with which schedules end, whenever the run does. null: the run's last one."""
     num_cycles: PositiveFloat = 0.5
@@ -158,7 +163,7 @@ class ReferenceFSDPConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     save_contents: list[CheckpointPart] = Field(
         default_factory=lambda: ["model", "optimizer", "extra"]
@@ -171,25 +176,23 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _load_what_is_saved(cls, given: Any) -> Any:
-        saved = given.get("save_contents") if isinstance(given, dict) else None
-        is_list = isinstance(saved, list)
-        return (
-            filled(given, {"load_contents": [part for part in saved if part != "hf_model"]})
-            if is_list
-            else given
-        )
+    def _load_what_is_saved(cls, values: Any) -> Any:
+        saved_parts = values.get("save_contents") if isinstance(values, dict) else None
+        if not isinstance(saved_parts, list):
+            return values
+        loaded_parts = [part for part in saved_parts if part != "hf_model"]
+        return filled(values, {"load_contents": loaded_parts})
 
 
 class RoleProfilerConfig(Section):
-    """Which processes of a role `global_profiler` profiles."""
+    """Processes of a role that `global_profiler` profiles."""
 
     ranks: list[NonNegativeInt] | None = None
     """Ranks of the role. null: all, []: none. Reference and rollout have the actor's."""
 
 
 class ParallelConfig(Section):
-    """How the ranks of a role share the rows of a data-parallel rank; the numbers do not depend on it."""
+    """Parallelism within a data-parallel rank. The numbers do not depend on it."""
 
     ulysses_sequence_parallel_size: Count = 1
     """Sequence parallelism (Ulysses): ranks that share the tokens of a batch; it divides the heads."""
@@ -205,26 +208,31 @@ class ParallelConfig(Section):
     def layout(
         self, world_size: int, where: str, megatron: "MegatronConfig | None" = None
     ) -> Layout:
-        """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them.
-        `megatron`: its settings, where it is the training engine."""
-        sp, tp, ep = (
-            self.ulysses_sequence_parallel_size,
-            self.tensor_model_parallel_size,
-            self.expert_parallel_size,
-        )
-        fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
+        """Arrange the ranks of a role.
+
+        Args:
+            world_size: number of ranks.
+            where: key of this section, for errors.
+            megatron: settings of Megatron-core, if it is the training engine.
+
+        Raises:
+            ConfigError: the sizes do not divide the ranks.
+        """
+        sp = self.ulysses_sequence_parallel_size
+        tp = self.tensor_model_parallel_size
+        pp = self.pipeline_model_parallel_size
+        ep = self.expert_parallel_size
         if megatron is None:
+            fsdp = self.fsdp_config.fsdp_size
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
-        fsdp, neighbours = -1 if megatron.use_distributed_optimizer else sp, world_size // pp
-        if neighbours % ep:
-            got, expected = (
-                f"{ep}, for stages of {neighbours} processes",
-                "a number that divides them",
-            )
+        fsdp = -1 if megatron.use_distributed_optimizer else sp
+        # Megatron-core divides the experts over any neighbours in a pipeline stage.
+        num_neighbours = world_size // pp
+        if num_neighbours % ep:
             raise ConfigError(
                 f"{where}.expert_parallel_size",
-                got=got,
-                expected=expected,
+                got=f"{ep}, for stages of {num_neighbours} processes",
+                expected="a number that divides them",
                 fix="Choose another one.",
             )
         layout = Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
@@ -232,7 +240,7 @@ class ParallelConfig(Section):
 
 
 class BatchingConfig(ParallelConfig):
-    """How a mini-batch is cut into micro-batches (gradient accumulation); the gradient does not depend on it."""
+    """Mini-batches and their micro-batches (gradient accumulation), on which no gradient depends."""
 
     ppo_mini_batch_size: Count = 256
     """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
@@ -251,7 +259,7 @@ class BatchingConfig(ParallelConfig):
     data_loader_seed: int = 1
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses of a mini-batch become one number."""
+    """Aggregation of the per-token losses of a mini-batch."""
     loss_scale_factor: Annotated[
         PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))
     ] = None
@@ -278,16 +286,14 @@ class MegatronConfig(Section):
     """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
 
     def findings(self, at: str) -> Iterator[Finding]:
+        expected = f"one of {', '.join(sorted(_OPEN))}"
+        fix = "Leave it out: the model or another key decides it."
         for name in sorted(self.override_transformer_config.keys() - _OPEN):
-            expected, fix = (
-                f"one of {', '.join(sorted(_OPEN))}",
-                "Leave it out: the model or another key decides it.",
-            )
             yield wrong(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss."""
+    """Choice of the policy loss."""
 
     loss_mode: Name = "vanilla"
     """Name of a registered policy loss, or `path/to/file.py:function`."""
@@ -296,12 +302,20 @@ class PolicyLossConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _others_are_options(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(options := given.get("options", {}), dict):
-            return given
-        others = {name: value for name, value in given.items() if name not in cls.model_fields}
-        own = {name: value for name, value in given.items() if name in cls.model_fields}
-        return {**own, "options": {**others, **options}} if others else given
+    def _others_are_options(cls, values: Any) -> Any:
+        options = values.get("options", {}) if isinstance(values, dict) else None
+        if not isinstance(options, dict):
+            return values
+        fields = {}
+        further_options = {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                fields[name] = value
+            else:
+                further_options[name] = value
+        if not further_options:
+            return values
+        return {**fields, "options": {**further_options, **options}}
 
 
 class ActorConfig(BatchingConfig):
@@ -313,9 +327,9 @@ class ActorConfig(BatchingConfig):
     clip_ratio: NonNegativeFloat = 0.2
     """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
     clip_ratio_low: NonNegativeFloat = 0.2
-    """How far the probability ratio (importance weight of a token) counts below 1."""
+    """Clip range of the probability ratio (importance weight of a token) below 1."""
     clip_ratio_high: NonNegativeFloat = 0.2
-    """How far the probability ratio counts above 1."""
+    """Clip range of the probability ratio above 1."""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """Dual clip: largest ratio that counts for a negative advantage, above 1."""
     entropy_coeff: float = 0.0
@@ -344,21 +358,21 @@ class ActorConfig(BatchingConfig):
 
     @property
     def megatron_if_chosen(self) -> MegatronConfig | None:
-        """Its settings, where `strategy` is megatron."""
+        """Settings of Megatron-core if it is the training engine, else None."""
         return self.megatron if self.strategy == "megatron" else None
 
     @model_validator(mode="before")
     @classmethod
-    def _both_clips_follow(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "clip_ratio" not in given:
-            return given
+    def _both_clips_follow(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "clip_ratio" not in values:
+            return values
         return filled(
-            given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]}
+            values, dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), values["clip_ratio"])
         )
 
 
 class LogProbConfig(Section):
-    """How the passes that only compute log-probabilities are cut; the numbers do not depend on it."""
+    """Size of the passes that only compute log-probabilities. The numbers do not depend on it."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[
         Count | None, ReadIf("log_prob_use_dynamic_bsz", (False,))
@@ -377,7 +391,7 @@ class ReferenceConfig(LogProbConfig):
 
 
 class CriticModelConfig(Section):
-    """Where the critic starts from."""
+    """Pretrained model that the critic starts from."""
 
     path: PathText | None = None
     """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
@@ -394,5 +408,5 @@ class CriticConfig(BatchingConfig):
     ppo_max_token_len_per_gpu: Count = 32768
     """Tokens packed into one micro-batch, where micro-batches are cut by tokens."""
     cliprange_value: PositiveFloat = 0.5
-    """How far a value may move from the one of the rollout before the loss stops pulling it."""
+    """Clip range of a value around the value at the time of the rollout."""
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)

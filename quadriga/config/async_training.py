@@ -15,11 +15,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "streaming": {"max_staleness": 1, "in_flight": "continue", "by_mini_batch": True},
 }
 CORRECTION = "decoupled_token_is"
-"""The off-policy correction of a run on stale samples that names none."""
+"""Default off-policy correction of a run on stale samples."""
 
 
 class AsyncTrainingConfig(Section):
-    """Generation goes on while the policy is trained, on samples of a bounded staleness."""
+    """Generation during training, on samples of bounded staleness."""
 
     enable: bool = False
     """Whether generation and training run at the same time, each with weights of its own."""
@@ -45,15 +45,18 @@ class AsyncTrainingConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, given: Any) -> Any:
-        known = isinstance(given, dict) and isinstance(given.get("preset"), str)
-        return filled(given, PRESETS.get(given["preset"], {})) if known else given
+    def _preset_fills_in(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, dict) else None
+        if not isinstance(preset, str):
+            return values
+        return filled(values, PRESETS.get(preset, {}))
 
     @model_validator(mode="after")
     def _consistent(self) -> "AsyncTrainingConfig":
         if self.on_stale == "drop" and self.deterministic:
             raise refuse(
-                "on_stale=wait with deterministic=True", "What is dropped depends on what is slow."
+                "on_stale=wait with deterministic=True",
+                "Which samples are dropped depends on timing.",
             )
         if self.by_mini_batch and (self.on_stale == "drop" or not self.max_staleness):
             raise refuse("on_stale=wait and max_staleness of at least 1 with by_mini_batch=True")
@@ -68,5 +71,5 @@ class AsyncTrainingConfig(Section):
         if not self.enable:
             yield from unused(self.changed(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
-            fix = "Leave it out: with max_staleness=0 nothing comes to be too old."
+            fix = "Leave it out: with max_staleness=0 no sample becomes stale."
             yield wrong(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)

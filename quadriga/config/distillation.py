@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`distillation`: teachers, and how the student learns from their probabilities of its own responses."""
+"""`distillation`: teachers, and how the student learns from their probabilities of its responses."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -46,36 +46,38 @@ class DistillationConfig(ParallelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _top_k_is_a_loss(cls, given: Any) -> Any:
-        is_top_k = isinstance(given, dict) and given.get("loss_mode") == _TOP_K
-        return filled(given, {"use_policy_gradient": False}) if is_top_k else given
+    def _top_k_is_a_loss(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
+            return values
+        return filled(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
-        """Likeliest tokens that a teacher tells; None: those of the response alone."""
+        """Number of most likely tokens that a teacher returns; None: only the response's tokens."""
         return self.topk if self.loss_mode == _TOP_K else None
 
     def teacher_of(self, data_source: str) -> str | None:
-        """The teacher of a data source; None: there is none."""
+        """Teacher of a data source, or None."""
         return self.teachers.get(data_source, self.path)
 
     @property
     def named(self) -> dict[str, str]:
-        """The dotted keys that name teachers, and whom; none where there is no distillation."""
-        by_source = {
-            f"distillation.teachers.{source}": path for source, path in self.teachers.items()
-        }
-        found = ({"distillation.path": self.path} if self.path is not None else {}) | by_source
-        return found if self.enable else {}
+        """Teachers by the dotted key that names them; empty without distillation."""
+        if not self.enable:
+            return {}
+        teachers = {} if self.path is None else {"distillation.path": self.path}
+        for source, path in self.teachers.items():
+            teachers[f"distillation.teachers.{source}"] = path
+        return teachers
 
     @property
     def loaded(self) -> dict[str, str]:
-        """As `named`, of those that are not behind addresses."""
+        """Teachers that the run loads, by the dotted key that names them."""
         return {key: path for key, path in self.named.items() if not is_served(path)}
 
     @property
     def all_teachers(self) -> list[str]:
-        """Each teacher once, in the order in which they are named."""
+        """Distinct teachers, in the order of their keys."""
         return list(dict.fromkeys(self.named.values()))
 
     def findings(self, at: str) -> Iterator[Finding]:
@@ -83,23 +85,19 @@ class DistillationConfig(ParallelConfig):
             yield from unused(self.changed(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
-            fix = "Set it to a folder or a hub name, or several by data source with teachers."
+            fix = "Set it to a folder or a hub name, or set teachers for several data sources."
             yield wrong(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
         if self.loss_mode == _TOP_K and self.use_policy_gradient:
-            fix = "Set it to false: a policy gradient moves drawn tokens alone."
+            fix = "Set it to false: a policy gradient only changes sampled tokens."
             yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
-            got, fix = (
-                f"{self.loss_mode}, with use_policy_gradient=False",
-                "The gradient of k1 knows no teacher.",
-            )
+            got = f"{self.loss_mode}, with use_policy_gradient=False"
+            fix = "The gradient of k1 does not depend on the teacher."
             yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
-        if not any(is_served(one) for one in self.all_teachers):
-            yield from unused(
-                [f"{at}.engine_kwargs"] if self.engine_kwargs else [], "no teacher is a server"
-            )
+        if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
+            yield from unused([f"{at}.engine_kwargs"], "no teacher is a server")
 
 
 def is_served(teacher: str) -> bool:
-    """Whether a teacher is behind addresses."""
+    """Whether a teacher is a server."""
     return "://" in teacher

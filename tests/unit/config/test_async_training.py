@@ -143,7 +143,7 @@ def test_there_are_checkpoints(change: str) -> None:
 
 
 def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="What is dropped depends on what is slow"):
+    with pytest.raises(ConfigError, match="Which samples are dropped depends on timing"):
         config("async_training.on_stale=drop", "async_training.deterministic=True")
     for other in ("on_stale=drop", "max_staleness=0"):
         with pytest.raises(
