@@ -108,8 +108,8 @@ class Config(Section):
     """Configuration of a run."""
 
     task: Literal["rl", "sft", "reward_model"] = "rl"
-    """What is trained: rl, a policy by rewards; sft, a model by given responses (supervised fine-tuning); reward_model,
-    a reward model that scores the better response of a pair higher."""
+    """Task of the run. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
+    reward_model: train a reward model that scores the better response of a pair higher."""
     data: DataConfig = Field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -126,16 +126,16 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_task(cls, given: Any) -> Any:
+    def _defaults_of_the_task(cls, values: Any) -> Any:
         """Add the defaults that depend on the task and on asynchronous training."""
-        if not isinstance(given, dict):
-            return given
-        given = _with_correction(given)
-        task = given.get("task")
+        if not isinstance(values, dict):
+            return values
+        values = _with_correction(values)
+        task = values.get("task")
         if task not in ("sft", "reward_model"):
-            return given
-        given = filled(given, PRESETS[task])
-        data = dict(given["data"]) if isinstance(given["data"], dict | DataConfig) else {}
+            return values
+        values = filled(values, PRESETS[task])
+        data = dict(values["data"]) if isinstance(values["data"], dict | DataConfig) else {}
         batch_size = data.get("train_batch_size")
         length = data.get("max_length")
         lengths = {}
@@ -147,7 +147,7 @@ class Config(Section):
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
-        return filled(given, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
+        return filled(values, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
 
 
 def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
