@@ -216,10 +216,8 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
     if len(lengths) == 0:
         return
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
-    first, median, most, nearly_all, last = quantiles
-    yield (
-        f"{unit}: {first} to {last}, median {median}, 90 % up to {most}, 99 % up to {nearly_all}"
-    )
+    first, median, q90, q99, last = quantiles
+    yield f"{unit}: {first} to {last}, median {median}, 90 % up to {q90}, 99 % up to {q99}"
     first = int(first)
     last = int(last)
     bar_range = max(1, -(-(last + 1 - first) // _NUM_BARS))
