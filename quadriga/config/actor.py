@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: models, training and parallelism."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Finding, ReadIf, Section, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, filled, unused, wrong
 from quadriga.config.layout import Layout
 from quadriga.config.types import (
     Count,
@@ -81,7 +80,7 @@ class ModelConfig(Section):
         """Whether an adapter is trained, and the weights are not."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.has_adapter:
             names = (*ADAPTER_DETAILS, "lora_merge")
             keys = [f"{at}.{name}" for name in names if name in self.model_fields_set]
@@ -285,7 +284,7 @@ class MegatronConfig(Section):
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         expected = f"one of {', '.join(sorted(_OPEN))}"
         fix = "Leave it out: the model or another key decides it."
         for name in sorted(self.override_transformer_config.keys() - _OPEN):

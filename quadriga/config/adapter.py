@@ -7,13 +7,12 @@ is [rank, in], B is [out, rank], and scale is alpha / rank or, with rslora, alph
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from quadriga.config.actor import ADAPTER_DETAILS, ModelConfig
-from quadriga.config.base import Finding, absent, wrong
+from quadriga.config.base import Findings, absent, wrong
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
@@ -185,15 +184,14 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
     return ""
 
 
-def check_adapter(config: Config) -> Iterator[Finding]:
+def check_adapter(config: Config) -> Findings:
     """Yield what keeps an adapter from being trained, or from reaching the rollout engine."""
     model = config.actor_rollout_ref.model
     if not model.has_adapter:
         return
     if find_spec("peft") is None:
         got = "an adapter, without the package peft"
-        fix = "pip install -e '.[peft]'"
-        yield absent(f"{_MODEL}.lora_rank", got, "peft 0.17 or newer", fix)
+        yield absent(f"{_MODEL}.lora_rank", got, "peft 0.17 or newer", "pip install -e '.[peft]'")
     if model.lora_adapter_path is not None:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
@@ -210,7 +208,7 @@ def check_adapter(config: Config) -> Iterator[Finding]:
         yield error
 
 
-def _check_details(model: ModelConfig, shape: AdapterShape) -> Iterator[Finding]:
+def _check_details(model: ModelConfig, shape: AdapterShape) -> Findings:
     """Yield keys that contradict the adapter to start from, which has its own rank and modules."""
     if model.lora_rank not in (0, shape.rank):
         got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from quadriga.config.base import Finding, wrong
+from quadriga.config.base import Findings, wrong
 from quadriga.config.placement import (
     ACTOR,
     asked_roles,
@@ -20,7 +20,7 @@ from quadriga.errors import ConfigError
 _KEY = "async_training"
 
 
-def check_async(config: Config) -> Iterator[Finding]:
+def check_async(config: Config) -> Findings:
     """Yield what cannot run beside training, and what stale samples change."""
     if not config.async_training.enable:
         return
@@ -35,7 +35,7 @@ def _refused(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
     return wrong(key, f"{got}, with {_KEY}.enable=True", expected, fix)
 
 
-def _check_generating_ranks(config: Config) -> Iterator[Finding]:
+def _check_generating_ranks(config: Config) -> Findings:
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
@@ -54,8 +54,7 @@ def _check_generating_ranks(config: Config) -> Iterator[Finding]:
     if rollout_devices(config) > 1 and neighbours:
         got = f"{' and '.join(neighbours)} in the rollout's pool"
         expected = "a pool for the rollout alone: its processes use several devices each"
-        fix = "Place the other roles in another pool."
-        yield _refused("trainer.placement", got, expected, fix)
+        yield _refused("trainer.placement", got, expected, "Place the other roles in another pool.")
     if rollout_group_size(config) > 1 and config.actor_rollout_ref.model.has_adapter:
         got = f"{rollout.tensor_model_parallel_size}, with an adapter"
         fix = "Use one rank per engine, or vllm."
@@ -75,7 +74,7 @@ def _check_generating_ranks(config: Config) -> Iterator[Finding]:
         yield _refused(f"{_KEY}.deterministic", got, "in_flight=finish, or one engine", fix)
 
 
-def _check_engine(config: Config) -> Iterator[Finding]:
+def _check_engine(config: Config) -> Findings:
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in ("native", "vllm"):
@@ -93,7 +92,7 @@ def _check_engine(config: Config) -> Iterator[Finding]:
         yield _refused(f"{ROLLOUT}.skip.enable", "true", "false", fix)
 
 
-def _check_schedule(config: Config) -> Iterator[Finding]:
+def _check_schedule(config: Config) -> Findings:
     settings = config.async_training
     trainer = config.trainer
     has_conversations = config.actor_rollout_ref.rollout.mode == "async"
@@ -101,9 +100,8 @@ def _check_schedule(config: Config) -> Iterator[Finding]:
     with_filter = "with algorithm.filter_groups.enable=True"
     drops = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
-        got = f"async, with {_KEY}.deterministic=True"
         fix = "The configuration does not determine how long tools and users take."
-        yield _refused(f"{ROLLOUT}.mode", got, "sync", fix)
+        yield _refused(f"{ROLLOUT}.mode", f"async, with {_KEY}.deterministic=True", "sync", fix)
     if settings.replay and (has_conversations or drops or trainer.save_freq != -1):
         expected = f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq"
         fix = "A record only says when sequences start and weights change."
@@ -114,9 +112,8 @@ def _check_schedule(config: Config) -> Iterator[Finding]:
         fix = "A batch is filled in rounds."
         yield _refused(f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", fix)
     if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
-        got = f"true, with {_KEY}.by_mini_batch=True"
         fix = "Mini-batches are trained on in the order in which they are completed."
-        yield _refused(f"{ACTOR}.shuffle", got, "false", fix)
+        yield _refused(f"{ACTOR}.shuffle", f"true, with {_KEY}.by_mini_batch=True", "false", fix)
     if has_filter and trainer.total_training_steps is None:
         key = "trainer.total_training_steps"
         fix = "Prompts are read ahead of the steps."
@@ -150,7 +147,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
         )
 
 
-def check_streaming(config: Config) -> Iterator[Finding]:
+def check_streaming(config: Config) -> Findings:
     """Yield what needs all rows or their number, where rows are only read as they are needed."""
     data = config.data
     if data.streaming is None:
@@ -177,11 +174,10 @@ def check_streaming(config: Config) -> Iterator[Finding]:
         yield _refused_stream(config, key, data.dataloader_num_workers, "0", fix)
 
 
-def _check_unknown_length(config: Config) -> Iterator[Finding]:
+def _check_unknown_length(config: Config) -> Findings:
     trainer = config.trainer
     if trainer.total_training_steps is None:
-        key = "trainer.total_training_steps"
-        yield _refused_stream(config, key, "null", "a number of steps")
+        yield _refused_stream(config, "trainer.total_training_steps", "null", "a number of steps")
     if trainer.total_epochs is not None:
         yield _refused_stream(config, "trainer.total_epochs", trainer.total_epochs, "null")
     for name in ("save_freq", "test_freq"):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async_training`: generation and training at the same time, with a bound on staleness."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
-from quadriga.config.base import Finding, Section, filled, refuse, unused, wrong
+from quadriga.config.base import Findings, Section, filled, refuse, unused, wrong
 from quadriga.config.types import Count, PathText
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -67,7 +66,7 @@ class AsyncTrainingConfig(Section):
         """Whether a step may learn from samples of older weights."""
         return self.enable and self.max_staleness > 0
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             yield from unused(self.changed(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":

@@ -13,6 +13,7 @@ from quadriga.errors import ConfigError, MachineError
 
 # A check yields errors, which keep a training run from starting, and notices.
 Finding = ConfigError | str
+Findings = Iterator[Finding]
 wrong = ConfigError
 """Error that a check yields about a value."""
 absent = MachineError
@@ -51,7 +52,7 @@ class Section(BaseModel):
     def __contains__(self, name: object) -> bool:
         return name in type(self).model_fields
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         """Problems and notices about the values of this section, whose dotted key is `at`."""
         return iter(())
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from quadriga.config.actor import ActorConfig, CriticConfig
 from quadriga.config.adapter import check_adapter
 from quadriga.config.async_checks import check_async, check_streaming
-from quadriga.config.base import Finding, Section, unused, wrong
+from quadriga.config.base import Findings, Section, unused, wrong
 from quadriga.config.distillation import is_served
 from quadriga.config.explain import BatchPlan
 from quadriga.config.path_checks import check_files, check_paths
@@ -34,7 +34,7 @@ from quadriga.config.rollout_checks import (
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
-Check = Callable[[Config], Iterator[Finding]]
+Check = Callable[[Config], Findings]
 
 
 def training_findings(
@@ -60,7 +60,7 @@ def training_findings(
     return problems, notices
 
 
-def check_sections(config: Config) -> Iterator[Finding]:
+def check_sections(config: Config) -> Findings:
     """Yield what each section finds in its own values."""
     # Breadth first, so that the findings of outer sections come first.
     sections: list[tuple[str, Section]] = [("", config)]
@@ -72,7 +72,7 @@ def check_sections(config: Config) -> Iterator[Finding]:
                 sections.append((f"{at}.{name}".lstrip("."), value))
 
 
-def check_distillation(config: Config) -> Iterator[Finding]:
+def check_distillation(config: Config) -> Findings:
     """Yield settings of the step that do not fit a teacher."""
     section = config.distillation
     if not section.enable:
@@ -90,7 +90,7 @@ def check_distillation(config: Config) -> Iterator[Finding]:
         yield wrong("algorithm.use_kl_in_reward", got, expected, fix)
 
 
-def check_batches(config: Config) -> Iterator[Finding]:
+def check_batches(config: Config) -> Findings:
     """Yield batches that are not full, and sequences that are longer than a micro-batch."""
     num_prompts = config.data.train_batch_size
     mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -137,7 +137,7 @@ def _check_micro_batches(config: Config) -> Iterator[str]:
             )
 
 
-def check_update(config: Config) -> Iterator[Finding]:
+def check_update(config: Config) -> Findings:
     """Yield contradictions between actor, critic, their schedules and checkpoints."""
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
@@ -155,9 +155,7 @@ def check_update(config: Config) -> Iterator[Finding]:
     yield from _check_trained(config, "critic", config.critic)
 
 
-def _check_trained(
-    config: Config, at: str, section: ActorConfig | CriticConfig
-) -> Iterator[Finding]:
+def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig) -> Findings:
     """Yield what is wrong with the schedule or the checkpoints of a trained model."""
     optim = section.optim
     num_steps = config.trainer.total_training_steps
@@ -185,13 +183,12 @@ def _check_trained(
         yield f"{at}.checkpoint: without {', '.join(skipped_parts)} {difference}."
 
 
-def check_supervised(config: Config) -> Iterator[Finding]:
+def check_supervised(config: Config) -> Findings:
     """Yield what SFT or the training of a reward model does not support."""
     model = config.actor_rollout_ref.model
     yield from model.findings("actor_rollout_ref.model")
     if config.data.truncation == "middle":
-        got = f"'middle', with task={config.task}"
-        yield wrong("data.truncation", got, "error, left or right")
+        yield wrong("data.truncation", f"'middle', with task={config.task}", "error, left or right")
     if model.has_adapter and model.lora_merge is not None:
         key = "actor_rollout_ref.model.lora_merge"
         fix = "Leave the key out; `quadriga export` merges an adapter."
@@ -200,7 +197,7 @@ def check_supervised(config: Config) -> Iterator[Finding]:
         yield from _check_pairs(config)
 
 
-def _check_pairs(config: Config) -> Iterator[Finding]:
+def _check_pairs(config: Config) -> Findings:
     """Yield what the training of a reward model on pairs does not support."""
     actor = config.actor_rollout_ref.actor
     if config.data.truncation == "right":

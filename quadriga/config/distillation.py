@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`distillation`: teachers, and how the student learns from their probabilities of its responses."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Finding, ReadIf, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, filled, unused, wrong
 from quadriga.config.types import Count, KLKind, PathText
 
 _TOP_K = "forward_kl_topk"
@@ -80,7 +79,7 @@ class DistillationConfig(ParallelConfig):
         """Distinct teachers, in the order of their keys."""
         return list(dict.fromkeys(self.named.values()))
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             yield from unused(self.changed(at), f"{at}.enable is false")
             return

@@ -4,17 +4,16 @@
 import glob
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from quadriga.config.base import Finding, absent
+from quadriga.config.base import Findings, absent
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
 
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
-def check_paths(config: Config) -> Iterator[Finding]:
+def check_paths(config: Config) -> Findings:
     """Yield paths that do not exist, and directories that cannot be written."""
     yield from _check_inputs(config)
     trainer = config.trainer
@@ -26,7 +25,7 @@ def check_paths(config: Config) -> Iterator[Finding]:
         yield from _check_directory("global_profiler.save_path", config.global_profiler.save_path)
 
 
-def _check_inputs(config: Config) -> Iterator[Finding]:
+def _check_inputs(config: Config) -> Findings:
     """Yield files and directories to read that do not exist."""
     data = config.data
     rollout = config.actor_rollout_ref.rollout
@@ -55,7 +54,7 @@ def _check_inputs(config: Config) -> Iterator[Finding]:
         yield from check_exists("trainer.resume_from_path", checkpoint, "a checkpoint's directory")
 
 
-def check_exists(key: str, path: str | None, expected: str) -> Iterator[Finding]:
+def check_exists(key: str, path: str | None, expected: str) -> Findings:
     """Yield an error if a path does not exist.
 
     Args:
@@ -75,7 +74,7 @@ def check_exists(key: str, path: str | None, expected: str) -> Iterator[Finding]
         yield absent(key, f"'{path}'", expected, fix)
 
 
-def _check_directory(key: str, path: str | None) -> Iterator[Finding]:
+def _check_directory(key: str, path: str | None) -> Findings:
     """Yield an error if a directory cannot be created or written."""
     if path is None:
         return
@@ -93,7 +92,7 @@ def _check_directory(key: str, path: str | None) -> Iterator[Finding]:
         yield absent(key, f"'{path}'", "a writable directory", f"{parent} is not writable.")
 
 
-def check_files(config: Config) -> Iterator[Finding]:
+def check_files(config: Config) -> Findings:
     """Yield data files and models that do not exist."""
     trainer = config.trainer
     validates_first = trainer.val_before_train and config.task == "rl"
@@ -121,7 +120,7 @@ def check_files(config: Config) -> Iterator[Finding]:
 
 def _check_data(
     key: str, files: str | list[str], *, is_needed: bool, alternative: str = ""
-) -> Iterator[Finding]:
+) -> Findings:
     """Yield data files and patterns that match no file, and a required key that is empty."""
     listed_paths = [files] if isinstance(files, str) else files
     paths = [path for path in listed_paths if path]
@@ -139,7 +138,7 @@ def _check_data(
             yield absent(key, f"'{path}'", "a pattern that matches a file", "No file matches it.")
 
 
-def _check_model(key: str, path: str | None) -> Iterator[Finding]:
+def _check_model(key: str, path: str | None) -> Findings:
     """Yield an error if a path is neither a model's folder nor a name on the hub."""
     if not path:
         return
@@ -149,6 +148,5 @@ def _check_model(key: str, path: str | None) -> Iterator[Finding]:
             fix = "There is no such folder, and it is not a name on the hub."
             yield absent(key, f"'{path}'", "a model's folder", fix)
     elif not (folder / "config.json").is_file():
-        got = f"'{path}', without a config.json"
         fix = "Name the folder of a Hugging Face model, which has config.json and the weights."
-        yield absent(key, got, "a model's folder", fix)
+        yield absent(key, f"'{path}', without a config.json", "a model's folder", fix)

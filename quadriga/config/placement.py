@@ -18,7 +18,7 @@ from quadriga.config.actor import (
     ModelConfig,
     ParallelConfig,
 )
-from quadriga.config.base import Finding, absent, unused, wrong
+from quadriga.config.base import Findings, absent, unused, wrong
 from quadriga.config.rollout import ROLLOUT, SPANNING, has_servers
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
@@ -161,7 +161,7 @@ def profiled_ranks(config: Config, role: str) -> list[int] | None:
     return section.profiler.ranks
 
 
-def check_profiles(config: Config) -> Iterator[Finding]:
+def check_profiles(config: Config) -> Findings:
     """Yield ranks to profile that do not exist, or that are set without a profiler."""
     sections: dict[str, ParallelConfig] = {}
     sizes: dict[str, int] = {}
@@ -286,7 +286,7 @@ def sends_parts(config: Config) -> bool:
     return rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter
 
 
-def _check_groups(config: Config) -> Iterator[Finding]:
+def _check_groups(config: Config) -> Findings:
     """Yield what does not fit rollout groups and the devices of a rollout engine."""
     device = config.trainer.device
     yield from _on_device(sglang_problem(config), device, "cuda", "with GPUs")
@@ -303,14 +303,13 @@ def _check_groups(config: Config) -> Iterator[Finding]:
         yield wrong(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
     num_replicas = rollout.data_parallel_size
     if rollout.name == "vllm" and num_replicas > 1:
-        got = f"{num_replicas}, {in_groups}"
         fix = "Set it to 1: each group is an engine."
-        yield wrong(f"{ROLLOUT}.data_parallel_size", got, "1", fix)
+        yield wrong(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
 
 
 def _on_device(
     problem: ConfigError | None, chosen_device: str, device: str, machine: str
-) -> Iterator[Finding]:
+) -> Findings:
     """Yield a problem of one device. It is a notice where the device is chosen at the start."""
     if problem is None:
         return
@@ -320,7 +319,7 @@ def _on_device(
         yield f"on a machine {machine} the run fails at its start. {problem}"
 
 
-def _check_group_sizes(config: Config) -> Iterator[Finding]:
+def _check_group_sizes(config: Config) -> Findings:
     """Yield an error if the ranks that generate cannot be divided into groups."""
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
@@ -346,7 +345,7 @@ def _check_group_sizes(config: Config) -> Iterator[Finding]:
     yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
 
 
-def check_layouts(config: Config) -> Iterator[Finding]:
+def check_layouts(config: Config) -> Findings:
     """Yield parallel sizes that do not divide the ranks, once for each section.
 
     The advantage estimator, which may be a user's, decides whether there is a critic. Here the
@@ -368,7 +367,7 @@ def _is_gae(config: Config) -> bool:
     return config.task == "rl" and config.algorithm.adv_estimator == "gae"
 
 
-def check_megatron(config: Config) -> Iterator[Finding]:
+def check_megatron(config: Config) -> Findings:
     """Yield what Megatron-core cannot train, and keys that the chosen engine does not read."""
     actor = config.actor_rollout_ref.actor
     settings = actor.megatron
@@ -398,7 +397,7 @@ def check_megatron(config: Config) -> Iterator[Finding]:
     yield from _check_shared_sizes(config)
 
 
-def _check_megatron_version() -> Iterator[Finding]:
+def _check_megatron_version() -> Findings:
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:
@@ -409,7 +408,7 @@ def _check_megatron_version() -> Iterator[Finding]:
         yield absent(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
 
 
-def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Iterator[Finding]:
+def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
     if model.enable_activation_offload:
         fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
         yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
@@ -421,7 +420,7 @@ def _unread_sharding(at: str, section: ActorConfig | CriticConfig) -> Iterator[s
     yield from unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
 
 
-def _check_shared_sizes(config: Config) -> Iterator[Finding]:
+def _check_shared_sizes(config: Config) -> Findings:
     """Yield sizes of colocated roles that differ: a process has one set of Megatron's groups."""
     actor = config.actor_rollout_ref.actor
     optional_roles = asked_roles(config)
@@ -448,7 +447,7 @@ def _check_shared_sizes(config: Config) -> Iterator[Finding]:
                 yield wrong(f"{at}.{name}", got, expected, fix)
 
 
-def check_placement(config: Config) -> Iterator[Finding]:
+def check_placement(config: Config) -> Findings:
     """Yield roles and pools that cannot be placed, and keys that are only read on Ray."""
     trainer = config.trainer
     if trainer.backend == "local":
@@ -468,8 +467,7 @@ def check_placement(config: Config) -> Iterator[Finding]:
         if role not in pools:
             section = DISTILLATION if role == "teacher" else role
             got = f"no pool for {role}, with {section}.enable=True"
-            fix = f"Add {_KEY}.{role}=NAME."
-            yield wrong(_KEY, got, "a pool for each role of the run", fix)
+            yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
     used_pools = list(dict.fromkeys(pools.values()))
     idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
     if idle_pools:
@@ -478,7 +476,7 @@ def check_placement(config: Config) -> Iterator[Finding]:
         yield wrong(key, "a pool without a role", expected, f"{_KEY} names the pool of each role.")
 
 
-def _check_local(config: Config) -> Iterator[Finding]:
+def _check_local(config: Config) -> Findings:
     """Yield what does not fit a run in one process, and keys that are only read on Ray."""
     trainer = config.trainer
     if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
@@ -522,7 +520,7 @@ def _starts_processes(config: Config) -> bool:
     return is_async or rollout.tensor_model_parallel_size > 1
 
 
-def _check_policy(pools: Mapping[str, str]) -> Iterator[Finding]:
+def _check_policy(pools: Mapping[str, str]) -> Findings:
     """Yield what is wrong with the roles of the policy."""
     policies = [role for role in POLICIES if role in pools]
     got = " and ".join(pools)
@@ -538,6 +536,5 @@ def _check_policy(pools: Mapping[str, str]) -> Iterator[Finding]:
         yield wrong(_KEY, got, expected, fix)
     elif policies == ["actor"] and pools["actor"] == pools["rollout"]:
         pool = pools["actor"]
-        got = f"actor and rollout in one pool, {pool}"
         fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
-        yield wrong(_KEY, got, "a pool for each", fix)
+        yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)

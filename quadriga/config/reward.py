@@ -2,14 +2,13 @@
 """`reward_model` and `custom_reward_function`: how responses are graded."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Finding, ReadIf, Section, absent, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, absent, unused, wrong
 from quadriga.config.types import Count, Name, PathText, Share
 
 _PASSES = (
@@ -62,7 +61,7 @@ class RewardModelConfig(ParallelConfig):
     def fsdp_config(self) -> FSDPConfig:
         return self.model.fsdp_config
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
             changed = self.model.changed(f"{at}.model")
@@ -84,7 +83,7 @@ class CustomRewardFunctionConfig(Section):
     """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
 
 
-def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Iterator[Finding]:
+def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Findings:
     """Yield what the config.json of a local reward model shows to be wrong.
 
     Args:

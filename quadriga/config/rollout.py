@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout`: the rollout engine, its sampling, and the limits of each engine."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
-from quadriga.config.base import Finding, ReadIf, Section, absent, refuse, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, absent, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, Share, TopShare
 from quadriga.errors import ConfigError
@@ -38,8 +37,7 @@ def _known_engine(name: str) -> str:
     reason = "the nearest name"
     if suggestion == "native":
         reason = "it generates in the trainer's process and shares its weights"
-    fix = f"Set {ROLLOUT}.name={suggestion}: {reason}."
-    raise refuse(f"one of {', '.join(ENGINES)}", fix)
+    raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={suggestion}: {reason}.")
 
 
 class SamplingConfig(Section):
@@ -58,7 +56,7 @@ class SamplingConfig(Section):
     do_sample: bool = False
     """Whether tokens are drawn; false takes the likeliest one, whatever the temperature."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if self.do_sample and self.temperature == 0:
             yield f"{at}.do_sample: at temperature 0 validation still takes the most likely token."
         if self.n > 1 and (not self.do_sample or self.temperature == 0):
@@ -76,7 +74,7 @@ class SkipConfig(Section):
     action: Literal["cache", "repeat"] = "cache"
     """`cache` keeps each step's own; `repeat` uses the first that was kept in every step."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if self.enable:
             yield (
                 f"{at}: steps whose responses are in {self.dump_dir} do not generate, even if the "
@@ -165,7 +163,7 @@ class RolloutConfig(LogProbConfig):
         """Whether the engine can hand over sequences in flight, which another engine can continue."""
         return self.name == "native" and self.mode == "sync"
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         yield from self._sampling_findings(at)
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
@@ -174,9 +172,8 @@ class RolloutConfig(LogProbConfig):
             yield f"{at}.log_prob_diff_warn: {end}."
         if self.name == "http":
             got = "http, whose servers keep their weights"
-            expected = "an engine that takes new weights after each step"
             fix = f"Train with {at}.name=native or vllm; http is for generate and eval."
-            yield wrong(f"{at}.name", got, expected, fix)
+            yield wrong(f"{at}.name", got, "an engine that takes new weights after each step", fix)
         if self.name == "vllm":
             yield from self._vllm_findings(at)
         if self.name == "sglang":
@@ -189,7 +186,7 @@ class RolloutConfig(LogProbConfig):
             yield problem
         yield from self._size_findings(at)
 
-    def _sampling_findings(self, at: str) -> Iterator[Finding]:
+    def _sampling_findings(self, at: str) -> Findings:
         greedy = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:
             yield wrong(f"{at}.do_sample", "false", "true", greedy)
@@ -204,7 +201,7 @@ class RolloutConfig(LogProbConfig):
                 "log-probabilities of training do not: training is slightly off-policy."
             )
 
-    def _size_findings(self, at: str) -> Iterator[Finding]:
+    def _size_findings(self, at: str) -> Findings:
         """Problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
         if size > 1 and self.name not in ("native", "vllm", "sglang", "http"):
@@ -223,12 +220,11 @@ class RolloutConfig(LogProbConfig):
             got = f"{num_expert_ranks}, with {engine}"
             yield wrong(f"{at}.expert_parallel_size", got, expected, fix)
 
-    def _vllm_findings(self, at: str) -> Iterator[Finding]:
+    def _vllm_findings(self, at: str) -> Findings:
         """Problems with vLLM in training."""
         if find_spec("vllm") is None:
-            got = "vllm, which is not installed"
             fix = f"pip install 'vllm>=0.30'; {_WITHOUT_GPU}scripts/install-vllm."
-            yield absent(f"{at}.name", got, "vLLM 0.30 or newer", fix)
+            yield absent(f"{at}.name", "vllm, which is not installed", "vLLM 0.30 or newer", fix)
         # vLLM reports log-probabilities either before temperature and filter, or after both.
         needs_division = _filters(self) and self.temperature != 1
         if needs_division:
@@ -246,7 +242,7 @@ class RolloutConfig(LogProbConfig):
                 "rollout/log_prob of validation is nan; its responses and scores are not affected."
             )
 
-    def _sglang_findings(self, at: str) -> Iterator[Finding]:
+    def _sglang_findings(self, at: str) -> Findings:
         """Problems with SGLang in training."""
         if not has_servers(self) and find_spec("sglang") is None:
             got = "sglang, which is not installed"
@@ -256,8 +252,7 @@ class RolloutConfig(LogProbConfig):
             if sampling.min_p > 0:
                 got = f"{sampling.min_p:g}, with {at}.name=sglang"
                 expected = "0: SGLang cannot sample with it and a seed"
-                fix = "Use top_p or top_k, or native or vllm."
-                yield wrong(f"{key}.min_p", got, expected, fix)
+                yield wrong(f"{key}.min_p", got, expected, "Use top_p or top_k, or native or vllm.")
         if self.ignore_eos and self.stop_token_ids:
             got = f"{self.stop_token_ids}, with ignore_eos=true"
             fix = (

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of how responses are generated: groups, lengths, engines, conversations and tools."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 
-from quadriga.config.base import Finding, Section, unused, wrong
+from quadriga.config.base import Findings, Section, unused, wrong
 from quadriga.config.explain import BatchPlan, learns_from_rewards
 from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
 from quadriga.config.path_checks import check_exists
@@ -31,7 +30,7 @@ _MULTI_TURN = f"{ROLLOUT}.multi_turn"
 _AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
-def check_groups(config: Config) -> Iterator[Finding]:
+def check_groups(config: Config) -> Findings:
     """Yield an error if responses are compared with their group, but groups have one response."""
     if not learns_from_rewards(config):
         return
@@ -42,16 +41,15 @@ def check_groups(config: Config) -> Iterator[Finding]:
         yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
 
 
-def check_rollout(config: Config) -> Iterator[Finding]:
+def check_rollout(config: Config) -> Findings:
     """Yield lengths, dynamic sampling and rewards that the rollout does not support."""
     rollout = config.actor_rollout_ref.rollout
     reward = config.reward_model
     max_tokens = BatchPlan(config).max_sequence_tokens
     if rollout.max_model_len is not None and rollout.max_model_len < max_tokens:
-        got = f"{rollout.max_model_len} tokens"
         expected = f"at least {max_tokens}, data.max_prompt_length + data.max_response_length"
         fix = "Leave it out, or lower these lengths."
-        yield wrong(f"{ROLLOUT}.max_model_len", got, expected, fix)
+        yield wrong(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, fix)
     if config.algorithm.filter_groups.enable:
         yield from _check_filter(config)
     if reward.enable and reward.model.path is not None:
@@ -60,7 +58,7 @@ def check_rollout(config: Config) -> Iterator[Finding]:
         yield "reward_model.enable, custom_reward_function.path: the reward is the sum of both scores."
 
 
-def _check_filter(config: Config) -> Iterator[Finding]:
+def _check_filter(config: Config) -> Findings:
     """Yield what does not fit dynamic sampling, which drops groups of equal scores."""
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
@@ -70,9 +68,8 @@ def _check_filter(config: Config) -> Iterator[Finding]:
         fix = f"All groups would be dropped: raise {ROLLOUT}.n, or turn the filter off."
         yield wrong(f"{key}.enable", got, "groups of at least 2 responses", fix)
     if rollout.skip.enable and rollout.skip.action == "repeat":
-        got = f"repeat, with {key}.enable=True"
         fix = "All batches of prompts in a step would be the same, and fill it with copies."
-        yield wrong(f"{ROLLOUT}.skip.action", got, "cache", fix)
+        yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
     if config.algorithm.filter_groups.max_num_gen_batches == 0:
         yield (
             f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, "
@@ -85,7 +82,7 @@ def _check_filter(config: Config) -> Iterator[Finding]:
         )
 
 
-def check_replay(config: Config) -> Iterator[Finding]:
+def check_replay(config: Config) -> Findings:
     """Yield what keeps an update from repeating the choices of routers."""
     actor = config.actor_rollout_ref.actor
     engine = config.actor_rollout_ref.rollout.name
@@ -99,15 +96,14 @@ def check_replay(config: Config) -> Iterator[Finding]:
     num_stages = actor.pipeline_model_parallel_size
     if num_stages > 1:
         got = f"old_log_prob, with pipeline_model_parallel_size={num_stages}"
-        expected = "1: only the last stage returns results"
-        yield wrong(key, got, expected, "Set it to rollout.")
+        yield wrong(key, got, "1: only the last stage returns results", "Set it to rollout.")
     if config.algorithm.rollout_correction.bypass_mode:
         got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
         expected = "a pass for old log-probs"
         yield wrong(key, got, expected, "Set it to rollout, or bypass_mode=False.")
 
 
-def check_multi_turn(config: Config) -> Iterator[Finding]:
+def check_multi_turn(config: Config) -> Findings:
     """Yield what does not fit together in `multi_turn`, `agent` and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
@@ -125,7 +121,7 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
     yield from unused(turns.changed(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
 
 
-def _check_without_loops(config: Config) -> Iterator[Finding]:
+def _check_without_loops(config: Config) -> Findings:
     """Yield keys of agent loops that `mode=sync` does not read."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.multi_turn.enable:
@@ -140,7 +136,7 @@ def _check_without_loops(config: Config) -> Iterator[Finding]:
         yield from unused([f"{ROLLOUT}.trace_dir"], is_sync)
 
 
-def _check_agent_loop(config: Config) -> Iterator[Finding]:
+def _check_agent_loop(config: Config) -> Findings:
     """Yield an agent loop or a tool format that nothing registers."""
     rollout = config.actor_rollout_ref.rollout
     path = rollout.agent.agent_loop_path
@@ -152,7 +148,7 @@ def _check_agent_loop(config: Config) -> Iterator[Finding]:
         yield from _check_registered(f"{_MULTI_TURN}.format", rollout.multi_turn.format, FORMATS)
 
 
-def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Iterator[Finding]:
+def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Findings:
     if name in known:
         return
     close_names = get_close_matches(name, known, n=1)
@@ -162,7 +158,7 @@ def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Iterator
     yield wrong(where, f"'{name}'", f"one of {', '.join(known)}", fix)
 
 
-def _check_tools(config: Config) -> Iterator[Finding]:
+def _check_tools(config: Config) -> Findings:
     """Yield missing or broken files of tools, and keys that tools need."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -172,9 +168,8 @@ def _check_tools(config: Config) -> Iterator[Finding]:
     interactions = turns.interaction_config_path
     yield from _check_tool_file("interaction_config_path", interactions, InteractionFile)
     if not config.data.return_raw_chat:
-        got = f"false, with {_MULTI_TURN}.enable=True"
         fix = "The prompt and its tools are rendered from the prompt's messages."
-        yield wrong("data.return_raw_chat", got, "true", fix)
+        yield wrong("data.return_raw_chat", f"false, with {_MULTI_TURN}.enable=True", "true", fix)
     if loop == "tool_agent" and not (functions or turns.tool_config_path or interactions):
         got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
         expected = "function_tool_path, tool_config_path or interaction_config_path"
@@ -189,7 +184,7 @@ def _check_tools(config: Config) -> Iterator[Finding]:
         )
 
 
-def _check_tool_file(name: str, path: str | None, section: type[Section]) -> Iterator[Finding]:
+def _check_tool_file(name: str, path: str | None, section: type[Section]) -> Findings:
     if path is None:
         return
     missing_files = list(check_exists(f"{_MULTI_TURN}.{name}", path, "a YAML file"))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trainer`, `ray_kwargs`, `global_profiler`: length, machines, checkpoints and validation of a run."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from string import Formatter
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, MinLen
 from pydantic import AfterValidator, Field, NonNegativeInt
 
-from quadriga.config.base import Finding, ReadIf, Section, refuse, wrong
+from quadriga.config.base import Findings, ReadIf, Section, refuse, wrong
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
@@ -203,7 +202,7 @@ class TrainerConfig(Section):
         """Processes on each machine of a resource pool."""
         return list(self.resource_pools.get(pool, [self.n_gpus_per_node] * self.nnodes))
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if self.val_only and not self.val_before_train:
             got = f"true, with {at}.val_before_train=False"
             fix = f"Nothing would run: set {at}.val_before_train=True."
