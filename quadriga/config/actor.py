@@ -54,15 +54,15 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = False
     """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
     enable_activation_offload: bool = False
-    """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
+    """Whether activations are offloaded to CPU memory until the backward pass; CUDA only."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may be run."""
     custom_chat_template: str | None = None
-    """A chat template: its file, or its Jinja text, which has braces. null: the tokenizer's own."""
+    """Chat template: a file, or Jinja text, which has braces. null: the tokenizer's own."""
     external_lib: str | list[str] | None = None
-    """Files (`.py`) or modules to import in each process: what they register can be chosen by name. One, or a list."""
+    """File (`.py`) or module to import in each process, or a list. What they register can be chosen by name."""
     lora_rank: NonNegativeInt = 0
-    """Rank of the LoRA adapter that is trained in place of the weights. 0: no adapter, all weights are trained."""
+    """Rank of the LoRA adapter that is trained instead of the weights. 0: no adapter, all weights are trained."""
     lora_alpha: Count = 16
     """Scale of the adapter's output, times its rank: the output is multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
@@ -70,10 +70,10 @@ class ModelConfig(Section):
     exclude_modules: str | list[str] | None = None
     """Modules of `target_modules` without one: names or ends of names, or a regular expression."""
     lora_adapter_path: PathText | None = None
-    """Folder of an adapter, as PEFT writes it, to start from; it brings its own rank, alpha and modules."""
+    """Folder of an adapter, as PEFT writes it, to start from; it has its own rank, alpha and modules."""
     lora_merge: bool | None = None
-    """Whether a rollout engine with a copy of the weights gets the adapter merged into them. false: alone, weight sync
-    sends its matrices only; `vllm` can apply it so. null: alone where the engine can, else merged."""
+    """Whether a rollout engine with a copy of the weights gets the adapter merged into them. false: weight sync only
+    sends the adapter's matrices, which `vllm` supports. null: false where the engine supports it, else true."""
 
     @property
     def has_adapter(self) -> bool:
@@ -99,11 +99,11 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, per unit of learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
-    """Decay of the running mean and of the running square of the gradient, each in [0, 1)."""
+    """Decay rates of the running mean and the running square of the gradient, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square."""
     lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Ge(-1)] = -1
-    """Training steps over which the learning rate rises from zero. -1: as `lr_warmup_steps_ratio` says."""
+    """Training steps over which the learning rate rises from zero. -1: see `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: Annotated[Share, ReadIf("lr_warmup_steps", (-1,))] = 0.0
     """Share of the schedule's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
@@ -111,13 +111,13 @@ class OptimConfig(Section):
     min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
     """Learning rate at the end of cosine and linear schedules, as a share of `lr`, in [0, 1]."""
     total_training_steps: Count | None = None
-    """Training step with which schedules end, whenever the run does. null: the run's last one."""
+    """Training step at which schedules end, independent of the run. null: the run's last step."""
     num_cycles: PositiveFloat = 0.5
-    """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
+    """Periods of the cosine schedule; with 0.5 the rate falls once."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and of AdamW's moments between steps; bfloat16 loses updates of less than a 256th."""
     zero_indexed_step: bool = False
-    """Whether a schedule counts steps from 0, as verl's do: the first step of a warm-up then has a rate of 0."""
+    """Whether schedules count steps from 0, as in verl: the first step of a warm-up then has a rate of 0."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -134,31 +134,31 @@ class FSDPConfig(Section):
     """Dtype that computes (mixed precision; the master weights are float32). auto: bfloat16 where the machine is fast
     at it, else float32. In float16, which CPUs are slow at, losses are scaled: see `max_nonfinite_steps`."""
     fsdp_size: MinusOneOrCount = -1
-    """Ranks that shard one copy of the weights, tensor and pipeline parallelism aside. -1: all; 1: no sharding."""
+    """Ranks that shard one copy of the weights, apart from tensor and pipeline parallelism. -1: all; 1: no sharding."""
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
     offload_policy: bool = False
     """Whether float32 weights and optimizer state always stay, and are stepped, in the memory of the CPU; with CUDA."""
     param_offload: bool = False
-    """Whether weights leave the device while other roles work: to `trainer.offload_dir`. A rollout that computes with
-    the actor's own modules keeps what it reads; float32 masters behind them leave."""
+    """Whether weights are offloaded to `trainer.offload_dir` while other roles work. If the rollout computes with
+    the actor's own modules, only the float32 master weights are offloaded."""
 
 
 class TrainingFSDPConfig(FSDPConfig):
     """FSDP2 of a role that learns."""
 
     optimizer_offload: bool = False
-    """Whether AdamW's moments leave the device between updates: to `trainer.offload_dir`."""
+    """Whether AdamW's moments are offloaded to `trainer.offload_dir` between updates."""
     grad_offload: bool | None = None
     """Whether the float32 sums of gradients are freed between updates. null: on an accelerator."""
 
 
 class ReferenceFSDPConfig(Section):
-    """Memory of the reference; its ranks are arranged as the actor's."""
+    """Memory of the reference. Its ranks are arranged like the actor's."""
 
     param_offload: bool | None = None
-    """Whether its weights rest in `trainer.offload_dir` while it is not used. null: on an accelerator, where it is
-    colocated with the actor."""
+    """Whether its weights are offloaded to `trainer.offload_dir` while it is not used. null: true on an accelerator if
+    it is colocated with the actor."""
 
 
 class CheckpointConfig(Section):
@@ -171,7 +171,7 @@ class CheckpointConfig(Section):
     load_contents: list[CheckpointPart] = Field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
-    """Parts to read on resume. Left out: the parts that are written, without `hf_model`."""
+    """Parts to read on resume. Default: the parts of `save_contents`, without `hf_model`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -187,7 +187,7 @@ class RoleProfilerConfig(Section):
     """Processes of a role that `global_profiler` profiles."""
 
     ranks: list[NonNegativeInt] | None = None
-    """Ranks of the role. null: all, []: none. Reference and rollout have the actor's."""
+    """Ranks of the role. null: all, []: none. Reference and rollout use the actor's ranks."""
 
 
 class ParallelConfig(Section):
@@ -198,7 +198,7 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
     pipeline_model_parallel_size: Count = 1
-    """Pipeline parallelism: stages that have some of the layers each."""
+    """Pipeline parallelism: number of stages, each with some of the layers."""
     expert_parallel_size: Count = 1
     """Expert parallelism: of the ranks that shard one copy of the weights, those that divide the experts of each layer;
     tokens travel to them. It divides the experts. On Megatron-core any neighbours in a pipeline stage."""
@@ -242,7 +242,7 @@ class BatchingConfig(ParallelConfig):
     """Mini-batches and their micro-batches (gradient accumulation), on which no gradient depends."""
 
     ppo_mini_batch_size: Count = 256
-    """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
+    """Prompts of an optimizer step (each with its `rollout.n` responses)."""
     ppo_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = (
         None
     )
@@ -264,7 +264,7 @@ class BatchingConfig(ParallelConfig):
     ] = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
     grad_clip: PositiveFloat = 1.0
-    """Largest norm of the gradient; a longer one is scaled down to it."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
     max_nonfinite_steps: Count = 3
     """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops. In
     float16 such a step halves the loss scale, and counts once the scale is 1."""
@@ -278,9 +278,9 @@ class MegatronConfig(Section):
     virtual_pipeline_model_parallel_size: Count | None = None
     """Virtual pipeline stages: chunks of layers on each pipeline rank, interleaved with the others'. null: one."""
     sequence_parallel: bool = True
-    """Whether the ranks of tensor parallelism have a part of the tokens each where layers are not cut (norms, sums)."""
+    """Whether tensor-parallel ranks divide the tokens in parts of layers that are not sharded (norms, sums)."""
     use_distributed_optimizer: bool = True
-    """Whether data-parallel ranks shard float32 weights and AdamW's moments (ZeRO-1)."""
+    """Whether data-parallel ranks shard float32 master weights and AdamW's moments (ZeRO-1)."""
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
 
@@ -297,7 +297,7 @@ class PolicyLossConfig(Section):
     loss_mode: Name = "vanilla"
     """Name of a registered policy loss, or `path/to/file.py:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: options of that loss under the names that it gives them; they may stand beside loss_mode too."""
+    """Open dictionary: options of that loss, under its own names; they may also be written next to loss_mode."""
 
     @model_validator(mode="before")
     @classmethod
@@ -324,13 +324,13 @@ class ActorConfig(BatchingConfig):
     """Training engine of all roles. fsdp, fsdp2: FSDP2, for any Hugging Face model; megatron: Megatron-core."""
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     clip_ratio: NonNegativeFloat = 0.2
-    """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
+    """Shorthand for `clip_ratio_low` and `clip_ratio_high`, for those that are not set."""
     clip_ratio_low: NonNegativeFloat = 0.2
     """Clip range of the probability ratio (importance weight of a token) below 1."""
     clip_ratio_high: NonNegativeFloat = 0.2
     """Clip range of the probability ratio above 1."""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """Dual clip: largest ratio that counts for a negative advantage, above 1."""
+    """Dual clip: upper bound of the ratio for a negative advantage, above 1."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per nat."""
     calculate_entropy: bool = False
@@ -345,12 +345,12 @@ class ActorConfig(BatchingConfig):
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, which is 1 where all get as many tokens."""
+    """Weight of the load-balancing loss of a mixture of experts, which is 1 if all experts get equally many tokens."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the z-loss of routers: the square of the log of the sum of exponentials, added over layers."""
     router_replay: Literal["off", "rollout", "old_log_prob"] = "off"
-    """Whose choice of experts the update repeats: none; the rollout's (R3), the pass for old log-probs too; that pass's
-    (R2)."""
+    """Choice of experts that the update repeats. off: none; rollout: the rollout's (R3), also in the pass for old
+    log-probs; old_log_prob: that pass's (R2)."""
     freeze_vision_tower: bool = False
     """Whether the vision encoder of a vision-language model keeps its weights, in the compute dtype."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -401,7 +401,7 @@ class CriticModelConfig(Section):
 
 
 class CriticConfig(BatchingConfig):
-    """The update of the value model (it exists when the advantage estimator takes values)."""
+    """The update of the value model, which exists if the advantage estimator uses values."""
 
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)
     ppo_max_token_len_per_gpu: Count = 32768

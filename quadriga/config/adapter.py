@@ -26,10 +26,22 @@ MAX_RANK = 512
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 # Further features of PEFT. Merging would silently ignore them.
 _NOT_PLAIN = (
-    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern",
-    "layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices", "megatron_config",
-    "alora_invocation_tokens", "use_qalora", "use_bdlora", "exclude_parameters",
-)  # fmt: skip
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "exclude_parameters",
+)
 _MODEL = "actor_rollout_ref.model"
 _DECIDES = {
     "native": "the actor's own modules compute with the adapter, a copy of them with merged weights",

@@ -97,21 +97,21 @@ class RolloutCorrectionConfig(Section):
     """Off-policy correction: importance sampling weights and rejection of samples, for staleness or engine mismatch."""
 
     preset: Preset | None = None
-    """A named off-policy correction: a choice of the keys below; those given as well hold. `disabled`: none."""
+    """Named choice of the keys below, of which any may be set as well. `disabled`: no off-policy correction."""
     bypass_mode: bool = False
-    """Whether the rollout's policy is taken as the old one: no pass for old log-probabilities, a loss of its own."""
+    """Whether the rollout's policy is the old policy: no pass for old log-probabilities, and a separate loss."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Bypass: `ppo_clip` clips the ratio over the rollout; `reinforce` weighs policy gradient by `rollout_is`."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance sampling weights of tokens, or of whole responses. null: none."""
     rollout_is_threshold: float | str = 2.0
-    """Largest importance weight; larger ones are truncated. `LOWER_UPPER`, as in 0.5_5.0: others become 0 (IcePop)."""
+    """Upper bound to which weights are truncated; or `LOWER_UPPER`, as in 0.5_5.0: others become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Whether weights are divided by their mean over the batch; with bypass_mode this costs the pass it saves."""
     rollout_rs: str | None = None
     """Rejection sampling by `token`, `seq_sum`, `seq_mean`, `seq_max` and `_k1`, `_k2`, `_k3`; several with commas."""
     rollout_rs_threshold: float | str | None = None
-    """Largest divergence kept, for all rules or for each with commas; k1: ratios `LOWER_UPPER`, or the upper alone."""
+    """Largest divergence to accept, one for all rules or a list with commas; k1: ratios `LOWER_UPPER`, or the upper."""
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +208,7 @@ class KLControlConfig(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the coefficient stays or follows `target_kl`."""
+    """fixed: a constant coefficient; adaptive: it follows `target_kl`."""
     kl_coef: NonNegativeFloat = 0.001
     """The coefficient (adaptive: its first value), reward per nat."""
     horizon: Count = 10000
@@ -243,7 +243,7 @@ class AlgorithmConfig(Section):
     adv_estimator: Name = "grpo"
     """Name of a registered advantage estimator, or `path/to/file.py:function`."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: options of that estimator, under the names that it gives them."""
+    """Open dictionary: options of that estimator, under its own names."""
     gamma: Share = 1.0
     """Discount of a later reward, per token, in [0, 1]."""
     lam: Share = 1.0
@@ -251,7 +251,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Whether GRPO divides by the standard deviation of the group (false: Dr. GRPO)."""
     use_kl_in_reward: bool = False
-    """Whether the KL divergence from the reference model is taken off the reward, token by token."""
+    """Whether the KL divergence from the reference model is subtracted from the reward of each token."""
     kl_penalty: KLKind = "kl"
     """Estimator of that divergence."""
     kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)

@@ -21,26 +21,26 @@ class AsyncTrainingConfig(Section):
     """Generation during training, on samples of bounded staleness."""
 
     enable: bool = False
-    """Whether generation and training run at the same time, each with weights of its own."""
+    """Whether generation and training run at the same time, with separate weights."""
     preset: Literal["one_step_off", "bounded", "streaming"] | None = None
-    """Names a choice of the keys below, which hold where given: one_step_off (1, finish), bounded (1, continue),
+    """Named choice of the keys below, of which any may be set as well: one_step_off (1, finish), bounded (1, continue),
     streaming (1, continue, by_mini_batch)."""
     max_staleness: NonNegativeInt = 1
-    """Versions by which the oldest token of a sample may be behind the weights that a step begins with. 0: lockstep."""
+    """Versions by which a sample's oldest token may be behind the weights at the beginning of a step. 0: lockstep."""
     in_flight: Literal["continue", "finish"] = "continue"
-    """Sequences under way at new weights: `continue` with them, or `finish` with theirs, until which none starts."""
+    """Sequences in flight when weights change: `continue` with new weights; or `finish` first, while none starts."""
     on_stale: Literal["wait", "drop"] = "wait"
-    """A step waits for the samples that were started for it, or takes what is there, and what is too old is dropped."""
+    """wait: a step waits for the samples started for it; drop: it uses finished samples, and drops stale ones."""
     by_mini_batch: bool = False
-    """Whether an update starts with each mini-batch that is complete, instead of with the whole batch."""
+    """Whether updates start with each complete mini-batch, instead of the complete batch."""
     sync_every: Count = 1
     """Training steps between two publications of weights; each publication is a version."""
     deterministic: bool = False
-    """Whether the rollout waits for weights at fixed places, so that the same configuration gives the same numbers."""
+    """Whether the rollout waits for weights at fixed points, so that the same configuration gives the same numbers."""
     replay: PathText | None = None
     """Record of an earlier run, `async_schedule.jsonl` in its directory, whose schedule is repeated. null: none."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """`continue`: the KV cache of sequences under way is computed anew with new weights, or that of older ones kept."""
+    """With `continue`: recompute the KV cache of sequences in flight with new weights, or keep the old one."""
 
     @model_validator(mode="before")
     @classmethod

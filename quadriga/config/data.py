@@ -49,7 +49,7 @@ class DataGenConfig(FromFile):
     name: str | None = None
     """Name of the class in that file."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: what the class reads as `config.options`."""
+    """Open dictionary: `config.options` of that class."""
 
 
 class SamplerConfig(FromFile):
@@ -72,11 +72,11 @@ class ImageSizeConfig(Section):
     """Pixels of an image or a frame, at most; larger ones are made smaller, and take fewer tokens. null: as the model's
     own files say."""
     fps: PositiveFloat | None = None
-    """Frames that are taken of a second of video. null: as the model's own files say, or else 2."""
+    """Frames per second of video. null: as the model's files say, else 2."""
     min_frames: Count | None = None
-    """Frames that are taken of a video, at least, if it has so many. null: as the model's own files say, or else 4."""
+    """Least number of frames of a video, if it has as many. null: as the model's files say, else 4."""
     max_frames: Count | None = None
-    """Frames that are taken of a video, at most, however long. null: as the model's own files say, or else 768."""
+    """Largest number of frames of a video. null: as the model's files say, else 768."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -100,13 +100,13 @@ class DataConfig(Section):
     """Shares of the entries of `data.train_files` among the rows that are drawn, one for each: `[0.7, 0.3]`. Empty:
     each row of all files is drawn once an epoch."""
     mixture_until: Literal["first", "all"] = "first"
-    """When an epoch of a mixture ends: once the first entry has no more rows, or once all were drawn, others again."""
+    """End of an epoch of a mixture. first: an entry has no more rows; all: all rows were drawn, some of them again."""
     format: Literal["messages", "prompt_response"] = "messages"
     """SFT: format of rows. messages: a chat in one column; prompt_response: two columns, one turn each."""
     messages_key: Name = "messages"
-    """SFT: column with the chat, where `data.format=messages`; every turn of the assistant in it is learned."""
+    """SFT: column with the chat for `data.format=messages`; all turns of the assistant are learned."""
     tools_key: Name = "tools"
-    """SFT: column with the tools that the chat template is given, in rows that have it."""
+    """SFT: optional column with tools for the chat template."""
     prompt_key: Name = "prompt"
     """Column that holds the prompt, a list of chat messages (a supervised task: or text; `extra_info.question` is the
     entry of that name in a column of dictionaries, and so for the other columns)."""
@@ -135,18 +135,18 @@ class DataConfig(Section):
     gen_batch_size: Count | None = None
     """Prompts that are generated for at a time with `algorithm.filter_groups`. null: as many as train_batch_size."""
     val_batch_size: Count | None = None
-    """Rows a validation batch takes. null: the whole set at once (`quadriga generate --output`: 256)."""
+    """Rows of a validation batch. null: all rows at once (`quadriga generate --output`: 256)."""
     tokenizer: PathText | None = None
     """Path or hub name of the tokenizer. null: the model's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the tokenizer may be run."""
     return_multi_modal_inputs: bool = True
-    """Whether rows carry what the model takes of their images and videos. False: the trainer makes it of them when it
-    takes a batch, so that worker processes of the loader send no patches."""
+    """Whether rows contain the model's inputs for images and videos. False: the trainer computes them when it reads a
+    batch, so that worker processes of the loader send no patches."""
     return_raw_chat: bool = False
-    """Whether rows carry the chat messages as `raw_prompt`."""
+    """Whether rows contain the chat messages as `raw_prompt`."""
     return_full_prompt: bool = False
-    """Whether rows carry the rendered text of the prompt as `full_prompts`."""
+    """Whether rows contain the rendered text of the prompt as `full_prompts`."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False

@@ -16,7 +16,7 @@ class DistillationConfig(ParallelConfig):
     """On-policy distillation: a student learns from a teacher's probabilities of its own responses."""
 
     enable: bool = False
-    """Whether a teacher says how likely the tokens of each response are, and the student learns from it."""
+    """Whether the student learns from a teacher's probabilities of the tokens of each response."""
     path: PathText | None = None
     """The teacher: a folder, a hub name, or addresses of servers with vLLM's API (`http://host:8000`), with commas."""
     teachers: dict[str, PathText] = Field(default_factory=dict)
@@ -24,18 +24,18 @@ class DistillationConfig(ParallelConfig):
     loss_mode: KLKind | Literal["forward_kl_topk"] = "k1"
     """Reverse KL by one of these estimators of the drawn token; or forward KL on the teacher's `topk` tokens."""
     topk: Annotated[Count, ReadIf("loss_mode", (_TOP_K,))] = 32
-    """Likeliest tokens of the teacher at each place."""
+    """Number of the teacher's most likely tokens at each position."""
     use_policy_gradient: bool = True
-    """Whether a token's divergence is its reward, undiscounted, and so taken off its advantage; else it is a loss. Left
-    out it is false with `forward_kl_topk`, which can only be a loss."""
+    """Whether a token's divergence is subtracted from its advantage, without discount; else it is a loss. The default
+    is false for `forward_kl_topk`, which can only be a loss."""
     use_task_rewards: bool = True
-    """Whether the advantages of the rewards count, too; false: the teacher alone does, and rewards are reported."""
+    """Whether the policy also learns from rewards; false: it only learns from the teacher, and rewards are reported."""
     loss_coef: PositiveFloat = 1.0
     """Weight of the divergence, per nat."""
     loss_max_clamp: PositiveFloat | None = None
-    """Largest size of a token's divergence, in nats. null: any."""
+    """Upper bound of the absolute divergence of a token, in nats. null: none."""
     log_prob_min_clamp: Annotated[NegativeFloat | None, ReadIf("loss_mode", (_TOP_K,))] = None
-    """Lower log-probabilities of student and teacher count as this one, in nats. null: they count as they are."""
+    """Lower bound to which log-probabilities of student and teacher are clamped, in nats. null: none."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass of a teacher."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -46,7 +46,7 @@ class SamplingConfig(Section):
     n: Count = 1
     """Responses for each prompt."""
     temperature: Annotated[NonNegativeFloat, ReadIf("do_sample", (True,))] = 0.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the most likely token."""
     top_p: TopShare = 1.0
     """Keeps the likeliest tokens up to this much probability, in (0, 1]. 1: all."""
     top_k: MinusOneOrCount = -1
@@ -54,7 +54,7 @@ class SamplingConfig(Section):
     min_p: Share = 0.0
     """Drops tokens below this share of the likeliest token's probability, in [0, 1]. 0: none."""
     do_sample: bool = False
-    """Whether tokens are drawn; false takes the likeliest one, whatever the temperature."""
+    """Whether tokens are sampled; false takes the most likely one at any temperature."""
 
     def findings(self, at: str) -> Findings:
         if self.do_sample and self.temperature == 0:
@@ -68,11 +68,11 @@ class SkipConfig(Section):
     """The rollout cache: stored generations, to work on later parts of a step without generating."""
 
     enable: bool = False
-    """Whether a step whose generations are in `dump_dir` takes them from there, and others are written to it."""
+    """Whether a step reads its generations from `dump_dir` if they are there, and else writes them to it."""
     dump_dir: PathText = "outputs/rollout_dump"
     """Folder of the rollout cache, a file for each step."""
     action: Literal["cache", "repeat"] = "cache"
-    """`cache` keeps each step's own; `repeat` uses the first that was kept in every step."""
+    """cache: each step has its own file; repeat: all steps use the first file."""
 
     def findings(self, at: str) -> Findings:
         if self.enable:
@@ -106,19 +106,19 @@ class RolloutConfig(LogProbConfig):
     min_p: Share = 0.0
     """Drops tokens below this share of the likeliest token's probability, in [0, 1]. 0: none."""
     do_sample: bool = True
-    """Whether tokens are drawn; training needs it."""
+    """Whether tokens are sampled; training needs it."""
     max_num_seqs: Count = 256
-    """Sequences that are generated at the same time (continuous batching); more wait for a free place."""
+    """Sequences that are generated at the same time (continuous batching); others wait for a free slot."""
     ignore_eos: bool = False
-    """Whether generation goes on after the end-of-text token, up to `data.max_response_length`."""
+    """Whether generation continues after the end-of-text token, up to `data.max_response_length`."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Token ids that end a response, besides the model's own."""
     stop: list[Name] = Field(default_factory=list)
     """Stop strings: texts that end a response; the token that completes one is kept."""
     max_model_len: Annotated[Count | None, _NOT_OF_SERVERS] = None
-    """Longest sequence that the engine takes, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
+    """Longest sequence of the engine, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
     max_num_batched_tokens: Annotated[Count, _NOT_OF_SERVERS] = 8192
-    """Tokens that the engine computes in one forward pass, at most."""
+    """Largest number of tokens in one forward pass of the engine."""
     cache_gigabytes: Annotated[PositiveFloat | None, _NOT_OF_SERVERS] = None
     """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need, on a GPU at
     most 70 % of what is free; `vllm` and `sglang` what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
@@ -134,20 +134,20 @@ class RolloutConfig(LogProbConfig):
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
     request_seeds: Annotated[bool, ReadIf("name", ("vllm",))] = True
-    """Whether each response is drawn with a seed of its own, whatever else is in its batch. false: `vllm` draws all
-    from one generator, which is faster on an accelerator; responses then depend on what they are generated with.
+    """Whether each response is sampled with its own seed, independent of its batch. false: `vllm` samples all from one
+    generator, which is faster on an accelerator; responses then depend on what they are generated with.
     Rollout groups need true."""
     enforce_eager: Annotated[bool, _OF_GRAPHS] = False
     """Whether `native`, `vllm` and `sglang` capture no CUDA graph on a GPU, and `vllm` compiles nothing: a faster
     start, slower steps."""
     free_cache_engine: bool = True
-    """Whether the engine gives back its memory (weights, KV cache) while the models train."""
+    """Whether the engine frees its memory (weights, KV cache) while the models train."""
     update_weights_bucket_megabytes: Count = 512
     """Bucket size of weight sync to an engine that does not share the actor's weights, in MiB."""
     log_prob_diff_warn: NonNegativeFloat = 0.1
     """Mean absolute difference of the rollout's and trainer's log-probs (mismatch), in nats, above which it warns."""
     log_prob_diff_stop: NonNegativeFloat | None = None
-    """The same, above which the run stops. null: never."""
+    """Mean absolute difference, in nats, above which the run stops. null: never."""
     trace_dir: PathText | None = None
     """Folder for one JSONL record of each trajectory: turns, tokens, times, tool calls. null: none is written."""
     skip: SkipConfig = Field(default_factory=SkipConfig)

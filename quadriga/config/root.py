@@ -47,14 +47,32 @@ _SFT_DATA = (
     "max_length",
 )
 _SHARED_DATA = (
-    "train_files", "val_files", "prompt_key", "truncation", "filter_overlong_prompts", "train_batch_size",
-    "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir", "train_max_samples",
-    "val_max_samples", "on_bad_row",
-)  # fmt: skip
+    "train_files",
+    "val_files",
+    "prompt_key",
+    "truncation",
+    "filter_overlong_prompts",
+    "train_batch_size",
+    "val_batch_size",
+    "tokenizer",
+    "apply_chat_template_kwargs",
+    "shuffle",
+    "seed",
+    "cache_dir",
+    "train_max_samples",
+    "val_max_samples",
+    "on_bad_row",
+)
 _RL_TRAINER = (
-    "log_val_generations", "placement", "resource_pools", "balance_batch", "val_only",
-    "critic_warmup", "rollout_data_dir", "validation_data_dir",
-)  # fmt: skip
+    "log_val_generations",
+    "placement",
+    "resource_pools",
+    "balance_batch",
+    "val_only",
+    "critic_warmup",
+    "rollout_data_dir",
+    "validation_data_dir",
+)
 _ACTOR = "actor_rollout_ref.actor"
 _SUPERVISED_KEYS = (
     "task",

@@ -108,15 +108,15 @@ class TrainerConfig(Section):
     """Ranks of a resource pool on each machine, a process each (docs/async.md: vLLM beside training takes several): one
     per GPU or, without GPUs, so many that share the cores."""
     save_freq: Frequency = -1
-    """Training steps between checkpoints, or after_each_epoch; the last step has one too. -1: no checkpoints."""
+    """Training steps between checkpoints, or after_each_epoch; the last step also writes one. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
     """Seconds to spare before the time at which the machine is taken back, as the environment says: a checkpoint is
     written after a step that may be the last one before it, if `save_freq` asks for any."""
     test_freq: Frequency = -1
-    """Training steps between validations, or after_each_epoch; the last one has one too. -1: none (a supervised task:
+    """Training steps between validations, or after_each_epoch; the last step also has one. -1: none (supervised tasks:
     before and after)."""
     val_before_train: bool = True
-    """Whether the untrained model is validated first, where there are validation files."""
+    """Whether the untrained model is validated first, if there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = (
         "outputs/{project_name}/{experiment_name}"
     )
@@ -126,7 +126,8 @@ class TrainerConfig(Section):
     that end with their process; on a disk. null: `offload` in `default_local_dir`. On CUDA it goes to pinned
     memory of the host."""
     resume_mode: ResumeMode = "auto"
-    """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
+    """auto: resume from the run's newest checkpoint, if any; disable: start from scratch; resume_path: resume from
+    `resume_from_path`."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
     resume_fallback: Annotated[
@@ -160,11 +161,11 @@ class TrainerConfig(Section):
     """Whether the state after each step is copied into the nodes' memory, so that a lost process costs no more than a
     step (on Ray, where restarts are allowed); it takes twice the size of the trained weights and their optimizer."""
     balance_batch: bool = True
-    """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
+    """Whether sequences are balanced over data-parallel ranks by their lengths."""
     val_only: bool = False
-    """Whether the run ends after its first validation, which it then has in any case."""
+    """Whether the run ends after its first validation."""
     critic_warmup: NonNegativeInt = 0
-    """Training steps in which only the critic learns."""
+    """Training steps at the beginning in which only the critic learns."""
     rollout_data_dir: PathText | None = None
     """Directory for the responses of every step, as JSONL. null: they are not written."""
     validation_data_dir: PathText | None = None
