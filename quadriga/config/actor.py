@@ -111,7 +111,7 @@ class OptimConfig(Section):
     min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
     """Learning rate at the end of cosine and linear schedules, as a share of `lr`, in [0, 1]."""
     total_training_steps: Count | None = None
-    """Training step at which schedules end, independent of the run. null: the run's last step."""
+    """Training step at which schedules end, whenever the run ends. null: the last step of training."""
     num_cycles: PositiveFloat = 0.5
     """Periods of the cosine schedule; with 0.5 the rate falls once."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -219,6 +219,7 @@ def _check_pairs(config: Config) -> Findings:
             yield wrong(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
 
 
+# Missing files come first: they are the most frequent mistake.
 _SUPERVISED_CHECKS: tuple[Check, ...] = (
     check_files,
     check_paths,

@@ -195,6 +195,7 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
         independent = "the gradient does not depend on their size"
         yield f"{count} of {plan.micro_batch_sequences} in a mini-batch; {independent}"
 
+    # The loss, and what the advantages come from.
     teacher = config.distillation
     loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
     if teacher.enable:
@@ -299,6 +300,7 @@ def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> s
         passes = _count(trainer.max_epochs, "pass", "passes")
         return f"{steps} until {passes} over the data are taken{each}"
     if num_batches:
+        # The prompts have been counted, so the number of steps is known.
         num_steps = trainer.num_steps(num_batches)
         passes = _count(_ceil_div(num_steps, num_batches), "epoch")
         return f"{_count(num_steps, 'step')}: {batches} per epoch, {passes}"

@@ -175,6 +175,7 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
+    # All sections above the key, and the options of a loss, an estimator or a dataset beside it.
     path = key.split(".")
     candidates = [".".join(path[:depth]) for depth in range(1, len(path))]
     candidates.append(".".join((*path[:-1], "options")))
@@ -233,6 +234,7 @@ def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
             by_name.append(leaf)
         elif all(word in f"{leaf.key} {leaf.meaning}".lower() for word in lower_words):
             by_meaning.append(leaf)
+    # A key takes a paragraph: name and default, type, meaning.
     blocks = []
     for leaf in by_name + by_meaning:
         meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")

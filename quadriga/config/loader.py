@@ -76,6 +76,7 @@ def load_config(
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
+    # The task comes first, because it decides which keys exist and how they are spelled.
     reading = _Reading(chosen_task, problems=problems)
     for tree, places in [({"task": chosen_task}, {}), *trees, (values, {})]:
         for key, value in tree.items():
@@ -142,6 +143,7 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     key = spelled(match["key"], task)
     text = match["value"].strip()
     section, _, name = key.rpartition(".")
+    # Only a user's dataset may have new keys, with Hydra's sign for them.
     is_new = match["sign"] and not leaf_of(key, task) and not nearest_keys(key, task)
     if is_new and section == "data":
         key = f"data.custom_cls.options.{name}"
@@ -328,6 +330,7 @@ class _Reading:
 
         Values that are refused are replaced by defaults, so that checks between keys can continue.
         """
+        # The second attempt has defaults in place of the refused values.
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)

@@ -99,6 +99,7 @@ def place_roles(
         ConfigError: a role has no pool.
     """
     pools = role_pools(trainer, asked)
+    # Without a reference `actor_rollout_ref` is called `actor_rollout`.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
     needed_roles = []
@@ -457,6 +458,7 @@ def check_placement(config: Config) -> Findings:
         got = f"'{trainer.device}', with trainer.backend=ray"
         fix = "Ray gives each process a device of its own."
         yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
+    # In a user's placement any role and any pool may be missing or misspelled.
     optional_roles = asked_roles(config)
     pools = role_pools(trainer, optional_roles)
     unknown_roles = [role for role in pools if role not in ROLES]
@@ -490,6 +492,7 @@ def _check_local(config: Config) -> Findings:
             fix = "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`)."
             yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
 
+    # Keys about several processes, their recovery and the cluster.
     default = TrainerConfig()
     names = [
         "placement",

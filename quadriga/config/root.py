@@ -74,6 +74,7 @@ _RL_TRAINER = (
     "validation_data_dir",
 )
 _ACTOR = "actor_rollout_ref.actor"
+# Patterns of the keys that a supervised task reads: it neither generates nor computes advantages.
 _SUPERVISED_KEYS = (
     "task",
     "trainer.*",
@@ -123,10 +124,10 @@ class ActorRolloutRefConfig(Section):
 
 
 class Config(Section):
-    """Configuration of a run."""
+    """All settings of a run."""
 
     task: Literal["rl", "sft", "reward_model"] = "rl"
-    """Task of the run. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
+    """Task. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
     reward_model: train a reward model that scores the better response of a pair higher."""
     data: DataConfig = Field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
@@ -198,6 +199,7 @@ def spelled_text(text: str, task: str) -> str:
     if task == "rl":
         return text
     text = text.replace("data.max_prompt_length + data.max_response_length", "data.max_length")
+    # Not `task`, the first: it is also an ordinary word.
     for full, short in list(_SHORT.items())[1:]:
         text = text.replace(full, short)
     return text.replace("`ppo_m", "`m")
