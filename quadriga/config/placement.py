@@ -99,7 +99,6 @@ def place_roles(
         ConfigError: a role has no pool.
     """
     pools = role_pools(trainer, asked)
-    # Without a reference `actor_rollout_ref` is called `actor_rollout`.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
     needed_roles = []
@@ -107,6 +106,7 @@ def place_roles(
         needed_roles.append("rollout")
     if policy != "actor_rollout_ref" and has_reference:
         needed_roles.append("ref")
+    # Without a reference inside, the policy is called `actor_rollout`.
     if policy == "actor_rollout_ref" and not has_reference:
         policy = "actor_rollout"
     if has_critic:
