@@ -6,7 +6,7 @@ section check its values alone. The checks of paths, of the rollout, of asynchro
 placement have files of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from quadriga.config.actor import ActorConfig, CriticConfig
 from quadriga.config.adapter import check_adapter
@@ -33,8 +33,6 @@ from quadriga.config.rollout_checks import (
 )
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
-
-Check = Callable[[Config], Findings]
 
 
 def training_findings(
@@ -220,7 +218,7 @@ def _check_pairs(config: Config) -> Findings:
 
 
 # Missing files come first: they are the most frequent mistake.
-_SUPERVISED_CHECKS: tuple[Check, ...] = (
+_SUPERVISED_CHECKS = (
     check_files,
     check_paths,
     check_layouts,
@@ -229,7 +227,7 @@ _SUPERVISED_CHECKS: tuple[Check, ...] = (
     check_adapter,
     check_supervised,
 )
-_CHECKS: tuple[Check, ...] = (
+_CHECKS = (
     check_files,
     check_paths,
     check_sections,
