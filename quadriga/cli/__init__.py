@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands. Each is a module with `main(argv) -> int`, loaded only when it is called."""
+"""The commands. Each is a module with `main(argv) -> int`, imported on demand."""

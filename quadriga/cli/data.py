@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga data inspect`: what a data file holds, and what a run would make of it."""
+"""`quadriga data inspect`: contents of a data file, and how a run would read it."""
 
 import argparse
 import base64
@@ -40,8 +40,9 @@ from quadriga.workers.generation import (
     prompt_context,
 )
 
-_LISTED, _BARS, _WIDTH = 20, 12, 40
-"""Bad rows that are listed; bars of a histogram, and characters of its longest."""
+_NUM_LISTED = 20  # bad or long rows to list
+_NUM_BARS = 12  # bars of a histogram
+_BAR_WIDTH = 40  # characters of the longest bar
 
 
 class _Chats(MultiTurnSFTDataset):
@@ -49,8 +50,8 @@ class _Chats(MultiTurnSFTDataset):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show rows, schema and lengths of data files, one prompt as the model gets it, and what would be left out and
-    why."""
+    """Show rows, schema and lengths of data files, one prompt as the model gets it, and the rows
+    that would be left out, with the reason."""
     parser = argparse.ArgumentParser(prog="quadriga data inspect", description=main.__doc__)
     parser.add_argument("what", choices=("inspect",), help=argparse.SUPPRESS)
     parser.add_argument(
@@ -80,34 +81,39 @@ def main(argv: Sequence[str]) -> int:
 
 
 def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None:
-    """Print what a file holds; where the configuration has a model or a tokenizer also `row` as a model gets it.
-    Raises DataError: the file cannot be read."""
+    """Print the contents of a data file.
+
+    Args:
+        config: a configuration. Tokens are counted if it has a model or a tokenizer.
+        path: the data file.
+        row: the row to print as a model gets it.
+        num_rows: number of rows to print as they are.
+
+    Raises:
+        DataError: the file cannot be read, or does not have the row.
+    """
     errors: list[DataError] = []
-    table = read_table(path, config.data.cache_dir, errors, config.data.chat_columns)
+    data = config.data
+    table = read_table(path, data.cache_dir, errors, data.chat_columns)
     if not 0 <= row < len(table):
         raise DataError("--row", got=f"{row} of {path}", expected=f"0 to {len(table) - 1}")
     print(f"{path}: {len(table)} rows, {decimal(path.stat().st_size)}")
     print(*_schema(table), sep="\n")
     for number in range(min(num_rows, len(table))):
         print(f"row {number}")
-        texts = ((name, repr(value)) for name, value in table[number].items())
-        print(
-            *(f"  {name}: {text[:297]}{'...' if len(text) > 297 else ''}" for name, text in texts),
-            sep="\n",
-        )
-    data = config.data
+        for name, value in table[number].items():
+            text = repr(value)
+            print(f"  {name}: {text[:297]}{'...' if len(text) > 297 else ''}")
+
     is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
     key = data.messages_key if is_chat else data.prompt_key
     if key not in table.columns:
         print(f"no column {key!r}: data.prompt_key or data.messages_key names the one to measure")
     elif not (config.actor_rollout_ref.model.path or data.tokenizer):
-        texts = (
-            json.dumps(one[key], ensure_ascii=False)
-            for some in table.batches([key], BATCH_ROWS)
-            for one in some
-        )
-        lengths = np.array([len(text) for text in texts])
-        print(*_histogram(lengths, "characters of JSON (tokens with --model)"), sep="\n")
+        lengths = []
+        for rows in table.batches([key], BATCH_ROWS):
+            lengths += [len(json.dumps(values[key], ensure_ascii=False)) for values in rows]
+        print(*_histogram(np.array(lengths), "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
         _print_chats(config, path, row)
     else:
@@ -115,19 +121,21 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
 
 
 def _print_chats(config: Config, path: Path, row: int) -> None:
-    """How long conversations are, which would be left out, and one with its learned tokens."""
+    """Print lengths of conversations, the rows that are left out, and the learned tokens of a row."""
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
     options: dict[str, Any] = {}
-    if model_path := config.actor_rollout_ref.model.path:
+    model_path = config.actor_rollout_ref.model.path
+    if model_path:
         options = {
             "processor": build_processor(config),
             "stop_token_ids": declared_stop_token_ids(model_path),
+            "vocabulary_size": embedding_limit(config, encoder.tokenizer),
         }
-        options["vocabulary_size"] = embedding_limit(config, encoder.tokenizer)
     chats = _Chats([path], encoder.tokenizer, skips, **options)
-    print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
+    lengths = np.array([len(chat.ids) for chat in chats.rows])
+    print(*_histogram(lengths, "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
     if chats.rows:
         shown = chats.rows[min(row, len(chats) - 1)]
@@ -135,39 +143,28 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
 
 
 def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataError]) -> None:
-    """How long prompts are, which would be left out, and one as the model gets it."""
-    data, processor = (
-        config.data,
-        build_processor(config) if config.actor_rollout_ref.model.path else None,
-    )
+    """Print lengths of prompts, the rows that are left out, and a row as the model gets it."""
+    data = config.data
+    processor = build_processor(config) if config.actor_rollout_ref.model.path else None
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     context = prompt_context(config, encoder.tokenizer)
-    meter, workers = (
+    measured, row_errors = prompt_lengths(
+        table,
         PromptMeter(encoder, processor, data, context=context),
-        data.filter_overlong_prompts_workers,
+        cache_dir=data.cache_dir,
+        num_workers=data.filter_overlong_prompts_workers,
     )
-    measured, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
-    print(
-        f"{told_prompts(measured)}; {np.count_nonzero(measured['notes'] & WITH_TOOLS)} of them with tools"
-    )
+    num_with_tools = np.count_nonzero(measured["notes"] & WITH_TOOLS)
+    print(f"{told_prompts(measured)}; {num_with_tools} of them with tools")
     lengths = measured["tokens"]
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
-    errors, long = [*errors, *found], np.flatnonzero(lengths > data.max_prompt_length)
-    print(
-        f"over data.max_prompt_length={data.max_prompt_length}: {len(long)} of {len(lengths)} rows"
-    )
-    print(
-        *(f"  row {number}: {lengths[number]} tokens\n" for number in long[:_LISTED]),
-        sep="",
-        end="",
-    )
-    print(f"bad: {len(errors)} rows", *errors[:_LISTED], sep="\n  ")
-    if (rest := max(len(long), len(errors)) - _LISTED) > 0:
-        print(f"  (the first {_LISTED} of each; {rest} more)")
+    _print_left_out(lengths, data.max_prompt_length, [*errors, *row_errors])
     if lengths[row] == BAD:
         print(f"row {row} is one of the bad rows; --row N shows another")
         return
-    values, where = table[row], f"{table.path} row {row}"
+
+    values = table[row]
+    where = f"{table.path} row {row}"
     messages, media = read_prompt(values, data, is_vision=processor is not None, where=where)
     pictures, clips = read_media(media, processor, data, folder=table.path.parent, where=where)
     text = encoder.render(messages, where=where, tools=context.tools_of(values))
@@ -176,73 +173,93 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     if pictures or clips:
         print(f"{lengths[row]} tokens with those of all patches of images and videos")
     for number, clip in enumerate(clips):
-        print(
-            f"video {number}: {len(clip.indices)} of {clip.num_frames} frames, {clip.size[1]} x {clip.size[0]}"
-        )
+        frames = f"{len(clip.indices)} of {clip.num_frames} frames"
+        print(f"video {number}: {frames}, {clip.size[1]} x {clip.size[0]}")
     for number, picture in enumerate(pictures):
         print(f"image {number}: {picture.width} x {picture.height}")
-        if (drawn := _drawn(picture)) is not None:
-            print(drawn)
+        drawing = _drawn(picture)
+        if drawing is not None:
+            print(drawing)
+
+
+def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) -> None:
+    """Print the rows that are too long, and those that cannot be used."""
+    long_rows = np.flatnonzero(lengths > limit)
+    print(f"over data.max_prompt_length={limit}: {len(long_rows)} of {len(lengths)} rows")
+    for number in long_rows[:_NUM_LISTED]:
+        print(f"  row {number}: {lengths[number]} tokens")
+    print(f"bad: {len(errors)} rows", *errors[:_NUM_LISTED], sep="\n  ")
+    num_more = max(len(long_rows), len(errors)) - _NUM_LISTED
+    if num_more > 0:
+        print(f"  (the first {_NUM_LISTED} of each; {num_more} more)")
 
 
 def _schema(table: RowTable) -> Iterator[str]:
-    """A line for each column: its type, or its types in JSON, and in how many rows it has no value."""
-    num_nulls, types = Counter[str](), {name: Counter[str]() for name in table.columns}
+    """Lines with the type of each column, or its types in JSON, and its number of nulls."""
+    num_nulls = Counter[str]()
+    json_types = {name: Counter[str]() for name in table.columns}
     for rows in table.batches(table.columns, BATCH_ROWS):
         for row in rows:
-            num_nulls.update(name for name, value in row.items() if value is None)
-            if table.schema is None:
-                for name, value in row.items():
-                    types[name][type(value).__name__] += value is not None
-    for name, found in types.items():
-        in_json = ", ".join(one for one, count in found.items() if count)
-        kind = in_json if table.schema is None else table.schema.field(name).type
-        yield f"  {name}: {kind}{f', null in {num_nulls[name]} rows' if num_nulls[name] else ''}"
+            for name, value in row.items():
+                if value is None:
+                    num_nulls[name] += 1
+                elif table.schema is None:
+                    json_types[name][type(value).__name__] += 1
+    for name, counts in json_types.items():
+        kind = ", ".join(counts) if table.schema is None else table.schema.field(name).type
+        nulls = f", null in {num_nulls[name]} rows" if num_nulls[name] else ""
+        yield f"  {name}: {kind}{nulls}"
 
 
 def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
-    """Lengths in bars of equal width, and their quantiles."""
+    """Lines with the quantiles of lengths, and a histogram with bars of equal width."""
     if len(lengths) == 0:
         return
-    marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
-    yield "{}: {} to {}, median {}, 90 % up to {}, 99 % up to {}".format(
-        unit, *marks[[0, 4, 1, 2, 3]]
-    )
-    first, last = int(marks[0]), int(marks[4])
-    edges = np.arange(first, last + 1, max(1, -(-(last + 1 - first) // _BARS)))
+    quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
+    first, median, q90, q99, last = quantiles
+    yield f"{unit}: {first} to {last}, median {median}, 90 % up to {q90}, 99 % up to {q99}"
+    first = int(first)
+    last = int(last)
+    bar_range = max(1, -(-(last + 1 - first) // _NUM_BARS))
+    edges = np.arange(first, last + 1, bar_range)
     counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))
-    for count, left, right in zip(counts, edges, [*edges[1:] - 1, last], strict=True):
-        yield f"  {left:7} to {right:7}  {count:8}  {'█' * int(np.ceil(_WIDTH * count / counts.max()))}"
+    ends = [*edges[1:] - 1, last]
+    for count, start, end in zip(counts, edges, ends, strict=True):
+        bar = "█" * int(np.ceil(_BAR_WIDTH * count / counts.max()))
+        yield f"  {start:7} to {end:7}  {count:8}  {bar}"
 
 
 def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] | None) -> None:
-    """Each token between bars; a learned one is marked with a star."""
-    learned = is_learned or [False] * len(ids)
-    texts = (
-        (encoder.tokenizer.decode([one]), mark) for one, mark in zip(ids, learned, strict=True)
-    )
-    told = f", of which {sum(learned)}, marked *, are learned" if is_learned else ""
-    print(f"{len(ids)} tokens{told}:")
-    print("|".join(f"{'*' if mark else ''}{repr(text)[1:-1]}" for text, mark in texts))
+    """Print tokens separated by bars; a learned token is marked with a star."""
+    texts = []
+    for index, token_id in enumerate(ids):
+        mark = "*" if is_learned and is_learned[index] else ""
+        texts.append(mark + repr(encoder.tokenizer.decode([token_id]))[1:-1])
+    count = f"{len(ids)} tokens"
+    if is_learned:
+        count += f", of which {sum(is_learned)}, marked *, are learned"
+    print(f"{count}:")
+    print("|".join(texts))
 
 
 def _drawn(picture: Any) -> str | None:
-    """An image as the terminal draws it; None where it cannot, or standard output is none."""
+    """Escape codes to draw an image in the terminal; None if it cannot draw images."""
     kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
-    if not sys.stdout.isatty() or not any(
-        name in kind for name in ("iTerm", "WezTerm", "kitty", "ghostty")
-    ):
+    is_iterm = "iTerm" in kind or "WezTerm" in kind
+    is_kitty = "kitty" in kind or "ghostty" in kind
+    if not sys.stdout.isatty() or not (is_iterm or is_kitty):
         return None
     content = io.BytesIO()
     small = picture.copy()
     small.thumbnail((640, 640))
     small.save(content, "PNG")
     data = base64.b64encode(content.getvalue()).decode()
-    if "iTerm" in kind or "WezTerm" in kind:
+    if is_iterm:
         return f"\x1b]1337;File=inline=1:{data}\a"
-    chunks = [data[start : start + 4096] for start in range(0, len(data), 4096)]
-    heads = ("a=T,f=100," if number == 0 else "" for number in range(len(chunks)))
-    return "".join(
-        f"\x1b_G{head}m={int(number < len(chunks) - 1)};{chunk}\x1b\\"
-        for number, (head, chunk) in enumerate(zip(heads, chunks, strict=True))
-    )
+    # Kitty's protocol takes chunks of 4096 bytes; m=1 announces another chunk.
+    chunks = []
+    for start in range(0, len(data), 4096):
+        head = "a=T,f=100," if start == 0 else ""
+        has_more = int(start + 4096 < len(data))
+        chunks.append(f"\x1b_G{head}m={has_more};{data[start : start + 4096]}\x1b\\")
+    return "".join(chunks)

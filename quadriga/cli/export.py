@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga export`: turn a run or a checkpoint into an ordinary Hugging Face folder."""
+"""`quadriga export`: convert a run or a checkpoint to an ordinary Hugging Face folder."""
 
 import argparse
 import shutil
@@ -24,7 +24,7 @@ from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 
 def main(argv: list[str]) -> int:
-    """Load the model of a checkpoint, verify it, and save it in the dtype asked for."""
+    """Verify a checkpoint, and save its model in the requested dtype."""
     parser = argparse.ArgumentParser(prog="quadriga export", description=__doc__)
     parser.add_argument(
         "checkpoint", help="a run's directory (its newest checkpoint), or one of its global_step_N"
@@ -36,61 +36,59 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="default: bfloat16; of an adapter alone: float32",
+        help="default: bfloat16; with --adapter: float32",
     )
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="write the adapter alone, as PEFT does (default: merged into its model)",
+        help="write only the adapter, as PEFT does (default: merge it into its model)",
     )
     arguments = parser.parse_args(argv)
     folder = Path(model_folder(arguments.checkpoint))
-    if not folder.is_dir():
-        expected = "a run or a checkpoint"
-        raise CheckpointError(
-            arguments.checkpoint, got="no such folder", expected=expected, fix="Check the path."
-        )
-    for place in (
-        one for one in (folder.parent, folder.parent.parent) if (one / MANIFEST).is_file()
-    ):
-        verify(place)
-    if arguments.output.resolve() == folder.resolve():
-        got, fix = (
-            "the folder that is exported",
-            "Writing would replace its weights by rounded ones.",
-        )
-        raise CheckpointError(
-            f"--output {arguments.output}", got=got, expected="another one", fix=fix
-        )
-    if not arguments.overwrite and arguments.output.is_dir() and any(arguments.output.iterdir()):
-        got, fix = "a folder with files", "--overwrite writes over those of the same names."
-        raise ConfigError(
-            f"--output {arguments.output}",
-            got=got,
-            expected="a new folder or an empty one",
-            fix=fix,
-        )
-    dtype = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
-    if arguments.adapter and not is_adapter(folder):
-        got, expected = (
-            "no adapter: all weights were trained",
-            "a checkpoint with an adapter, or PEFT's folder of one",
-        )
-        raise CheckpointError(str(folder), got=got, expected=expected, fix="Leave --adapter out.")
+    _check_folders(arguments, folder)
+    dtype_name = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
+    dtype = getattr(torch, dtype_name)
     disable_progress_bar()
-    parts = None if arguments.adapter else _load(folder, getattr(torch, dtype))
+    parts = None if arguments.adapter else _load(folder, dtype)
     with _writing(arguments.output):
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
             files = AdapterFiles(folder)
-            factors = {name: files.read(name).to(getattr(torch, dtype)) for name in files.shapes}
+            factors = {name: files.read(name).to(dtype) for name in files.shapes}
             write_factors(arguments.output, factors)
         else:
-            _save(*parts, arguments.output)
-            copy_processor(parts[0].config, arguments.output, folder)
-    print(f"{folder} -> {arguments.output} ({dtype})")
+            model, tokenizer = parts
+            _save(model, tokenizer, arguments.output)
+            copy_processor(model.config, arguments.output, folder)
+    print(f"{folder} -> {arguments.output} ({dtype_name})")
     return 0
+
+
+def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
+    """Check the checkpoint, and that the output does not replace existing files."""
+    output = arguments.output
+    where = f"--output {output}"
+    if not folder.is_dir():
+        checkpoint = arguments.checkpoint
+        expected = "a run or a checkpoint"
+        fix = "Check the path."
+        raise CheckpointError(checkpoint, got="no such folder", expected=expected, fix=fix)
+    for parent in (folder.parent, folder.parent.parent):
+        if (parent / MANIFEST).is_file():
+            verify(parent)
+    if output.resolve() == folder.resolve():
+        got = "the folder that is exported"
+        fix = "Its weights would be replaced by rounded ones."
+        raise CheckpointError(where, got=got, expected="another one", fix=fix)
+    if not arguments.overwrite and output.is_dir() and any(output.iterdir()):
+        expected = "a new folder or an empty one"
+        fix = "--overwrite replaces files of the same names."
+        raise ConfigError(where, got="a folder with files", expected=expected, fix=fix)
+    if arguments.adapter and not is_adapter(folder):
+        got = "no adapter: all weights were trained"
+        expected = "a checkpoint with an adapter, or PEFT's folder of one"
+        raise CheckpointError(str(folder), got=got, expected=expected, fix="Leave --adapter out.")
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -98,18 +96,16 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         model, _ = from_pretrained(folder, load_config(folder), dtype=dtype)
         return model, read_tokenizer(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        got, expected = (
-            str(error).strip().partition("\n")[0],
-            "a model and a tokenizer that transformers can load",
-        )
-        raise CheckpointError(
-            str(folder), got=got, expected=expected, fix="Export another checkpoint."
-        ) from error
+        got = str(error).strip().partition("\n")[0]
+        expected = "a model and a tokenizer that transformers can load"
+        fix = "Export another checkpoint."
+        raise CheckpointError(str(folder), got=got, expected=expected, fix=fix) from error
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    # Written by itself: save_pretrained refuses sampling settings that models on the hub come with.
-    generation_config, model.generation_config = model.generation_config, GenerationConfig()
+    # Written separately: save_pretrained refuses sampling settings of some models on the hub.
+    generation_config = model.generation_config
+    model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
     share_with_readers(folder)
     tokenizer.save_pretrained(folder)
@@ -118,12 +114,15 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
+    """Context manager: name the folder in errors while it is written."""
     try:
         yield
     except QuadrigaError:
         raise
     except Exception as error:
-        # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
-        got, expected = f"{type(error).__name__}: {error}", "room and permission to write the model"
-        fix = "What is there already is not complete."
+        # A full disk is an OSError in Python, a SafetensorError in safetensors, and an Exception in
+        # tokenizers.
+        got = f"{type(error).__name__}: {error}"
+        expected = "room and permission to write the model"
+        fix = "The files written so far are not complete."
         raise CheckpointError(f"--output {folder}", got=got, expected=expected, fix=fix) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga prepare data`, `model` and `playground`: what a run reads, written once."""
+"""`quadriga prepare data`, `model` and `playground`: write what a run reads."""
 
 import argparse
 import os
@@ -25,7 +25,23 @@ Next:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `quadriga prepare` and returns its exit status."""
+    """Run `quadriga prepare`; return its exit status."""
+    options = _parser().parse_args(argv)
+    if not sys.stderr.isatty():
+        # Progress bars of libraries would be one endless line in a log.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    if options.what == "data":
+        _prepare_data(options)
+    elif options.what == "model":
+        folder = _recipe("model_folder").prepare_model(options.name, options.output)
+        log_to(options.output)
+        print(f"model: {folder}")
+    else:
+        _prepare_playground(options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quadriga prepare", description="Write data or a model as a run reads them."
     )
@@ -65,39 +81,36 @@ def main(argv: list[str]) -> int:
         metavar="DIR",
         help="default: outputs/playground",
     )
-    options = parser.parse_args(argv)
-    if not sys.stderr.isatty():
-        # Progress bars of the libraries that are loaded from here on: in a log they would be one endless line.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    if options.what == "model":
-        folder = _recipe("model_folder").prepare_model(options.name, options.output)
-        log_to(options.output)
-        print(f"model: {folder}")
-        return 0
-    if options.what == "playground":
-        parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
-        log_to(options.output)
-        width = max(map(len, parts))
-        for name, path in parts.items():
-            print(f"{name:<{width}}  {path}")
-        configs = {
-            name: shlex.quote(str(options.output / f"{name}.yaml")) for name in ("sft", "sums")
-        }
-        print(_NEXT.format(**configs))
-        return 0
-    sizes = {"num_train": options.num_train, "num_val": options.num_val}
-    prepare_data = _recipe("tasks").prepare_data
-    files = prepare_data(
-        options.name, options.output, **sizes, seed=options.seed, source=options.source
+    return parser
+
+
+def _prepare_data(options: argparse.Namespace) -> None:
+    files = _recipe("tasks").prepare_data(
+        options.name,
+        options.output,
+        num_train=options.num_train,
+        num_val=options.num_val,
+        seed=options.seed,
+        source=options.source,
     )
     log_to(options.output)
     for split, path in files.items():
         print(f"{split}: {path}")
-    return 0
+
+
+def _prepare_playground(options: argparse.Namespace) -> None:
+    parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
+    log_to(options.output)
+    width = max(map(len, parts))
+    for name, path in parts.items():
+        print(f"{name:<{width}}  {path}")
+    sft = shlex.quote(str(options.output / "sft.yaml"))
+    sums = shlex.quote(str(options.output / "sums.yaml"))
+    print(_NEXT.format(sft=sft, sums=sums))
 
 
 def _recipe(name: str) -> ModuleType:
-    """A module of the second package of the wheel, which what a run needs does not depend on."""
+    """Import a module of the recipes, the wheel's second package, which a run does not need."""
     try:
         return import_module(f"quadriga_recipes.{name}")
     except ModuleNotFoundError as error:
@@ -105,6 +118,5 @@ def _recipe(name: str) -> ModuleType:
             raise
         expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
         fix = "Install quadriga again; in its repository scripts/install does."
-        raise DataError(
-            "quadriga prepare", got="no package quadriga_recipes", expected=expected, fix=fix
-        ) from error
+        got = "no package quadriga_recipes"
+        raise DataError("quadriga prepare", got=got, expected=expected, fix=fix) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga train` and `quadriga sft`. A run that was interrupted goes on from its newest checkpoint."""
+"""`quadriga train` and `quadriga sft`. An interrupted run resumes from its newest checkpoint."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,19 +12,17 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga.trainer.launch import run_ppo
 
-_KEEP_ALIVE = "start the command again when a signal such as SIGKILL has ended it"
+_KEEP_ALIVE = "restart the command if a signal such as SIGKILL ends it"
 _RAY = "the same as trainer.backend=ray: worker processes, on Ray"
-_SFT = """Supervised fine-tuning on given responses, or a reward model on pairs of a better and a worse one.
+_SFT = """Supervised fine-tuning on responses, or training of a reward model on pairs of responses.
 
-A run that was interrupted goes on from its newest checkpoint. At the end the run's directory has a folder `model`."""
+An interrupted run resumes from its newest checkpoint. At the end the run's directory has a folder `model`."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `quadriga train`, a policy by rewards, and returns its exit status."""
-    about = (
-        "Train a policy by rewards. A run that was interrupted goes on from its newest checkpoint."
-    )
-    epilog = "`quadriga config explain` says what a run will do."
+    """Run `quadriga train`, which trains a policy by rewards; return its exit status."""
+    about = "Train a policy by rewards. An interrupted run resumes from its newest checkpoint."
+    epilog = "`quadriga config explain` describes what a run will do."
     parser = argparse.ArgumentParser(prog="quadriga train", description=about, epilog=epilog)
     parser.add_argument("--ray", action="store_true", help=_RAY)
     parser.add_argument(OPTION, action="store_true", help=_KEEP_ALIVE)
@@ -35,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def sft(argv: Sequence[str]) -> int:
-    """Runs `quadriga sft` and returns its exit status."""
+    """Run `quadriga sft`; return its exit status."""
     parser = argparse.ArgumentParser(prog="quadriga sft", description=_SFT)
     parser.add_argument("--ray", action="store_true", help=_RAY)
     parser.add_argument(OPTION, action="store_true", help=_KEEP_ALIVE)
     add_config_arguments(parser)
     parser.add_argument(
-        "--keys", action="store_true", help="list every key with its default and meaning, and end"
+        "--keys", action="store_true", help="list all keys with default and meaning, and end"
     )
     parser.add_argument(
         "--show", action="store_true", help="print the resolved configuration, and end"
@@ -61,11 +59,11 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def _start(config: Config, kept_alive: Sequence[str]) -> int:
-    """Trains; what goes wrong is said with the spellings of the task.
+    """Train, with keys in the task's spelling in errors.
 
     Args:
-        config: what to train.
-        kept_alive: the words of the command, if it is to be started again after a death; else none.
+        config: the run.
+        kept_alive: words of the command to restart after a death; empty for no restart.
     """
     try:
         if kept_alive and not is_kept_alive():

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: the models, how they are trained, on how many processes."""
+"""`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: models, training and parallelism."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Finding, ReadIf, Section, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, filled, unused, wrong
 from quadriga.config.layout import Layout
 from quadriga.config.types import (
     Count,
@@ -26,15 +25,23 @@ from quadriga.errors import ConfigError
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Vision-language models, as the `model_type` of their config.json names them."""
 ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
-"""Keys of a new adapter beside its rank; one that is started from brings them."""
+"""Keys of a new adapter besides its rank. An adapter to start from has its own values."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 Beta = Annotated[float, Ge(0), Lt(1)]
-_OPEN = frozenset({
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs", "moe_router_dtype",
-})  # fmt: skip
-"""Fields of Megatron's TransformerConfig that the model, the sizes and the engine leave to a user."""
+_OPEN = frozenset(
+    {
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "deallocate_pipeline_outputs",
+        "moe_router_dtype",
+    }
+)
+"""Fields of Megatron's TransformerConfig that users may set; the others follow from other keys."""
 
 
 class ModelConfig(Section):
@@ -47,40 +54,37 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = False
     """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
     enable_activation_offload: bool = False
-    """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
+    """Whether activations are offloaded to CPU memory until the backward pass; CUDA only."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may be run."""
     custom_chat_template: str | None = None
-    """A chat template: its file, or its Jinja text, which has braces. null: the tokenizer's own."""
+    """Chat template: a file, or Jinja text, which has braces. null: the tokenizer's own."""
     external_lib: str | list[str] | None = None
-    """Files (`.py`) or modules to import in each process: what they register can be chosen by name. One, or a list."""
+    """File (`.py`) or module to import in each process, or a list. What they register can be chosen by name."""
     lora_rank: NonNegativeInt = 0
-    """Rank of the LoRA adapter that is trained in place of the weights. 0: no adapter, all weights are trained."""
+    """Rank of the LoRA adapter that is trained instead of the weights. 0: no adapter, all weights are trained."""
     lora_alpha: Count = 16
-    """What the adapter adds is multiplied by this over its rank."""
+    """Scale of the adapter's output, times its rank: the output is multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
     """Modules with an adapter: names or ends of names, or a regular expression. all-linear: all but the head."""
     exclude_modules: str | list[str] | None = None
     """Modules of `target_modules` without one: names or ends of names, or a regular expression."""
     lora_adapter_path: PathText | None = None
-    """Folder of an adapter, as PEFT writes it, to start from; it brings its own rank, alpha and modules."""
+    """Folder of an adapter, as PEFT writes it, to start from; it has its own rank, alpha and modules."""
     lora_merge: bool | None = None
-    """Whether a rollout engine with a copy of the weights gets the adapter merged into them. false: alone, weight sync
-    sends its matrices only; `vllm` can apply it so. null: alone where the engine can, else merged."""
+    """Whether a rollout engine with a copy of the weights gets the adapter merged into them. false: weight sync only
+    sends the adapter's matrices, which `vllm` supports. null: false where the engine supports it, else true."""
 
     @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained, and the weights are not."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.has_adapter:
-            names = [
-                f"{at}.{one}"
-                for one in (*ADAPTER_DETAILS, "lora_merge")
-                if one in self.model_fields_set
-            ]
-            yield from unused(names, f"{at}.lora_rank is 0")
+            names = (*ADAPTER_DETAILS, "lora_merge")
+            keys = [f"{at}.{name}" for name in names if name in self.model_fields_set]
+            yield from unused(keys, f"{at}.lora_rank is 0")
             return
         for name in ("target_modules", "exclude_modules"):
             if getattr(self, name) in ([], ""):
@@ -95,25 +99,25 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, per unit of learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
-    """Decay of the running mean and of the running square of the gradient, each in [0, 1)."""
+    """Decay rates of the running mean and the running square of the gradient, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square."""
     lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Ge(-1)] = -1
-    """Training steps over which the learning rate rises from zero. -1: as `lr_warmup_steps_ratio` says."""
+    """Training steps over which the learning rate rises from zero. -1: see `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: Annotated[Share, ReadIf("lr_warmup_steps", (-1,))] = 0.0
     """Share of the schedule's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the schedule after warm-up."""
     min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
-    """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
+    """Learning rate at the end of cosine and linear schedules, as a share of `lr`, in [0, 1]."""
     total_training_steps: Count | None = None
-    """Training step with which schedules end, whenever the run does. null: the run's last one."""
+    """Training step at which schedules end, whenever the run ends. null: the last step of training."""
     num_cycles: PositiveFloat = 0.5
-    """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
+    """Periods of the cosine schedule; with 0.5 the rate falls once."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and of AdamW's moments between steps; bfloat16 loses updates of less than a 256th."""
     zero_indexed_step: bool = False
-    """Whether a schedule counts steps from 0, as verl's do: the first step of a warm-up then has a rate of 0."""
+    """Whether schedules count steps from 0, as in verl: the first step of a warm-up then has a rate of 0."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -130,35 +134,35 @@ class FSDPConfig(Section):
     """Dtype that computes (mixed precision; the master weights are float32). auto: bfloat16 where the machine is fast
     at it, else float32. In float16, which CPUs are slow at, losses are scaled: see `max_nonfinite_steps`."""
     fsdp_size: MinusOneOrCount = -1
-    """Ranks that shard one copy of the weights, tensor and pipeline parallelism aside. -1: all; 1: no sharding."""
+    """Ranks that shard one copy of the weights, apart from tensor and pipeline parallelism. -1: all; 1: no sharding."""
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
     offload_policy: bool = False
     """Whether float32 weights and optimizer state always stay, and are stepped, in the memory of the CPU; with CUDA."""
     param_offload: bool = False
-    """Whether weights leave the device while other roles work: to `trainer.offload_dir`. A rollout that computes with
-    the actor's own modules keeps what it reads; float32 masters behind them leave."""
+    """Whether weights are offloaded to `trainer.offload_dir` while other roles work. If the rollout computes with
+    the actor's own modules, only the float32 master weights are offloaded."""
 
 
 class TrainingFSDPConfig(FSDPConfig):
     """FSDP2 of a role that learns."""
 
     optimizer_offload: bool = False
-    """Whether AdamW's moments leave the device between updates: to `trainer.offload_dir`."""
+    """Whether AdamW's moments are offloaded to `trainer.offload_dir` between updates."""
     grad_offload: bool | None = None
     """Whether the float32 sums of gradients are freed between updates. null: on an accelerator."""
 
 
 class ReferenceFSDPConfig(Section):
-    """Memory of the reference; its ranks are arranged as the actor's."""
+    """Memory of the reference. Its ranks are arranged like the actor's."""
 
     param_offload: bool | None = None
-    """Whether its weights rest in `trainer.offload_dir` while it is not used. null: on an accelerator, where it is
-    colocated with the actor."""
+    """Whether its weights are offloaded to `trainer.offload_dir` while it is not used. null: true on an accelerator if
+    it is colocated with the actor."""
 
 
 class CheckpointConfig(Section):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     save_contents: list[CheckpointPart] = Field(
         default_factory=lambda: ["model", "optimizer", "extra"]
@@ -167,36 +171,34 @@ class CheckpointConfig(Section):
     load_contents: list[CheckpointPart] = Field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
-    """Parts to read on resume. Left out: the parts that are written, without `hf_model`."""
+    """Parts to read on resume. Default: the parts of `save_contents`, without `hf_model`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _load_what_is_saved(cls, given: Any) -> Any:
-        saved = given.get("save_contents") if isinstance(given, dict) else None
-        is_list = isinstance(saved, list)
-        return (
-            filled(given, {"load_contents": [part for part in saved if part != "hf_model"]})
-            if is_list
-            else given
-        )
+    def _load_what_is_saved(cls, values: Any) -> Any:
+        saved_parts = values.get("save_contents") if isinstance(values, dict) else None
+        if not isinstance(saved_parts, list):
+            return values
+        loaded_parts = [part for part in saved_parts if part != "hf_model"]
+        return filled(values, {"load_contents": loaded_parts})
 
 
 class RoleProfilerConfig(Section):
-    """Which processes of a role `global_profiler` profiles."""
+    """Processes of a role that `global_profiler` profiles."""
 
     ranks: list[NonNegativeInt] | None = None
-    """Ranks of the role. null: all, []: none. Reference and rollout have the actor's."""
+    """Ranks of the role. null: all, []: none. Reference and rollout use the actor's ranks."""
 
 
 class ParallelConfig(Section):
-    """How the ranks of a role share the rows of a data-parallel rank; the numbers do not depend on it."""
+    """Parallelism within a data-parallel rank. The numbers do not depend on it."""
 
     ulysses_sequence_parallel_size: Count = 1
     """Sequence parallelism (Ulysses): ranks that share the tokens of a batch; it divides the heads."""
     tensor_model_parallel_size: Count = 1
     """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
     pipeline_model_parallel_size: Count = 1
-    """Pipeline parallelism: stages that have some of the layers each."""
+    """Pipeline parallelism: number of stages, each with some of the layers."""
     expert_parallel_size: Count = 1
     """Expert parallelism: of the ranks that shard one copy of the weights, those that divide the experts of each layer;
     tokens travel to them. It divides the experts. On Megatron-core any neighbours in a pipeline stage."""
@@ -205,26 +207,31 @@ class ParallelConfig(Section):
     def layout(
         self, world_size: int, where: str, megatron: "MegatronConfig | None" = None
     ) -> Layout:
-        """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them.
-        `megatron`: its settings, where it is the training engine."""
-        sp, tp, ep = (
-            self.ulysses_sequence_parallel_size,
-            self.tensor_model_parallel_size,
-            self.expert_parallel_size,
-        )
-        fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
+        """Arrange the ranks of a role.
+
+        Args:
+            world_size: number of ranks.
+            where: key of this section, for errors.
+            megatron: settings of Megatron-core, if it is the training engine.
+
+        Raises:
+            ConfigError: the sizes do not divide the ranks.
+        """
+        sp = self.ulysses_sequence_parallel_size
+        tp = self.tensor_model_parallel_size
+        pp = self.pipeline_model_parallel_size
+        ep = self.expert_parallel_size
         if megatron is None:
+            fsdp = self.fsdp_config.fsdp_size
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
-        fsdp, neighbours = -1 if megatron.use_distributed_optimizer else sp, world_size // pp
-        if neighbours % ep:
-            got, expected = (
-                f"{ep}, for stages of {neighbours} processes",
-                "a number that divides them",
-            )
+        fsdp = -1 if megatron.use_distributed_optimizer else sp
+        # Megatron-core divides the experts over any neighbours in a pipeline stage.
+        num_neighbours = world_size // pp
+        if num_neighbours % ep:
             raise ConfigError(
                 f"{where}.expert_parallel_size",
-                got=got,
-                expected=expected,
+                got=f"{ep}, for stages of {num_neighbours} processes",
+                expected="a number that divides them",
                 fix="Choose another one.",
             )
         layout = Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
@@ -232,10 +239,10 @@ class ParallelConfig(Section):
 
 
 class BatchingConfig(ParallelConfig):
-    """How a mini-batch is cut into micro-batches (gradient accumulation); the gradient does not depend on it."""
+    """Mini-batches and their micro-batches (gradient accumulation), on which no gradient depends."""
 
     ppo_mini_batch_size: Count = 256
-    """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
+    """Prompts of an optimizer step (each with its `rollout.n` responses)."""
     ppo_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = (
         None
     )
@@ -251,13 +258,13 @@ class BatchingConfig(ParallelConfig):
     data_loader_seed: int = 1
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses of a mini-batch become one number."""
+    """Aggregation of the per-token losses of a mini-batch."""
     loss_scale_factor: Annotated[
         PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))
     ] = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
     grad_clip: PositiveFloat = 1.0
-    """Largest norm of the gradient; a longer one is scaled down to it."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
     max_nonfinite_steps: Count = 3
     """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops. In
     float16 such a step halves the loss scale, and counts once the scale is 1."""
@@ -271,37 +278,43 @@ class MegatronConfig(Section):
     virtual_pipeline_model_parallel_size: Count | None = None
     """Virtual pipeline stages: chunks of layers on each pipeline rank, interleaved with the others'. null: one."""
     sequence_parallel: bool = True
-    """Whether the ranks of tensor parallelism have a part of the tokens each where layers are not cut (norms, sums)."""
+    """Whether tensor-parallel ranks divide the tokens in parts of layers that are not sharded (norms, sums)."""
     use_distributed_optimizer: bool = True
-    """Whether data-parallel ranks shard float32 weights and AdamW's moments (ZeRO-1)."""
+    """Whether data-parallel ranks shard float32 master weights and AdamW's moments (ZeRO-1)."""
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
+        expected = f"one of {', '.join(sorted(_OPEN))}"
+        fix = "Leave it out: the model or another key decides it."
         for name in sorted(self.override_transformer_config.keys() - _OPEN):
-            expected, fix = (
-                f"one of {', '.join(sorted(_OPEN))}",
-                "Leave it out: the model or another key decides it.",
-            )
             yield wrong(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss."""
+    """Choice of the policy loss."""
 
     loss_mode: Name = "vanilla"
     """Name of a registered policy loss, or `path/to/file.py:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: options of that loss under the names that it gives them; they may stand beside loss_mode too."""
+    """Open dictionary: options of that loss, under its own names; they may also be written next to loss_mode."""
 
     @model_validator(mode="before")
     @classmethod
-    def _others_are_options(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(options := given.get("options", {}), dict):
-            return given
-        others = {name: value for name, value in given.items() if name not in cls.model_fields}
-        own = {name: value for name, value in given.items() if name in cls.model_fields}
-        return {**own, "options": {**others, **options}} if others else given
+    def _others_are_options(cls, values: Any) -> Any:
+        options = values.get("options", {}) if isinstance(values, dict) else None
+        if not isinstance(options, dict):
+            return values
+        fields = {}
+        further_options = {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                fields[name] = value
+            else:
+                further_options[name] = value
+        if not further_options:
+            return values
+        return {**fields, "options": {**further_options, **options}}
 
 
 class ActorConfig(BatchingConfig):
@@ -311,13 +324,13 @@ class ActorConfig(BatchingConfig):
     """Training engine of all roles. fsdp, fsdp2: FSDP2, for any Hugging Face model; megatron: Megatron-core."""
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     clip_ratio: NonNegativeFloat = 0.2
-    """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
+    """Shorthand for `clip_ratio_low` and `clip_ratio_high`, for those that are not set."""
     clip_ratio_low: NonNegativeFloat = 0.2
-    """How far the probability ratio (importance weight of a token) counts below 1."""
+    """Clip range of the probability ratio (importance weight of a token) below 1."""
     clip_ratio_high: NonNegativeFloat = 0.2
-    """How far the probability ratio counts above 1."""
+    """Clip range of the probability ratio above 1."""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """Dual clip: largest ratio that counts for a negative advantage, above 1."""
+    """Dual clip: upper bound of the ratio for a negative advantage, above 1."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per nat."""
     calculate_entropy: bool = False
@@ -332,33 +345,33 @@ class ActorConfig(BatchingConfig):
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, which is 1 where all get as many tokens."""
+    """Weight of the load-balancing loss of a mixture of experts, which is 1 if all experts get equally many tokens."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the z-loss of routers: the square of the log of the sum of exponentials, added over layers."""
     router_replay: Literal["off", "rollout", "old_log_prob"] = "off"
-    """Whose choice of experts the update repeats: none; the rollout's (R3), the pass for old log-probs too; that pass's
-    (R2)."""
+    """Choice of experts that the update repeats. off: none; rollout: the rollout's (R3), also in the pass for old
+    log-probs; old_log_prob: that pass's (R2)."""
     freeze_vision_tower: bool = False
     """Whether the vision encoder of a vision-language model keeps its weights, in the compute dtype."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
 
     @property
     def megatron_if_chosen(self) -> MegatronConfig | None:
-        """Its settings, where `strategy` is megatron."""
+        """Settings of Megatron-core if it is the training engine, else None."""
         return self.megatron if self.strategy == "megatron" else None
 
     @model_validator(mode="before")
     @classmethod
-    def _both_clips_follow(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "clip_ratio" not in given:
-            return given
+    def _both_clips_follow(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "clip_ratio" not in values:
+            return values
         return filled(
-            given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]}
+            values, dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), values["clip_ratio"])
         )
 
 
 class LogProbConfig(Section):
-    """How the passes that only compute log-probabilities are cut; the numbers do not depend on it."""
+    """Size of the passes that only compute log-probabilities. The numbers do not depend on it."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[
         Count | None, ReadIf("log_prob_use_dynamic_bsz", (False,))
@@ -377,7 +390,7 @@ class ReferenceConfig(LogProbConfig):
 
 
 class CriticModelConfig(Section):
-    """Where the critic starts from."""
+    """Pretrained model that the critic starts from."""
 
     path: PathText | None = None
     """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
@@ -388,11 +401,11 @@ class CriticModelConfig(Section):
 
 
 class CriticConfig(BatchingConfig):
-    """The update of the value model (it exists when the advantage estimator takes values)."""
+    """The update of the value model, which exists if the advantage estimator uses values."""
 
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)
     ppo_max_token_len_per_gpu: Count = 32768
     """Tokens packed into one micro-batch, where micro-batches are cut by tokens."""
     cliprange_value: PositiveFloat = 0.5
-    """How far a value may move from the one of the rollout before the loss stops pulling it."""
+    """Clip range of a value around the value at the time of the rollout."""
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)

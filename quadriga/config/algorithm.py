@@ -19,7 +19,8 @@ _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
 _LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _RULES = tuple(f"{level}_{kind}" for level in _LEVELS for kind in ("k1", "k2", "k3"))
 _POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
-_TOKEN, _SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
+_TOKEN = {"rollout_is": "token"}
+_SEQUENCE = {"rollout_is": "sequence"}
 _GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
 _CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -46,8 +47,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     **{f"bypass_pg_{name}": _POLICY_GRADIENT | _CORRECTIONS[name] for name in _IN_POLICY_GRADIENT},
     "disabled": {},
 }
-"""Names and numbers are verl's. There `disabled` still tells `rollout_corr/` metrics, from a pass that is made for old
-log-probabilities; here it makes none, and `rollout/` metrics tell of the difference in every step."""
+"""Presets with verl's names and numbers.
+
+In verl `disabled` still logs `rollout_corr/` metrics, from a pass for old log-probabilities. Here it
+makes no pass; the `rollout/` metrics show the mismatch in every step.
+"""
 
 if TYPE_CHECKING:
     Preset = str
@@ -64,69 +68,78 @@ _EARLIER = {
     "pg_rs": "bypass_pg_geo_rs",
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
 }
-"""Names that verl had before beside those without `decoupled_`, and what is nearest: refused, for some of them had a
-veto on single tokens as well."""
+"""Nearest present preset for names of earlier versions of verl. They are refused, because some of
+them also had a veto on single tokens."""
 
 
 def _names(text: float | str | None) -> list[str]:
-    return [] if text is None else [part.strip() for part in str(text).split(",") if part.strip()]
+    """Split a list with commas."""
+    if text is None:
+        return []
+    return [part.strip() for part in str(text).split(",") if part.strip()]
 
 
 def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | None, float]:
+    """Parse `UPPER` or `LOWER_UPPER`; the lower bound may be None."""
     try:
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:
         raise refuse(expected) from None
-    if (
-        len(numbers) > 2
-        or not all(0 < number < float("inf") for number in numbers)
-        or numbers != sorted(numbers)
-    ):
+    are_positive = all(0 < number < float("inf") for number in numbers)
+    if len(numbers) > 2 or not are_positive or numbers != sorted(numbers):
         raise refuse(expected)
-    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+    if len(numbers) == 1:
+        return None, numbers[0]
+    return numbers[0], numbers[1]
 
 
 class RolloutCorrectionConfig(Section):
     """Off-policy correction: importance sampling weights and rejection of samples, for staleness or engine mismatch."""
 
     preset: Preset | None = None
-    """A named off-policy correction: a choice of the keys below; those given as well hold. `disabled`: none."""
+    """Named choice of the keys below, of which any may be set as well. `disabled`: no off-policy correction."""
     bypass_mode: bool = False
-    """Whether the rollout's policy is taken as the old one: no pass for old log-probabilities, a loss of its own."""
+    """Whether the rollout's policy is the old policy: no pass for old log-probabilities, and a separate loss."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Bypass: `ppo_clip` clips the ratio over the rollout; `reinforce` weighs policy gradient by `rollout_is`."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance sampling weights of tokens, or of whole responses. null: none."""
     rollout_is_threshold: float | str = 2.0
-    """Largest importance weight; larger ones are truncated. `LOWER_UPPER`, as in 0.5_5.0: others become 0 (IcePop)."""
+    """Upper bound to which weights are truncated; or `LOWER_UPPER`, as in 0.5_5.0: others become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Whether weights are divided by their mean over the batch; with bypass_mode this costs the pass it saves."""
     rollout_rs: str | None = None
     """Rejection sampling by `token`, `seq_sum`, `seq_mean`, `seq_max` and `_k1`, `_k2`, `_k3`; several with commas."""
     rollout_rs_threshold: float | str | None = None
-    """Largest divergence kept, for all rules or for each with commas; k1: ratios `LOWER_UPPER`, or the upper alone."""
+    """Largest divergence to accept, one for all rules or a list with commas; k1: ratios `LOWER_UPPER`, or the upper."""
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, given: Any) -> Any:
-        known = isinstance(given, dict) and isinstance(given.get("preset"), str)
-        return filled(given, _PRESETS.get(given["preset"], {})) if known else given
+    def _preset_fills_in(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, dict) else None
+        if not isinstance(preset, str):
+            return values
+        return filled(values, _PRESETS.get(preset, {}))
 
     @field_validator("preset", mode="before")
     @classmethod
     def _present_name(cls, value: Any) -> Any:
-        """k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets have its name."""
+        """Refuse names of presets that verl has renamed, and suggest the present name.
+
+        k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets are called
+        `geo_rs`.
+        """
         name = str(value).replace("k1_rs", "geo_rs")
-        name = _EARLIER.get(name) or (f"decoupled_{name}" if name in _CORRECTIONS else name)
-        if name != value and name in _PRESETS:
-            veto = (
-                " The veto on single tokens that was part of it is not." if "geo_rs" in name else ""
-            )
-            raise refuse(
-                f"the name that it has now, {name}",
-                f"Set algorithm.rollout_correction.preset={name}.{veto}",
-            )
-        return value
+        if name in _EARLIER:
+            name = _EARLIER[name]
+        elif name in _CORRECTIONS:
+            name = f"decoupled_{name}"
+        if name == value or name not in _PRESETS:
+            return value
+        fix = f"Set algorithm.rollout_correction.preset={name}."
+        if "geo_rs" in name:
+            fix += " It has no veto on single tokens, unlike the former preset."
+        raise refuse(f"the name that it has now, {name}", fix)
 
     @field_validator("rollout_is_threshold")
     @classmethod
@@ -137,37 +150,35 @@ class RolloutCorrectionConfig(Section):
     @field_validator("rollout_rs")
     @classmethod
     def _known_rules(cls, value: str | None) -> str | None:
-        if value is not None and (not _names(value) or set(_names(value)) - set(_RULES)):
-            raise refuse(
-                f"one or more of {', '.join(_RULES)}, with commas between",
-                "Or null, to reject nothing.",
-            )
+        names = _names(value)
+        if value is not None and (not names or set(names) - set(_RULES)):
+            expected = f"one or more of {', '.join(_RULES)}, with commas between"
+            raise refuse(expected, "Or null, to reject nothing.")
         return value
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
+        # The property raises what cannot be parsed.
         _ = self.rejections
         return self
 
     @property
     def weight_bounds(self) -> tuple[float | None, float]:
-        """The lower bound, if there is one, and the upper one."""
+        """Lower bound of importance weights, or None, and upper bound."""
         return _bounds(self.rollout_is_threshold)
 
     @property
     def rejections(self) -> tuple[tuple[str, str, float, float], ...]:
-        """Each rule: level, kind, lower and upper bound (ratios for k1; otherwise the lower one is 0)."""
-        names, given = (
-            tuple(dict.fromkeys(_names(self.rollout_rs))),
-            _names(self.rollout_rs_threshold),
-        )
-        if names and len(given) not in (1, len(names)):
-            fix = "Set algorithm.rollout_correction.rollout_rs_threshold."
-            raise refuse(f"one threshold, or {len(names)}: one for each of {', '.join(names)}", fix)
+        """Rules as level, kind, lower and upper bound: of ratios for k1, else with 0 as the lower one."""
+        names = list(dict.fromkeys(_names(self.rollout_rs)))
+        thresholds = _names(self.rollout_rs_threshold)
+        if names and len(thresholds) == 1:
+            thresholds *= len(names)
+        if names and len(thresholds) != len(names):
+            expected = f"one threshold, or {len(names)}: one for each of {', '.join(names)}"
+            raise refuse(expected, "Set algorithm.rollout_correction.rollout_rs_threshold.")
         rules = []
-        for name, threshold in zip(
-            names, given * len(names) if len(given) == 1 else given, strict=False
-        ):
+        for name, threshold in zip(names, thresholds, strict=False):
             level, _, kind = name.rpartition("_")
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
@@ -185,21 +196,19 @@ class RolloutCorrectionConfig(Section):
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the correction needs old log-probabilities of the whole batch before the update."""
+        has_weights = self.rollout_is is not None
         if self.bypass_mode:
-            # Weights of a bypass loss that are divided by their mean over the whole batch.
-            return (
-                self.loss_type == "reinforce"
-                and self.rollout_is is not None
-                and self.rollout_is_batch_normalize
-            )
-        return self.rollout_is is not None or self.rollout_rs is not None
+            # The mean of these weights is taken over the whole batch.
+            is_normalized = has_weights and self.rollout_is_batch_normalize
+            return is_normalized and self.loss_type == "reinforce"
+        return has_weights or self.rollout_rs is not None
 
 
 class KLControlConfig(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the coefficient stays or follows `target_kl`."""
+    """fixed: a constant coefficient; adaptive: it follows `target_kl`."""
     kl_coef: NonNegativeFloat = 0.001
     """The coefficient (adaptive: its first value), reward per nat."""
     horizon: Count = 10000
@@ -214,13 +223,13 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Whether groups of equal responses are left out, and more prompts are generated until the batch is full."""
     metric: Name = "score"
-    """What is compared: `score`, `seq_final_reward` or `seq_reward` (all the score), or a number that graders add."""
+    """Number to compare: `score`, `seq_final_reward` or `seq_reward` (all the score), or one that graders add."""
     max_num_gen_batches: NonNegativeInt = 10
     """Batches of prompts that a step may generate for until its batch is full; then the run stops. 0: no limit."""
 
 
 class PFPPOConfig(Section):
-    """How often each response is drawn for the update (PF-PPO, arXiv:2409.06957)."""
+    """Probability of drawing each response for the update (PF-PPO, arXiv:2409.06957)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """`pow`: by the size of the score; `max_min`: the best and the worst; `max_random`: the best, and less the rest."""
@@ -229,12 +238,12 @@ class PFPPOConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """From rewards to advantages."""
+    """Computation of advantages from rewards."""
 
     adv_estimator: Name = "grpo"
     """Name of a registered advantage estimator, or `path/to/file.py:function`."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: options of that estimator, under the names that it gives them."""
+    """Open dictionary: options of that estimator, under its own names."""
     gamma: Share = 1.0
     """Discount of a later reward, per token, in [0, 1]."""
     lam: Share = 1.0
@@ -242,7 +251,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Whether GRPO divides by the standard deviation of the group (false: Dr. GRPO)."""
     use_kl_in_reward: bool = False
-    """Whether the KL divergence from the reference model is taken off the reward, token by token."""
+    """Whether the KL divergence from the reference model is subtracted from the reward of each token."""
     kl_penalty: KLKind = "kl"
     """Estimator of that divergence."""
     kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)

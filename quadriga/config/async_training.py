@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async_training`: generation and training at the same time, with a bound on staleness."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
-from quadriga.config.base import Finding, Section, filled, refuse, unused, wrong
+from quadriga.config.base import Findings, Section, filled, refuse, unused, wrong
 from quadriga.config.types import Count, PathText
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -15,45 +14,48 @@ PRESETS: dict[str, dict[str, Any]] = {
     "streaming": {"max_staleness": 1, "in_flight": "continue", "by_mini_batch": True},
 }
 CORRECTION = "decoupled_token_is"
-"""The off-policy correction of a run on stale samples that names none."""
+"""Default off-policy correction of a run on stale samples."""
 
 
 class AsyncTrainingConfig(Section):
-    """Generation goes on while the policy is trained, on samples of a bounded staleness."""
+    """Generation during training, on samples of bounded staleness."""
 
     enable: bool = False
-    """Whether generation and training run at the same time, each with weights of its own."""
+    """Whether generation and training run at the same time, with separate weights."""
     preset: Literal["one_step_off", "bounded", "streaming"] | None = None
-    """Names a choice of the keys below, which hold where given: one_step_off (1, finish), bounded (1, continue),
+    """Named choice of the keys below, of which any may be set as well: one_step_off (1, finish), bounded (1, continue),
     streaming (1, continue, by_mini_batch)."""
     max_staleness: NonNegativeInt = 1
-    """Versions by which the oldest token of a sample may be behind the weights that a step begins with. 0: lockstep."""
+    """Versions by which a sample's oldest token may be behind the weights at the beginning of a step. 0: lockstep."""
     in_flight: Literal["continue", "finish"] = "continue"
-    """Sequences under way at new weights: `continue` with them, or `finish` with theirs, until which none starts."""
+    """Sequences in flight when weights change: `continue` with new weights; or `finish` first, while none starts."""
     on_stale: Literal["wait", "drop"] = "wait"
-    """A step waits for the samples that were started for it, or takes what is there, and what is too old is dropped."""
+    """wait: a step waits for the samples started for it; drop: it uses finished samples, and drops stale ones."""
     by_mini_batch: bool = False
-    """Whether an update starts with each mini-batch that is complete, instead of with the whole batch."""
+    """Whether updates start with each complete mini-batch, instead of the complete batch."""
     sync_every: Count = 1
     """Training steps between two publications of weights; each publication is a version."""
     deterministic: bool = False
-    """Whether the rollout waits for weights at fixed places, so that the same configuration gives the same numbers."""
+    """Whether the rollout waits for weights at fixed points, so that the same configuration gives the same numbers."""
     replay: PathText | None = None
     """Record of an earlier run, `async_schedule.jsonl` in its directory, whose schedule is repeated. null: none."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """`continue`: the KV cache of sequences under way is computed anew with new weights, or that of older ones kept."""
+    """With `continue`: recompute the KV cache of sequences in flight with new weights, or keep the old one."""
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, given: Any) -> Any:
-        known = isinstance(given, dict) and isinstance(given.get("preset"), str)
-        return filled(given, PRESETS.get(given["preset"], {})) if known else given
+    def _preset_fills_in(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, dict) else None
+        if not isinstance(preset, str):
+            return values
+        return filled(values, PRESETS.get(preset, {}))
 
     @model_validator(mode="after")
     def _consistent(self) -> "AsyncTrainingConfig":
         if self.on_stale == "drop" and self.deterministic:
             raise refuse(
-                "on_stale=wait with deterministic=True", "What is dropped depends on what is slow."
+                "on_stale=wait with deterministic=True",
+                "Which samples are dropped depends on timing.",
             )
         if self.by_mini_batch and (self.on_stale == "drop" or not self.max_staleness):
             raise refuse("on_stale=wait and max_staleness of at least 1 with by_mini_batch=True")
@@ -64,9 +66,9 @@ class AsyncTrainingConfig(Section):
         """Whether a step may learn from samples of older weights."""
         return self.enable and self.max_staleness > 0
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             yield from unused(self.changed(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
-            fix = "Leave it out: with max_staleness=0 nothing comes to be too old."
+            fix = "Leave it out: with max_staleness=0 no sample becomes stale."
             yield wrong(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)

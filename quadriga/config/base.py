@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every section of the configuration is made of: the base class, and what a check of it finds."""
+"""Base class of the configuration's sections, and the findings that their checks yield."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,14 +11,24 @@ from pydantic_core import PydanticCustomError
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 
-Finding = (
-    ConfigError | str
-)  # what a check yields: an error that keeps a training run from starting, or a notice
+# A check yields errors, which keep a training run from starting, and notices.
+Finding = ConfigError | str
+Findings = Iterator[Finding]
+wrong = ConfigError
+"""Error that a check yields about a value."""
+absent = MachineError
+"""Error that a check yields about something this machine does not have."""
 
 
 @dataclass(frozen=True)
 class ReadIf:
-    """Marks a field that is read only where another one of its section has one of some values, or none of them."""
+    """Marks a field that is only read depending on the value of another field of its section.
+
+    Attributes:
+        name: the other field.
+        values: values of the other field.
+        is_one: whether the other field must have one of these values, or none of them.
+    """
 
     name: str
     values: tuple[Any, ...]
@@ -26,12 +36,12 @@ class ReadIf:
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, strict, without keys that it does not know."""
+    """Part of the configuration tree. It cannot be changed and refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field, for classes of users' that read a section like a mapping."""
+        """Value of a field. Users' classes may read a section like a mapping."""
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -42,59 +52,54 @@ class Section(BaseModel):
     def __contains__(self, name: object) -> bool:
         return name in type(self).model_fields
 
-    def findings(self, at: str) -> Iterator[Finding]:
-        """What a training run should be told about the values of this section alone, whose dotted key is `at`."""
+    def findings(self, at: str) -> Findings:
+        """Problems and notices about the values of this section, whose dotted key is `at`."""
         return iter(())
 
     def changed(self, at: str) -> list[str]:
-        """Dotted keys of the fields that do not have their default; `at` is the section's own."""
+        """Dotted keys of the fields that differ from their defaults; `at` is the section's key."""
         default = type(self)()
         return [f"{at}.{name}" for name, value in self if value != getattr(default, name)]
 
     def unread(self, at: str) -> Iterator[str]:
-        """The notices about fields that were set and, marked by a `ReadIf`, are not read."""
-        found: dict[str, list[str]] = {}
+        """Notices about changed fields that are not read, as a `ReadIf` says."""
+        keys_by_condition: dict[str, list[str]] = {}
         for name, field in type(self).model_fields.items():
             for rule in field.metadata:
-                if (
-                    isinstance(rule, ReadIf)
-                    and (getattr(self, rule.name) in rule.values) != rule.is_one
-                ):
-                    found.setdefault(rule.name, []).append(f"{at}.{name}")
-        changed = self.changed(at) if found else []
-        for name, keys in found.items():
-            yield from unused(
-                [key for key in keys if key in changed],
-                f"{at}.{name} is {as_text(getattr(self, name))}",
-            )
+                if not isinstance(rule, ReadIf):
+                    continue
+                is_listed = getattr(self, rule.name) in rule.values
+                if is_listed != rule.is_one:
+                    keys_by_condition.setdefault(rule.name, []).append(f"{at}.{name}")
+        if not keys_by_condition:
+            return
+        changed = self.changed(at)
+        for name, keys in keys_by_condition.items():
+            unread_keys = [key for key in keys if key in changed]
+            yield from unused(unread_keys, f"{at}.{name} is {as_text(getattr(self, name))}")
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
-    """The error that a validator raises; the loader adds the key, the value and where it stands."""
+    """Error for a validator to raise. The loader adds the key, the value and its place."""
     return PydanticCustomError(
         "refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix}
     )
 
 
-wrong, absent = ConfigError, MachineError
-"""The errors that a check yields: about a value, and about what this machine has not."""
-
-
 def unused(names: list[str], because: str) -> Iterator[str]:
-    """The notice about keys that were set and are not read; none without keys."""
+    """Notice that these keys were set but are not read; none if there are no keys."""
     if names:
-        yield f"{', '.join(names)}: not used, for {because}."
+        yield f"{', '.join(names)}: not used because {because}."
 
 
 def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
-    """Adds keys that were not given, section by section; the result is validated like anything that the user wrote."""
+    """Add missing keys to a tree, section by section. The result is validated like user input."""
     if not isinstance(given, Mapping):
         return given
-    for name, value in defaults.items():
-        inner = (
-            filled(given.get(name, {}), value)
-            if isinstance(value, Mapping)
-            else given.get(name, value)
-        )
-        given = {**given, name: inner}
-    return given
+    tree = dict(given)
+    for name, default in defaults.items():
+        if isinstance(default, Mapping):
+            tree[name] = filled(tree.get(name, {}), default)
+        else:
+            tree.setdefault(name, default)
+    return tree

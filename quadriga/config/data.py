@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`data`: the files, how rows become tokens, and how many of them a step takes."""
+"""`data`: files, their conversion to tokens, and batch sizes."""
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -15,10 +15,10 @@ class FromFile(Section):
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
         names = [name for name, _ in self if name != "options"]
-        if sum(getattr(self, name) is None for name in names) == 1:
-            raise refuse(
-                f"both {' and '.join(names)}, or neither", "Name the file and the class in it."
-            )
+        missing_names = [name for name in names if getattr(self, name) is None]
+        if len(missing_names) == 1:
+            fix = "Name the file and the class in it."
+            raise refuse(f"both {' and '.join(names)}, or neither", fix)
         return self
 
 
@@ -36,10 +36,8 @@ class CustomDatasetConfig(FromFile):
     @model_validator(mode="after")
     def _someone_reads_them(self) -> Self:
         if self.options and self.path is None:
-            raise refuse(
-                "no keys of your own without data.custom_cls.path",
-                "Name the class that reads them.",
-            )
+            expected = "no keys of your own without data.custom_cls.path"
+            raise refuse(expected, "Name the class that reads them.")
         return self
 
 
@@ -51,7 +49,7 @@ class DataGenConfig(FromFile):
     name: str | None = None
     """Name of the class in that file."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: what the class reads as `config.options`."""
+    """Open dictionary: `config.options` of that class."""
 
 
 class SamplerConfig(FromFile):
@@ -65,7 +63,7 @@ class SamplerConfig(FromFile):
 
 
 class ImageSizeConfig(Section):
-    """How large an image is before it is cut into patches, and how many frames of a video are taken."""
+    """Size of an image before it is cut into patches, and number of frames of a video."""
 
     min_pixels: Count | None = None
     """Pixels, height times width, of an image or a frame, at least; smaller ones are made larger. null: as the model's
@@ -74,20 +72,20 @@ class ImageSizeConfig(Section):
     """Pixels of an image or a frame, at most; larger ones are made smaller, and take fewer tokens. null: as the model's
     own files say."""
     fps: PositiveFloat | None = None
-    """Frames that are taken of a second of video. null: as the model's own files say, or else 2."""
+    """Frames per second of video. null: as the model's files say, else 2."""
     min_frames: Count | None = None
-    """Frames that are taken of a video, at least, if it has so many. null: as the model's own files say, or else 4."""
+    """Least number of frames of a video, if it has as many. null: as the model's files say, else 4."""
     max_frames: Count | None = None
-    """Frames that are taken of a video, at most, however long. null: as the model's own files say, or else 768."""
+    """Largest number of frames of a video. null: as the model's files say, else 768."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        for what in ("pixels", "frames"):
-            least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if least is not None and most is not None and least > most:
-                raise refuse(
-                    f"min_{what} of at most max_{what}", "Exchange them, or leave one out."
-                )
+        for unit in ("pixels", "frames"):
+            minimum = getattr(self, f"min_{unit}")
+            maximum = getattr(self, f"max_{unit}")
+            if minimum is not None and maximum is not None and minimum > maximum:
+                fix = "Exchange them, or leave one out."
+                raise refuse(f"min_{unit} of at most max_{unit}", fix)
         return self
 
 
@@ -102,13 +100,13 @@ class DataConfig(Section):
     """Shares of the entries of `data.train_files` among the rows that are drawn, one for each: `[0.7, 0.3]`. Empty:
     each row of all files is drawn once an epoch."""
     mixture_until: Literal["first", "all"] = "first"
-    """When an epoch of a mixture ends: once the first entry has no more rows, or once all were drawn, others again."""
+    """End of an epoch of a mixture. first: an entry has no more rows; all: all rows were drawn, some of them again."""
     format: Literal["messages", "prompt_response"] = "messages"
-    """Of rows for SFT. messages: a chat in one column; prompt_response: two columns, one turn each."""
+    """SFT: format of rows. messages: a chat in one column; prompt_response: two columns, one turn each."""
     messages_key: Name = "messages"
-    """SFT: column with the chat, where `data.format=messages`; every turn of the assistant in it is learned."""
+    """SFT: column with the chat for `data.format=messages`; all turns of the assistant are learned."""
     tools_key: Name = "tools"
-    """SFT: column with the tools that the chat template is given, in rows that have it."""
+    """SFT: optional column with tools for the chat template."""
     prompt_key: Name = "prompt"
     """Column that holds the prompt, a list of chat messages (a supervised task: or text; `extra_info.question` is the
     entry of that name in a column of dictionaries, and so for the other columns)."""
@@ -137,18 +135,18 @@ class DataConfig(Section):
     gen_batch_size: Count | None = None
     """Prompts that are generated for at a time with `algorithm.filter_groups`. null: as many as train_batch_size."""
     val_batch_size: Count | None = None
-    """Rows a validation batch takes. null: the whole set at once (`quadriga generate --output`: 256)."""
+    """Rows of a validation batch. null: all rows at once (`quadriga generate --output`: 256)."""
     tokenizer: PathText | None = None
     """Path or hub name of the tokenizer. null: the model's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the tokenizer may be run."""
     return_multi_modal_inputs: bool = True
-    """Whether rows carry what the model takes of their images and videos. False: the trainer makes it of them when it
-    takes a batch, so that worker processes of the loader send no patches."""
+    """Whether rows contain the model's inputs for images and videos. False: the trainer computes them when it reads a
+    batch, so that worker processes of the loader send no patches."""
     return_raw_chat: bool = False
-    """Whether rows carry the chat messages as `raw_prompt`."""
+    """Whether rows contain the chat messages as `raw_prompt`."""
     return_full_prompt: bool = False
-    """Whether rows carry the rendered text of the prompt as `full_prompts`."""
+    """Whether rows contain the rendered text of the prompt as `full_prompts`."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False
@@ -156,10 +154,10 @@ class DataConfig(Section):
     filter_overlong_prompts_workers: Count = 1
     """Processes that measure the prompts for that filter."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row comes to that cannot be used (no chat, an unknown role, broken JSON, an image that is not there ...):
-    the run does not start, or it is left out, counted and listed."""
+    """Treatment of a row that cannot be used (no chat, an unknown role, broken JSON, a missing image ...). error: the
+    run does not start; skip: the row is left out, counted and listed."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a longer one: the run stops, or tokens go from that side. middle: of prompts only."""
+    """Treatment of a sequence that is too long. error: the run stops; others: the side to cut; middle: prompts only."""
     streaming: Count | None = None
     """Rows of training files that are read at a time, and shuffled among each other, without a pass over the files
     before; the run ends by trainer.total_training_steps. null: files are read and measured when a run starts."""
@@ -183,7 +181,7 @@ class DataConfig(Section):
 
     @property
     def chat_columns(self) -> tuple[str, ...]:
-        """Columns that hold chats or tool schemas, of any task."""
+        """Columns that hold chats or tool schemas in any task."""
         return (
             self.prompt_key,
             self.messages_key,
@@ -195,30 +193,29 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_data_set(self) -> Self:
         if self.custom_cls.path is not None and self.datagen.path is not None:
-            raise refuse(
-                "data.custom_cls or data.datagen",
-                "A class of your own may have on_batch_end(batch).",
-            )
+            fix = "A dataset class of your own may have on_batch_end(batch)."
+            raise refuse("data.custom_cls or data.datagen", fix)
         return self
 
     @model_validator(mode="after")
     def _a_share_for_each(self) -> Self:
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):
-            fix = "Files that share one are named by one glob."
-            raise refuse(
-                f"data.mixture with a share for each entry of data.train_files, {len(files)}", fix
-            )
+            expected = f"data.mixture with a share for each entry of data.train_files, {len(files)}"
+            raise refuse(expected, "Name files with a common share by one glob.")
         return self
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            own = self.__dict__["custom_cls"].options if "custom_cls" in self.__dict__ else {}
-            if name.startswith("_") or name not in own:
-                how = f"+data.{name}=VALUE sets one of your own, config.get({name!r}, DEFAULT) does without."
-                raise AttributeError(f"data.{name}: got a key that does not exist. {how}")
-            return own[name]
+            # pydantic looks up attributes before the fields are set.
+            options = self.__dict__["custom_cls"].options if "custom_cls" in self.__dict__ else {}
+            if name.startswith("_") or name not in options:
+                raise AttributeError(
+                    f"data.{name}: got a key that does not exist. +data.{name}=VALUE adds a key of "
+                    f"your own, config.get({name!r}, DEFAULT) reads an optional one."
+                )
+            return options[name]
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self.custom_cls.options

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`distillation`: teachers, and how the student learns from their probabilities of its own responses."""
+"""`distillation`: teachers, and how the student learns from their probabilities of its responses."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Finding, ReadIf, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, filled, unused, wrong
 from quadriga.config.types import Count, KLKind, PathText
 
 _TOP_K = "forward_kl_topk"
@@ -17,7 +16,7 @@ class DistillationConfig(ParallelConfig):
     """On-policy distillation: a student learns from a teacher's probabilities of its own responses."""
 
     enable: bool = False
-    """Whether a teacher says how likely the tokens of each response are, and the student learns from it."""
+    """Whether the student learns from a teacher's probabilities of the tokens of each response."""
     path: PathText | None = None
     """The teacher: a folder, a hub name, or addresses of servers with vLLM's API (`http://host:8000`), with commas."""
     teachers: dict[str, PathText] = Field(default_factory=dict)
@@ -25,18 +24,18 @@ class DistillationConfig(ParallelConfig):
     loss_mode: KLKind | Literal["forward_kl_topk"] = "k1"
     """Reverse KL by one of these estimators of the drawn token; or forward KL on the teacher's `topk` tokens."""
     topk: Annotated[Count, ReadIf("loss_mode", (_TOP_K,))] = 32
-    """Likeliest tokens of the teacher at each place."""
+    """Number of the teacher's most likely tokens at each position."""
     use_policy_gradient: bool = True
-    """Whether a token's divergence is its reward, undiscounted, and so taken off its advantage; else it is a loss. Left
-    out it is false with `forward_kl_topk`, which can only be a loss."""
+    """Whether a token's divergence is subtracted from its advantage, without discount; else it is a loss. The default
+    is false for `forward_kl_topk`, which can only be a loss."""
     use_task_rewards: bool = True
-    """Whether the advantages of the rewards count, too; false: the teacher alone does, and rewards are reported."""
+    """Whether the policy also learns from rewards; false: it only learns from the teacher, and rewards are reported."""
     loss_coef: PositiveFloat = 1.0
     """Weight of the divergence, per nat."""
     loss_max_clamp: PositiveFloat | None = None
-    """Largest size of a token's divergence, in nats. null: any."""
+    """Upper bound of the absolute divergence of a token, in nats. null: none."""
     log_prob_min_clamp: Annotated[NegativeFloat | None, ReadIf("loss_mode", (_TOP_K,))] = None
-    """Lower log-probabilities of student and teacher count as this one, in nats. null: they count as they are."""
+    """Lower bound to which log-probabilities of student and teacher are clamped, in nats. null: none."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass of a teacher."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -46,60 +45,58 @@ class DistillationConfig(ParallelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _top_k_is_a_loss(cls, given: Any) -> Any:
-        is_top_k = isinstance(given, dict) and given.get("loss_mode") == _TOP_K
-        return filled(given, {"use_policy_gradient": False}) if is_top_k else given
+    def _top_k_is_a_loss(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
+            return values
+        return filled(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
-        """Likeliest tokens that a teacher tells; None: those of the response alone."""
+        """Number of most likely tokens that a teacher returns; None: only the response's tokens."""
         return self.topk if self.loss_mode == _TOP_K else None
 
     def teacher_of(self, data_source: str) -> str | None:
-        """The teacher of a data source; None: there is none."""
+        """Teacher of a data source, or None."""
         return self.teachers.get(data_source, self.path)
 
     @property
     def named(self) -> dict[str, str]:
-        """The dotted keys that name teachers, and whom; none where there is no distillation."""
-        by_source = {
-            f"distillation.teachers.{source}": path for source, path in self.teachers.items()
-        }
-        found = ({"distillation.path": self.path} if self.path is not None else {}) | by_source
-        return found if self.enable else {}
+        """Teachers by the dotted key that names them; empty without distillation."""
+        if not self.enable:
+            return {}
+        teachers = {} if self.path is None else {"distillation.path": self.path}
+        for source, path in self.teachers.items():
+            teachers[f"distillation.teachers.{source}"] = path
+        return teachers
 
     @property
     def loaded(self) -> dict[str, str]:
-        """As `named`, of those that are not behind addresses."""
+        """Teachers that the run loads, by the dotted key that names them."""
         return {key: path for key, path in self.named.items() if not is_served(path)}
 
     @property
     def all_teachers(self) -> list[str]:
-        """Each teacher once, in the order in which they are named."""
+        """Distinct teachers, in the order of their keys."""
         return list(dict.fromkeys(self.named.values()))
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             yield from unused(self.changed(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
-            fix = "Set it to a folder or a hub name, or several by data source with teachers."
+            fix = "Set it to a folder or a hub name, or set teachers for several data sources."
             yield wrong(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
         if self.loss_mode == _TOP_K and self.use_policy_gradient:
-            fix = "Set it to false: a policy gradient moves drawn tokens alone."
+            fix = "Set it to false: a policy gradient only changes sampled tokens."
             yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
-            got, fix = (
-                f"{self.loss_mode}, with use_policy_gradient=False",
-                "The gradient of k1 knows no teacher.",
-            )
+            got = f"{self.loss_mode}, with use_policy_gradient=False"
+            fix = "The gradient of k1 does not depend on the teacher."
             yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
-        if not any(is_served(one) for one in self.all_teachers):
-            yield from unused(
-                [f"{at}.engine_kwargs"] if self.engine_kwargs else [], "no teacher is a server"
-            )
+        if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
+            yield from unused([f"{at}.engine_kwargs"], "no teacher is a server")
 
 
 def is_served(teacher: str) -> bool:
-    """Whether a teacher is behind addresses."""
+    """Whether a teacher is a server."""
     return "://" in teacher

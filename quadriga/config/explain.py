@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration in words: the batch arithmetic, what a step does, and the resolved tree."""
+"""Description of a configuration: batch arithmetic, steps of a run, and the resolved tree."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import (
@@ -12,6 +13,7 @@ from quadriga.config.placement import (
     rollout_ranks,
 )
 from quadriga.config.root import Config, spelled
+from quadriga.config.trainer import TrainerConfig
 from quadriga.config.yaml_text import to_yaml
 from quadriga.redact import redacted
 
@@ -26,65 +28,85 @@ _ROLE_WORDS = {
 
 
 class BatchPlan:
-    """One training step of the actor in numbers."""
+    """Batch arithmetic of one training step of the actor.
+
+    Attributes:
+        num_prompts: prompts of the step.
+        num_sequences: sequences that the step generates and trains on.
+        mini_batch_prompts: prompts of a mini-batch.
+        mini_batch_sequences: sequences of a mini-batch.
+        num_mini_batches: mini-batches of one epoch; the last one may be smaller.
+        num_optimizer_steps: optimizer steps of all epochs.
+        is_on_policy: whether the policy that sampled makes the only update, so that old
+            log-probabilities equal current ones.
+        micro_batch_sequences: sequences of a micro-batch; None if micro-batches are cut by tokens.
+        num_micro_batches: micro-batches of a mini-batch; None if they are cut by tokens.
+        max_sequence_tokens: tokens of the longest possible sequence.
+    """
 
     def __init__(self, config: Config) -> None:
-        actor, responses = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+        actor = config.actor_rollout_ref.actor
+        num_responses = config.actor_rollout_ref.rollout.n
         self.num_prompts = config.data.train_batch_size
-        self.num_sequences = self.num_prompts * responses  # that a step generates and learns from
+        self.num_sequences = self.num_prompts * num_responses
         self.mini_batch_prompts = min(actor.ppo_mini_batch_size, self.num_prompts)
-        self.mini_batch_sequences = self.mini_batch_prompts * responses
-        self.num_mini_batches = -(
-            -self.num_prompts // self.mini_batch_prompts
-        )  # of one pass; the last may be smaller
+        self.mini_batch_sequences = self.mini_batch_prompts * num_responses
+        self.num_mini_batches = _ceil_div(self.num_prompts, self.mini_batch_prompts)
         self.num_optimizer_steps = self.num_mini_batches * actor.ppo_epochs
-        # Whether the only update is made by the policy that sampled: old log-probs equal current ones.
         self.is_on_policy = self.num_optimizer_steps == 1
-        # None: micro-batches are cut by tokens, so both depend on the lengths.
-        micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
-        self.micro_batch_sequences = micro and min(micro, self.mini_batch_sequences)
-        self.num_micro_batches = micro and -(-self.mini_batch_sequences // micro)
+        self.micro_batch_sequences: int | None = None
+        self.num_micro_batches: int | None = None
+        size = actor.ppo_micro_batch_size_per_gpu
+        if size and not actor.use_dynamic_bsz:
+            self.micro_batch_sequences = min(size, self.mini_batch_sequences)
+            self.num_micro_batches = _ceil_div(self.mini_batch_sequences, size)
         self.max_sequence_tokens = config.data.max_prompt_length + config.data.max_response_length
 
 
-def needs_old_log_prob_pass(config: Config) -> bool:
-    """Whether log-probs of the sampling policy must be computed in a pass of their own.
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
-    One optimizer step a batch learns from the policy that sampled: its own forward pass gives the same numbers. KL in
-    the reward needs them before that, and so does off-policy correction, unless it takes the rollout's own. Where the
-    update repeats the pass's choice of experts, there is one."""
-    correction, repeats = (
-        config.algorithm.rollout_correction,
-        config.actor_rollout_ref.actor.router_replay,
-    )
-    if (
-        correction.needs_old_log_probs
-        or config.algorithm.use_kl_in_reward
-        or repeats == "old_log_prob"
-    ):
+
+def needs_old_log_prob_pass(config: Config) -> bool:
+    """Whether log-probs of the sampling policy are computed in a separate pass.
+
+    If a batch has a single optimizer step, its forward pass computes the same numbers. A separate
+    pass is still needed if log-probs are read earlier, by the KL divergence in the reward or by
+    off-policy correction, and if the update repeats the routes of that pass.
+    """
+    correction = config.algorithm.rollout_correction
+    if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
         return True
+    if config.actor_rollout_ref.actor.router_replay == "old_log_prob":
+        return True
+    # In bypass mode the log-probs of the rollout take their place.
     return not correction.bypass_mode and not BatchPlan(config).is_on_policy
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a frozen reference model is kept."""
+    """Whether the run needs a frozen reference model."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def learns_from_rewards(config: Config) -> bool:
-    """Whether the advantages of rewards count; else a teacher alone does."""
+    """Whether the policy learns from rewards, and not only from a teacher."""
     return not config.distillation.enable or config.distillation.use_task_rewards
 
 
 def show(config: Config) -> str:
-    """The resolved tree as YAML, the keys that the task reads. Read again, with what `quadriga.redact` hides given once
-    more, it gives an equal configuration."""
-    dumped, tree = redacted(config.model_dump(mode="json")), {}
+    """Resolved tree as YAML, with the keys that the task reads.
+
+    Reading it again gives an equal configuration, once the values that `quadriga.redact` hides are
+    filled in.
+    """
+    dumped = redacted(config.model_dump(mode="json"))
+    tree: dict[str, Any] = {}
     for key in leaf_keys(config.task):
-        value, node = dumped, tree
+        value = dumped
         for name in spelled(key, config.task, in_full=True).split("."):
             value = value[name]
         *path, last = key.split(".")
+        node = tree
         for name in path:
             node = node.setdefault(name, {})
         node[last] = value
@@ -96,177 +118,203 @@ def explain(
     num_train_prompts: int | None = None,
     estimator_fields: tuple[str, ...] | None = None,
 ) -> str:
-    """What a training run with this configuration does, on so many training prompts where they have been counted, with
-    an estimator that reads these fields of the batch where they are known."""
-    plan, data, trainer, rollout = (
-        BatchPlan(config),
-        config.data,
-        config.trainer,
-        config.actor_rollout_ref.rollout,
-    )
-    step = [
-        f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')} = "
-        f"{_count(plan.num_sequences, 'sequence')}, generated by {rollout.name} at temperature {rollout.temperature:g}",
-        f"up to {data.max_prompt_length} + {data.max_response_length} = {plan.max_sequence_tokens} tokens a sequence, "
-        f"{plan.num_sequences * plan.max_sequence_tokens} a step",
+    """Describe a training run with this configuration.
+
+    Args:
+        config: the run.
+        num_train_prompts: number of training prompts; None if they have not been counted.
+        estimator_fields: fields of a batch that the advantage estimator reads; None if unknown.
+    """
+    plan = BatchPlan(config)
+    paragraphs = [
+        _paragraph("Step", _step(config, plan)),
+        _paragraph("Update", _update(config, plan)),
+        _paragraph("Overlap", _overlap(config)),
+        _paragraph("Passes", _passes(config, plan, estimator_fields)),
+        _paragraph("Run", _run(config, plan, num_train_prompts)),
+        _paragraph("Processes", _processes(config)),
+        _paragraph("Files", _files(config.trainer)),
     ]
-    if (groups := config.algorithm.filter_groups).enable:
-        limit = groups.max_num_gen_batches
-        most = (
-            f"up to {_count(limit, 'batch', 'batches')} of prompts"
-            if limit
-            else "any number of batches"
-        )
-        step.append(
-            f"prompts whose responses all have the same {groups.metric} are replaced: {most} a step"
-        )
-    files = [f"run: {trainer.directory}", f"metrics: {', '.join(trainer.loggers)}"]
-    for what, path in (
-        ("responses", trainer.rollout_data_dir),
-        ("validation responses", trainer.validation_data_dir),
-    ):
-        files += [f"{what}: {path}"] if path is not None else []
-    paragraphs = (
-        ("Step", step),
-        ("Update", _update(config, plan)),
-        *([("Overlap", _overlap(config))] if config.async_training.enable else []),
-        ("Passes", _passes(config, plan, estimator_fields)),
-        ("Run", _run(config, plan, num_train_prompts)),
-        ("Processes", _processes(config)),
-        ("Files", files),
-    )
-    return "\n".join(
-        f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in paragraphs
-    )
+    if not config.async_training.enable:
+        del paragraphs[2]
+    return "\n".join(paragraphs)
 
 
-def _count(number: int, thing: str, things: str = "") -> str:
-    return f"{number} {thing if number == 1 else things or thing + 's'}"
+def _paragraph(title: str, lines: Iterable[str]) -> str:
+    return "\n  ".join([title, *lines]) + "\n"
+
+
+def _count(number: int, singular: str, plural: str = "") -> str:
+    noun = singular if number == 1 else plural or f"{singular}s"
+    return f"{number} {noun}"
+
+
+def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    groups = config.algorithm.filter_groups
+    batch = f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')}"
+    sampling = f"generated by {rollout.name} at temperature {rollout.temperature:g}"
+    yield f"{batch} = {_count(plan.num_sequences, 'sequence')}, {sampling}"
+    lengths = f"{config.data.max_prompt_length} + {config.data.max_response_length}"
+    max_step_tokens = plan.num_sequences * plan.max_sequence_tokens
+    yield (
+        f"up to {lengths} = {plan.max_sequence_tokens} tokens per sequence, "
+        f"{max_step_tokens} per step"
+    )
+    if groups.enable:
+        batches = "any number of batches"
+        if groups.max_num_gen_batches:
+            batches = f"up to {_count(groups.max_num_gen_batches, 'batch', 'batches')} of prompts"
+        replaced = f"prompts whose responses all have the same {groups.metric} are replaced"
+        yield f"{replaced}: {batches} per step"
+
+
+def _files(trainer: TrainerConfig) -> Iterator[str]:
+    yield f"run: {trainer.directory}"
+    yield f"metrics: {', '.join(trainer.loggers)}"
+    if trainer.rollout_data_dir is not None:
+        yield f"responses: {trainer.rollout_data_dir}"
+    if trainer.validation_data_dir is not None:
+        yield f"validation responses: {trainer.validation_data_dir}"
 
 
 def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
-    actor, warmup = config.actor_rollout_ref.actor, config.trainer.critic_warmup
-    epochs = _count(actor.ppo_epochs, "epoch")
-    size = f"{_count(plan.mini_batch_prompts, 'prompt')} ({_count(plan.mini_batch_sequences, 'sequence')})"
-    cut = f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {size} x {epochs}"
-    yield f"{_count(plan.num_optimizer_steps, 'optimizer step')} a batch: {cut}"
-    if rest := plan.num_prompts % plan.mini_batch_prompts:
-        yield f"the last mini-batch has {_count(rest, 'prompt')}"
+    actor = config.actor_rollout_ref.actor
+    size = _count(plan.mini_batch_prompts, "prompt")
+    size += f" ({_count(plan.mini_batch_sequences, 'sequence')})"
+    mini_batches = f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {size}"
+    steps = _count(plan.num_optimizer_steps, "optimizer step")
+    yield f"{steps} per batch: {mini_batches} x {_count(actor.ppo_epochs, 'epoch')}"
+    num_last_prompts = plan.num_prompts % plan.mini_batch_prompts
+    if num_last_prompts:
+        yield f"the last mini-batch has {_count(num_last_prompts, 'prompt')}"
     if plan.num_micro_batches is None:
         yield f"micro-batches of up to {actor.ppo_max_token_len_per_gpu} tokens"
     else:
         count = _count(plan.num_micro_batches, "micro-batch", "micro-batches")
-        whole = "in a mini-batch; the gradient does not depend on their size"
-        yield f"{count} of {plan.micro_batch_sequences} {whole}"
-    loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
+        independent = "the gradient does not depend on their size"
+        yield f"{count} of {plan.micro_batch_sequences} in a mini-batch; {independent}"
+
+    # The loss, and what the advantages come from.
     teacher = config.distillation
-    advantages = (
-        config.algorithm.adv_estimator if learns_from_rewards(config) else "none from rewards"
-    )
+    loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
     if teacher.enable:
-        place = "the advantages" if teacher.use_policy_gradient else "the loss"
-        loss += f"; {teacher.loss_mode} from the teacher, in {place}"
+        target = "the advantages" if teacher.use_policy_gradient else "the loss"
+        loss += f"; {teacher.loss_mode} from the teacher, in {target}"
+    advantages = "none from rewards"
+    if learns_from_rewards(config):
+        advantages = config.algorithm.adv_estimator
     yield f"advantages: {advantages}; loss: {loss}"
+    warmup = config.trainer.critic_warmup
     if warmup:
         yield f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"
 
 
 def _overlap(config: Config) -> Iterator[str]:
     settings = config.async_training
-    versions, steps = _count(settings.max_staleness, "version"), _count(settings.sync_every, "step")
-    yield f"generation goes on while the policy is trained, with weights that are published every {steps}"
-    yield f"a step learns from samples whose oldest token is up to {versions} behind the weights that it begins with"
-    most = _count((settings.max_staleness + 1) * settings.sync_every, "batch", "batches")
-    late = {"wait": "a step waits for its own", "drop": "what is too old is dropped"}[
-        settings.on_stale
-    ]
+    steps = _count(settings.sync_every, "step")
+    yield f"generation continues during training, with weights that are published every {steps}"
+    staleness = f"up to {_count(settings.max_staleness, 'version')} behind"
+    yield f"the oldest token of a sample is {staleness} the weights at the beginning of its step"
     if settings.by_mini_batch:
         prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
         yield f"an update starts as soon as the responses to {prompts} are complete"
-    yield f"up to {most} are under way or wait for their step; {late}"
-    kept = {"recompute": "whose KV cache is computed anew", "keep": "which keep their KV cache"}[
-        settings.kv_on_update
-    ]
-    taken = {
-        "continue": f"by sequences under way, {kept}",
-        "finish": "once the sequences under way have ended",
-    }
-    yield f"new weights are taken {taken[settings.in_flight]}"
+    num_batches = (settings.max_staleness + 1) * settings.sync_every
+    batches = f"up to {_count(num_batches, 'batch', 'batches')} are in flight or wait for a step"
+    if settings.on_stale == "wait":
+        yield f"{batches}; a step waits for its own batch"
+    else:
+        yield f"{batches}; stale samples are dropped"
+    if settings.in_flight == "finish":
+        yield "new weights are loaded once the sequences in flight have ended"
+    elif settings.kv_on_update == "recompute":
+        yield "new weights are loaded during generation; the KV cache is recomputed"
+    else:
+        yield "new weights are loaded during generation; the KV cache is kept"
 
 
 def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> Iterator[str]:
-    if needs_old_log_prob_pass(config):
-        why = (
-            "the batch makes several updates"
-            if not plan.is_on_policy
-            else "the divergence in the reward needs them"
-        )
-        yield f"old log-probs: a pass of their own, for {why}"
+    actor = config.actor_rollout_ref.actor
+    if not needs_old_log_prob_pass(config):
+        yield "old log-probs: no separate pass (a single update by the policy that sampled)"
+    elif plan.is_on_policy:
+        yield "old log-probs: separate pass (the KL divergence in the reward needs them)"
     else:
-        yield "old log-probs: no separate pass; the only update is made by the policy that sampled"
+        yield "old log-probs: separate pass (several updates per batch)"
     if fields is not None and "values" in fields:
-        start = (
-            "the policy's model" if config.critic.model.path is None else config.critic.model.path
-        )
-        yield f"critic: one pass a step, for values, and its own update; it starts from {start}"
+        start = config.critic.model.path
+        if start is None:
+            start = "the policy's model"
+        yield f"critic: one pass per step, for values, and its own update; it starts from {start}"
     if config.reward_model.enable:
-        added = (
-            ", added to the custom reward function" if config.custom_reward_function.path else ""
-        )
-        yield f"reward model: one pass a step{added}"
+        is_sum = config.custom_reward_function.path
+        added = ", added to the custom reward function" if is_sum else ""
+        yield f"reward model: one pass per step{added}"
     if config.distillation.enable:
-        yield f"teacher: one pass a step, by {' and '.join(config.distillation.all_teachers)}"
-    places = {
-        "the loss": config.actor_rollout_ref.actor.use_kl_loss,
-        "the reward": config.algorithm.use_kl_in_reward,
-    }
-    if needs_reference(config):
-        is_actor = config.actor_rollout_ref.model.has_adapter and "actor_rollout_ref" in role_pools(
-            config.trainer
-        )
-        used = " and ".join(place for place, is_used in places.items() if is_used)
-        by = ", by the actor with its adapter off" if is_actor else ""
-        yield f"reference model: one pass a step, for {used}{by}"
-    else:
-        yield "reference model: none, for no divergence from it is used"
+        yield f"teacher: one pass per step, by {' and '.join(config.distillation.all_teachers)}"
+    if not needs_reference(config):
+        yield "reference model: not needed (no KL term)"
+        return
+    uses = ["the loss"] if actor.use_kl_loss else []
+    if config.algorithm.use_kl_in_reward:
+        uses.append("the reward")
+    reference = f"reference model: one pass per step, for {' and '.join(uses)}"
+    is_colocated = "actor_rollout_ref" in role_pools(config.trainer)
+    if config.actor_rollout_ref.model.has_adapter and is_colocated:
+        reference += ", by the actor with its adapter off"
+    yield reference
 
 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
-    trainer, samples = config.trainer, config.algorithm.filter_groups.enable
-    size = (config.data.gen_batch_size if samples else None) or plan.num_prompts
-    batches, steps = (num_train_prompts or 0) // size, trainer.total_training_steps
-    epochs, total = trainer.total_epochs, trainer.num_steps(batches) if batches else 0
-    if samples and trainer.max_epochs:
-        ends = f"until {_count(trainer.max_epochs, 'pass', 'passes')} over the data are taken"
-        each = (
-            f" ({_count(batches, 'batch', 'batches')} each, at least one a step)" if batches else ""
-        )
-        yield f"{'at most ' + _count(steps, 'step') if steps else 'steps'} {ends}{each}"
-    elif batches:
-        passes = _count(-(-total // batches), "epoch")
-        yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {passes}"
-    elif steps:
-        most = f"at most {_count(epochs, 'epoch')}" if epochs else "as many epochs as they take"
-        yield f"{'at most ' if epochs else ''}{_count(steps, 'step')}, over {most}"
-    else:
-        yield f"{_count(epochs or 1, 'epoch')}; the number of steps depends on the data"
-    when = ["before training"] if trainer.val_before_train else []
-    when += [_every(trainer.test_freq)] if trainer.test_freq != -1 else []
-    yield f"validation: {' and '.join(when) or 'none'}{', then the run ends' if trainer.val_only else ''}"
-    saves = f"{_every(trainer.save_freq)} and at the end" if trainer.save_freq != -1 else "none"
-    kept = (
-        f", the last {trainer.max_ckpt_to_keep} kept"
-        if trainer.max_ckpt_to_keep and trainer.save_freq != -1
-        else ""
-    )
-    yield f"checkpoints: {saves}{kept}"
+    trainer = config.trainer
+    yield _length(config, plan, num_train_prompts)
+    validations = ["before training"] if trainer.val_before_train else []
+    if trainer.test_freq != -1:
+        validations.append(_every(trainer.test_freq))
+    end = ", then the run ends" if trainer.val_only else ""
+    yield f"validation: {' and '.join(validations) or 'none'}{end}"
+    checkpoints = "none"
+    if trainer.save_freq != -1:
+        checkpoints = f"{_every(trainer.save_freq)} and at the end"
+        if trainer.max_ckpt_to_keep:
+            checkpoints += f", the last {trainer.max_ckpt_to_keep} kept"
+    yield f"checkpoints: {checkpoints}"
     yield f"resume: {trainer.resume_mode}"
 
 
+def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> str:
+    """Number of steps and epochs, as far as they are known."""
+    trainer = config.trainer
+    filters_groups = config.algorithm.filter_groups.enable
+    batch_size = plan.num_prompts
+    if filters_groups and config.data.gen_batch_size:
+        batch_size = config.data.gen_batch_size
+    num_batches = (num_train_prompts or 0) // batch_size
+    batches = _count(num_batches, "batch", "batches")
+    max_steps = trainer.total_training_steps
+    epochs = trainer.total_epochs
+    if filters_groups and trainer.max_epochs:
+        # A step may take several batches, so that their number does not tell the number of steps.
+        steps = f"at most {_count(max_steps, 'step')}" if max_steps else "steps"
+        each = f" ({batches} each, at least one per step)" if num_batches else ""
+        passes = _count(trainer.max_epochs, "pass", "passes")
+        return f"{steps} until {passes} over the data are taken{each}"
+    if num_batches:
+        # The prompts have been counted, so the number of steps is known.
+        num_steps = trainer.num_steps(num_batches)
+        passes = _count(_ceil_div(num_steps, num_batches), "epoch")
+        return f"{_count(num_steps, 'step')}: {batches} per epoch, {passes}"
+    if max_steps and epochs:
+        return f"at most {_count(max_steps, 'step')}, over at most {_count(epochs, 'epoch')}"
+    if max_steps:
+        return f"{_count(max_steps, 'step')}, over as many epochs as they take"
+    return f"{_count(epochs or 1, 'epoch')}; the number of steps depends on the data"
+
+
 def _every(frequency: int | str) -> str:
-    return (
-        f"every {_count(frequency, 'step')}" if isinstance(frequency, int) else "after each epoch"
-    )
+    if isinstance(frequency, int):
+        return f"every {_count(frequency, 'step')}"
+    return "after each epoch"
 
 
 def _processes(config: Config) -> Iterator[str]:
@@ -277,42 +325,45 @@ def _processes(config: Config) -> Iterator[str]:
     roles = role_pools(trainer, asked_roles(config))
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
-        devices = rollout_devices(config) if pool == roles.get("rollout") else 1
-        counts = [count // devices for count in trainer.processes_of(pool)]
-        inside = " and ".join(
-            _ROLE_WORDS.get(role, role) for role, name in roles.items() if name == pool
-        )
-        where = (
-            "on one machine"
-            if len(counts) == 1
-            else f"on {len(counts)} machines ({' + '.join(map(str, counts))})"
-        )
-        each = (
-            ""
-            if max(counts) == 1
-            else f", which share a machine's cores ({max(counts)} to a machine)"
-        )
-        own = (
-            f", each on {devices} devices, where vLLM starts {devices} of its own"
-            if devices > 1
-            else ""
-        )
-        yield f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}{own}"
-    if (size := rollout_group_size(config)) > 1:
+        yield _pool(config, pool, roles)
+    size = rollout_group_size(config)
+    if size > 1:
         groups = _count(sum(rollout_ranks(config)) // size, "rollout group")
-        yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the weights that generate"
+        yield f"{groups} of {size} neighbouring processes, each with 1/{size} of the rollout's weights"
     if len(pools) > 1 and config.async_training.enable:
-        yield "training and generation compute at the same time, each process with the threads that it would have alone"
+        yield "training and generation run at the same time, each process with the threads it would have alone"
     elif len(pools) > 1:
-        yield "pools take turns, so a process has the threads that it would have if there were no other pool"
-    if restarts := trainer.max_worker_restarts:
+        yield "pools take turns, so each process has as many threads as if there were no other pool"
+    yield from _recovery(trainer)
+
+
+def _pool(config: Config, pool: str, roles: dict[str, str]) -> str:
+    """Processes of a resource pool, and the roles in them."""
+    num_devices = rollout_devices(config) if pool == roles.get("rollout") else 1
+    counts = [count // num_devices for count in config.trainer.processes_of(pool)]
+    machines = "on one machine"
+    if len(counts) > 1:
+        machines = f"on {len(counts)} machines ({' + '.join(map(str, counts))})"
+    sharing = ""
+    if max(counts) != 1:
+        sharing = f", which share a machine's cores ({max(counts)} to a machine)"
+    names = [_ROLE_WORDS.get(role, role) for role, role_pool in roles.items() if role_pool == pool]
+    text = f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {machines}{sharing}"
+    text += f", with {' and '.join(names)}"
+    if num_devices > 1:
+        text += f", each on {num_devices} devices, where vLLM starts {num_devices} processes"
+    return text
+
+
+def _recovery(trainer: TrainerConfig) -> Iterator[str]:
+    """Limits of lost processes, skipped steps and waiting times."""
+    restarts = trainer.max_worker_restarts
+    if restarts:
         yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"
-        if skipped := trainer.max_skipped_steps:
-            most = _count(skipped, "step")
-            yield f"a step that loses workers twice is skipped; up to {most} in the run"
-    limit = (
-        f"; one whose call takes over {trainer.phase_timeout_s} s too"
-        if trainer.phase_timeout_s
-        else ""
-    )
-    yield f"a process that does not answer for {trainer.stall_timeout_s} s is killed, and so lost{limit}"
+        if trainer.max_skipped_steps:
+            steps = _count(trainer.max_skipped_steps, "step")
+            yield f"a step that loses workers twice is skipped; up to {steps} in the run"
+    limits = f"does not answer for {trainer.stall_timeout_s} s"
+    if trainer.phase_timeout_s:
+        limits += f", or whose call takes over {trainer.phase_timeout_s} s,"
+    yield f"a process that {limits} is killed and counts as lost"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema seen as a table of dotted keys: what each is called, takes, defaults to and means; search in it.
+"""Table of all keys: name, type, default and meaning, and search in it.
 
-Each task has a table of its own: the keys that it reads, as it spells them (`root.py`). `key_aliases.tsv` has further
-names by which keys are found.
+Each task has a table of its own, with the keys that it reads in its spelling (`root.py`). The file
+`key_aliases.tsv` has more words by which keys are found.
 """
 
 import ast
@@ -45,154 +45,198 @@ _VERL_KEYS = Path(__file__).parents[1] / "verl" / "defaults.tsv"
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One leaf of the tree."""
+    """A key of the configuration.
+
+    Attributes:
+        key: dotted key, in the task's spelling.
+        kind: description of the values that it accepts.
+        default: default value.
+        section: the section that holds the field.
+        name: name of the field in its section.
+        task: the task.
+        is_open: whether users may add keys below it.
+        is_text: whether a value on the command line is text as it stands, not YAML.
+    """
 
     key: str
-    kind: str  # what it takes, in words
+    kind: str
     default: Any
     section: type[Section]
-    name: str  # of the field in its section
+    name: str
     task: str
-    is_open: bool  # whether keys of the user's own may stand under it
-    is_text: bool  # whether a value on the command line is text as it stands, not YAML
+    is_open: bool
+    is_text: bool
 
     @property
     def meaning(self) -> str:
-        """What the schema says below the field, with the task's spellings."""
+        """Docstring of the field, with the task's spellings."""
         return spelled_text(" ".join(_notes(self.section)[self.name].split()), self.task)
 
 
 @cache
 def _notes(section: type[Section]) -> dict[str, str]:
-    """The docstrings below the fields, read when they are asked for: pydantic reads them at each import."""
-    above = {
-        name: note
-        for base in section.__bases__
-        if base is not BaseModel
-        for name, note in _notes(base).items()
-    }
+    """Docstrings below the fields. They are read on demand; pydantic would read them on import."""
+    notes = {}
+    for base in section.__bases__:
+        if base is not BaseModel:
+            notes |= _notes(base)
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
-    own = {}
     for field, below in pairwise(node.body):
-        is_note = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            own[field.target.id] = str(below.value.value) if is_note else ""
-    return above | own
+            is_note = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            notes[field.target.id] = str(below.value.value) if is_note else ""
+    return notes
 
 
 def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[Any]]:
-    """The words for a type, "a whole number, at least 1, or null", and the types that a value may have."""
+    """Describe a type, such as "a whole number, at least 1, or null".
+
+    Args:
+        annotation: the type.
+        metadata: its limits.
+
+    Returns:
+        The description, and the plain types that a value may have.
+    """
+    words, types_of_values = _described_type(annotation)
+    limits = []
+    for constraint in metadata:
+        if isinstance(constraint, Meaning):
+            return constraint.words, types_of_values
+        if type(constraint) in _LIMITS:
+            limits.append(_LIMITS[type(constraint)].format(constraint))
+    if limits:
+        words += f", {' and '.join(limits)}"
+    return words, types_of_values
+
+
+def _described_type(annotation: Any) -> tuple[str, set[Any]]:
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
-    kinds = {origin or annotation}
     if origin is Annotated:
-        words, kinds = _described(arguments[0], arguments[1:])
-    elif origin in (Union, types.UnionType):
-        parts = [_described(one) for one in arguments]
-        words, kinds = (
-            ", or ".join(words for words, _ in parts),
-            set().union(*(one for _, one in parts)),
-        )
-    elif origin is Literal:
-        one_of = "one of " if len(arguments) > 1 else ""
-        words, kinds = f"{one_of}{', '.join(map(str, arguments))}", {type(arguments[0])}
-    elif origin in (list, tuple):
+        return _described(arguments[0], arguments[1:])
+    if origin in (Union, types.UnionType):
+        members = [_described(argument) for argument in arguments]
+        words = ", or ".join(member_words for member_words, _ in members)
+        return words, set().union(*(member_types for _, member_types in members))
+    if origin is Literal:
+        words = ", ".join(map(str, arguments))
+        if len(arguments) > 1:
+            words = f"one of {words}"
+        return words, {type(arguments[0])}
+    if origin in (list, tuple):
         count = f" of {len(arguments)}" if origin is tuple else ""
-        words = f"a list{count}, each {_described(arguments[0])[0]}"
-    else:
-        words = "an open dictionary" if origin is dict else _WORDS[annotation]
-    limits = [_LIMITS[type(one)].format(one) for one in metadata if type(one) in _LIMITS]
-    said = [one.words for one in metadata if isinstance(one, Meaning)]
-    return said[0] if said else ", ".join(
-        [words, *([" and ".join(limits)] if limits else [])]
-    ), kinds
+        return f"a list{count}, each {_described(arguments[0])[0]}", {origin}
+    if origin is dict:
+        return "an open dictionary", {origin}
+    return _WORDS[annotation], {annotation}
 
 
 def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
+    patterns, unread_keys = READ[task]
     for name, field in type(section).model_fields.items():
-        key, value = f"{prefix}{name}", getattr(section, name)
+        key = f"{prefix}{name}"
+        value = getattr(section, name)
         if isinstance(value, Section):
             yield from _leaves(value, f"{key}.", task)
-        elif any(fnmatchcase(key, one) for one in READ[task][0]) and key not in READ[task][1]:
-            words, kinds = _described(field.annotation, field.metadata)
+        elif key not in unread_keys and any(fnmatchcase(key, pattern) for pattern in patterns):
+            words, types_of_values = _described(field.annotation, field.metadata)
             yield KeyInfo(
-                spelled(key, task),
-                words,
-                value,
-                type(section),
-                name,
-                task,
-                dict in kinds,
-                str in kinds,
+                key=spelled(key, task),
+                kind=words,
+                default=value,
+                section=type(section),
+                name=name,
+                task=task,
+                is_open=dict in types_of_values,
+                is_text=str in types_of_values,
             )
 
 
 @cache
 def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
-    """Every key that a task reads, by its dotted name, in the order of the schema."""
+    """Keys that a task reads by dotted name, in the order of the schema."""
     return {leaf.key: leaf for leaf in _leaves(Config.model_validate({"task": task}), "", task)}
 
 
 @cache
 def section_keys(task: str = "rl") -> frozenset[str]:
-    """The dotted keys of the sections between the root and the leaves."""
+    """Dotted keys of all sections below the root."""
     paths = [key.split(".") for key in leaf_keys(task)]
     return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
 
 def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
-    """The leaf that a dotted key is, or lies under (beside, where it is called `options`) as an entry of its own."""
+    """Key of the table to which a dotted key belongs.
+
+    This may be an open dictionary above the key, or `options` beside it. None if there is none.
+    """
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
+    # All sections above the key, and the options of a loss, an estimator or a dataset beside it.
     path = key.split(".")
-    above = (leaves.get(".".join(path[:depth])) for depth in range(1, len(path)))
-    beside = leaves.get(".".join((*path[:-1], "options")))
-    return next((leaf for leaf in (*above, beside) if leaf is not None and leaf.is_open), None)
+    candidates = [".".join(path[:depth]) for depth in range(1, len(path))]
+    candidates.append(".".join((*path[:-1], "options")))
+    for candidate in candidates:
+        if candidate in leaves and leaves[candidate].is_open:
+            return leaves[candidate]
+    return None
 
 
 def nearest_keys(key: str, task: str = "rl") -> list[str]:
-    """Up to three known keys that a mistyped one may have meant, the likeliest first."""
-    # A right name in a wrong section is likelier than a wrong name in the right one.
-    known = list(leaf_keys(task))
-    meant = [spelled(own, task) for own in aliases().get(key, ())]
-    tail = [one for one in known if one.endswith(f".{key}") or one in meant]
-    close = get_close_matches(key, known, n=3, cutoff=0.8)
-    moved = get_close_matches(
-        key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3
-    )
-    return list(dict.fromkeys(tail + moved + close))[:3]
+    """Up to three keys that a misspelled key may mean, most likely first."""
+    # A correct name in the wrong section is more likely than a wrong name in the correct section.
+    known_keys = list(leaf_keys(task))
+    alias_keys = [spelled(alias_key, task) for alias_key in aliases().get(key, ())]
+    exact = [known for known in known_keys if known.endswith(f".{key}") or known in alias_keys]
+    name = key.split(".")[-1]
+    same_name = [known for known in known_keys if known.split(".")[-1] == name]
+    moved = get_close_matches(key, same_name, n=3, cutoff=0.3)
+    close = get_close_matches(key, known_keys, n=3, cutoff=0.8)
+    return list(dict.fromkeys(exact + moved + close))[:3]
 
 
 @cache
 def aliases() -> Mapping[str, tuple[str, ...]]:
-    """The field's words, and the names of other trainers -> patterns of the keys that they mean."""
+    """Patterns of keys by common terms, and by the names that other trainers use."""
     lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines if not line.startswith("#"))
     return {word: tuple(keys.split()) for word, keys in rows}
 
 
 def is_key_of_verl(key: str, task: str) -> bool:
-    """Whether verl's program for a task has a leaf of this name, or one under it."""
+    """Whether verl's program for a task has this key, or one below it."""
     program = "ppo" if task == "rl" else "sft"
-    rows = (line.split("\t") for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines())
-    return any(f"{row[1]}.".startswith(f"{key}.") for row in rows if row[0].startswith(program))
+    for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines():
+        row = line.split("\t")
+        if row[0].startswith(program) and f"{row[1]}.".startswith(f"{key}."):
+            return True
+    return False
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
-    """Keys with what they take, their default and their meaning; those found by name come first.
-    With `words` only keys that have each of them in their name or meaning, or their phrase (`kv cache`) as an alias."""
-    wanted, patterns = [word.lower() for word in words], aliases().get(" ".join(words).lower(), ())
-    named, others = [], []
+    """Describe keys with type, default and meaning; matches by name come first.
+
+    Args:
+        words: describe only keys whose name or meaning has all words, or that have the phrase
+            (`kv cache`) as an alias.
+        task: the task.
+    """
+    lower_words = [word.lower() for word in words]
+    patterns = aliases().get(" ".join(lower_words), ())
+    by_name = []
+    by_meaning = []
     for leaf in leaf_keys(task).values():
-        is_alias = any(fnmatchcase(leaf.key, one) for one in patterns)
-        if is_alias or all(word in leaf.key for word in wanted):
-            named.append(leaf)
-        elif all(word in f"{leaf.key} {leaf.meaning}".lower() for word in wanted):
-            others.append(leaf)
+        is_alias = any(fnmatchcase(leaf.key, pattern) for pattern in patterns)
+        if is_alias or all(word in leaf.key for word in lower_words):
+            by_name.append(leaf)
+        elif all(word in f"{leaf.key} {leaf.meaning}".lower() for word in lower_words):
+            by_meaning.append(leaf)
+    # A key takes a paragraph: name and default, type, meaning.
     blocks = []
-    for leaf in named + others:
+    for leaf in by_name + by_meaning:
         meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")
         default = as_text(list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)
         blocks.append(f"{leaf.key} = {default}\n    {leaf.kind}\n{meaning}\n")

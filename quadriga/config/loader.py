@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files and a command line to a configuration, or to one error that names everything that is wrong.
+"""Load a configuration from files and a command line, or raise one error with all problems.
 
 files, `a.b=c`  ->  dotted keys, each with its place  ->  one tree  ->  pydantic: `Config`  ->  checks
 """
@@ -17,16 +17,24 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from quadriga.config.base import filled
 from quadriga.config.checks import training_findings
-from quadriga.config.keys import is_key_of_verl, leaf_keys, leaf_of, nearest_keys, section_keys
+from quadriga.config.keys import (
+    KeyInfo,
+    is_key_of_verl,
+    leaf_keys,
+    leaf_of,
+    nearest_keys,
+    section_keys,
+)
 from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
-# Hydra's + (a new key) and ++ (a key, new or not) are taken; every key is known but those of a user's data set.
+# Hydra's + (a new key) and ++ (any key) are accepted. Only a user's dataset may have new keys.
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
@@ -39,7 +47,7 @@ _SIZES_OF_MEGATRON = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, and what its user should know about how it was read."""
+    """A configuration, and notices for its user."""
 
     config: Config
     notices: list[str]
@@ -53,34 +61,47 @@ def load_config(
     task: str = "rl",
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Reads YAML files in order, each over the one before, then `values`, dotted keys with what they are set to, then
-    overrides `a.b=c`, whose values are YAML. Raises ConfigError: everything that is wrong, in one error.
-    `for_training`: whether the checks between keys that hold for a training run are made too.
-    `task`: the task, where neither files nor overrides name one (`task`, or `objective`)."""
+    """Load a configuration.
+
+    Args:
+        overrides: words `a.b=c`, whose values are YAML; they replace all other values.
+        files: YAML files. A later file replaces values of an earlier one.
+        for_training: whether to make the checks of a training run, too.
+        task: the task, unless files or overrides name one as `task` or `objective`.
+        values: values by dotted key, which replace those of the files.
+
+    Raises:
+        ConfigError: everything that is wrong, in one error.
+    """
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
-    named = [tree.get("task", tree.get("objective")) for tree, _ in trees]
-    named += [
-        one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)
-    ]
-    chosen = [one for one in [task, *named] if isinstance(one, str) and one in PRESETS][-1]
-    reading = _Reading(chosen, problems=problems)
-    for tree, places in [({"task": chosen}, {}), *trees, (values, {})]:
+    chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
+    # The task comes first, because it decides which keys exist and how they are spelled.
+    reading = _Reading(chosen_task, problems=problems)
+    for tree, places in [({"task": chosen_task}, {}), *trees, (values, {})]:
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))
-    # Whoever starts a run again from what it has written gives the keys again.
+    # A run hides secrets in the files that it writes. They must be given again on resume.
     for key, place in reading.places.items():
         for name in hidden_names(reading.value(key), key):
-            expected, fix = (
-                "the value, which a run does not write down",
-                f"Give it again: {name}=...",
-            )
+            expected = "the value, which a run does not write down"
+            fix = f"Give it again: {name}=..."
             reading.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
     config = reading.finish(notices, for_training=for_training)
     if problems or config is None:
         raise combined(problems)
     return Loaded(config, notices)
+
+
+def _choose_task(default: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> str:
+    """The last known task that files or overrides name."""
+    names = [default]
+    names += [tree.get("task", tree.get("objective")) for tree in trees]
+    for override in overrides:
+        if re.match(r"\s*\+*(task|objective)=", override):
+            names.append(override.partition("=")[2])
+    return [name for name in names if isinstance(name, str) and name in PRESETS][-1]
 
 
 def read_settings(
@@ -90,44 +111,44 @@ def read_settings(
     *,
     for_training: bool = True,
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
-    """The configuration from dotted keys, with all that is wrong and the notices; for a training run with its checks.
-    `places`: where a value comes from, for messages: by key, where that is not the key itself."""
-    reading, notices = _Reading(task, problems=[]), list[str]()
+    """Read a configuration from dotted keys.
+
+    Args:
+        values: values by dotted key.
+        places: where a value comes from, by its key; the key itself is the default.
+        task: the task.
+        for_training: whether to make the checks of a training run, too.
+
+    Returns:
+        The configuration (None if it cannot be read), all problems and all notices.
+    """
+    reading = _Reading(task, problems=[])
+    notices: list[str] = []
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)
-    return (
-        reading.finish(notices, for_training=for_training, is_verls=True),
-        reading.problems,
-        notices,
-    )
+    config = reading.finish(notices, for_training=for_training, is_verls=True)
+    return config, reading.problems, notices
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
-    """Splits `a.b=c` and reads the value as the key's type asks, as text or YAML; ConfigError says what is wrong."""
-    if (match := _OVERRIDE.fullmatch(argument)) is None:
-        fix = "Write the key, an equals sign and the value, without spaces around the sign."
-        if argument.startswith("~"):
-            fix = "A key cannot be removed: leave it out, or set it to null."
-        elif argument.startswith("-"):
-            fix = "Keys are written without dashes; --config FILE stands before them."
-        elif argument.endswith((".yaml", ".yml")):
-            fix = f"To read a configuration file write --config {shlex.quote(argument)}."
+    """Split `a.b=c`, and read the value as text or YAML, depending on the key.
+
+    Raises:
+        ConfigError: the word is not `key=value`, or the value is not valid YAML.
+    """
+    match = _OVERRIDE.fullmatch(argument)
+    if match is None:
+        fix = _fix_of_word(argument)
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
-    key, text = spelled(match["key"], task), match["value"].strip()
+    key = spelled(match["key"], task)
+    text = match["value"].strip()
     section, _, name = key.rpartition(".")
-    if (
-        match["sign"]
-        and section == "data"
-        and not leaf_of(key, task)
-        and not nearest_keys(key, task)
-    ):
+    # Only a user's dataset may have new keys, with Hydra's sign for them.
+    is_new = match["sign"] and not leaf_of(key, task) and not nearest_keys(key, task)
+    if is_new and section == "data":
         key = f"data.custom_cls.options.{name}"
     leaf = leaf_of(key, task)
-    # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
-    is_quoted = text[:1] in ("[", "'", '"') or (
-        text[:1] == "{" and leaf is not None and leaf.is_open
-    )
-    if text == "" or (leaf is not None and leaf.is_text and key == leaf.key and not is_quoted):
+    if _is_text(text, leaf, key):
         return key, None if text in ("null", "Null", "NULL", "~") else text
     try:
         value = parse_yaml(text)
@@ -135,27 +156,57 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         if leaf is None:
             return key, text
         got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
-        fix = "Put text with special signs in quotes."
+        fix = "Put text with special characters in quotes."
         raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
-    if isinstance(value, dict) and any(
-        ":" in str(name) and inner is None for name, inner in value.items()
-    ):
-        fix = "Write a space after the colon: {name: value}."
-        raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
+    if isinstance(value, dict):
+        # YAML reads {name:value} as a key "name:value" without a value.
+        for entry, entry_value in value.items():
+            if ":" in str(entry) and entry_value is None:
+                fix = "Write a space after the colon: {name: value}."
+                raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
     return key, value
 
 
+def _fix_of_word(argument: str) -> str:
+    if argument.startswith("~"):
+        return "A key cannot be removed: leave it out, or set it to null."
+    if argument.startswith("-"):
+        return "Keys are written without dashes; --config FILE precedes them."
+    if argument.endswith((".yaml", ".yml")):
+        return f"To read a configuration file write --config {shlex.quote(argument)}."
+    return "Write the key, an equals sign and the value, without spaces around the sign."
+
+
+def _is_text(text: str, leaf: KeyInfo | None, key: str) -> bool:
+    """Whether the value of an override is text as it stands, not YAML."""
+    if text == "":
+        return True
+    if leaf is None or not leaf.is_text or key != leaf.key:
+        return False
+    # Text may begin with a brace, as in "{project_name}", unless the key may be a dictionary.
+    is_dictionary = text[0] == "{" and leaf.is_open
+    return text[0] not in ("[", "'", '"') and not is_dictionary
+
+
 def as_override(key: str, path: str | Path) -> str:
-    """`key=path` as a word of a shell's command line, which `parse_override` reads as this path again."""
+    """Format `key=path` as a word for a shell, which `parse_override` reads as this path."""
     text = str(path)
-    # At the beginning these would be YAML.
-    is_yaml = text.startswith(("[", "{", "'", '"'))
-    return shlex.quote(f"{key}={json.dumps(text, ensure_ascii=False) if is_yaml else text}")
+    if text.startswith(("[", "{", "'", '"')):
+        # Unquoted, this would be read as YAML.
+        text = json.dumps(text, ensure_ascii=False)
+    return shlex.quote(f"{key}={text}")
 
 
 @dataclass
 class _Reading:
-    """What was read so far. Keys are spelled as the task does; `values` is a tree of the schema's own names."""
+    """The values read so far.
+
+    Attributes:
+        task: the task, whose spellings the keys have.
+        problems: all problems found.
+        values: tree of values, with the schema's own names.
+        places: where the value of each key was read.
+    """
 
     task: str
     problems: list[ConfigError]
@@ -163,7 +214,7 @@ class _Reading:
     places: dict[str, str] = field(default_factory=dict)
 
     def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
-        """Assigns what the command line sets; yields notices of what it sets twice."""
+        """Assign the values of the command line; yield a notice for each key that it sets twice."""
         seen: set[str] = set()
         for argument in overrides:
             try:
@@ -172,34 +223,39 @@ class _Reading:
                 self.problems.append(problem)
                 continue
             if key in seen:
-                yield f"{key} stands twice on the command line; the last value holds: {as_text(value, key)}."
+                yield (
+                    f"{key} is set twice on the command line; "
+                    f"the last value is used: {as_text(value, key)}."
+                )
             seen.add(key)
             self.assign(key, value, {})
 
     def assign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
-        """Puts a value under a dotted key, or says why it cannot stand there."""
-        typed, place, key = key, places.get(key), spelled(key, self.task)
-        leaf, sections = leaf_of(key, self.task), section_keys(self.task)
-        if leaf is None and isinstance(value, dict) and (value or key in sections):
-            for name, inner in value.items():
-                self.assign(f"{typed}.{name}", inner, places)
-        elif leaf is not None:
+        """Assign a value to a dotted key, or add a problem if the key cannot have one."""
+        spelled_key = key
+        place = places.get(key)
+        key = spelled(key, self.task)
+        sections = section_keys(self.task)
+        if leaf_of(key, self.task) is not None:
             self._set(key, value, place)
+        elif isinstance(value, dict) and (value or key in sections):
+            for name, entry in value.items():
+                self.assign(f"{spelled_key}.{name}", entry, places)
         elif key not in sections:
-            self._take_foreign(key, value, place)
+            self._refuse_unknown(key, value, place)
         elif value is not None:
-            below = (
-                one.removeprefix(f"{key}.")
-                for one in leaf_keys(self.task)
-                if one.startswith(f"{key}.")
-            )
-            inside = dict.fromkeys(one.split(".")[0] for one in below)
-            fix = f"It holds {', '.join(inside)}."
+            prefix = f"{key}."
+            names = [
+                leaf_key.removeprefix(prefix).partition(".")[0]
+                for leaf_key in leaf_keys(self.task)
+                if leaf_key.startswith(prefix)
+            ]
+            fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
             self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
     def _set(self, key: str, value: Any, place: str | None) -> None:
         if "${" in str(value):
-            fix = "References are not filled in: write the value."
+            fix = "References are not resolved: write the value."
             self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
         *path, last = spelled(key, self.task, in_full=True).split(".")
@@ -208,103 +264,133 @@ class _Reading:
             node = node.setdefault(name, {})
             if not isinstance(node, dict):
                 above = spelled(".".join(path[:depth]), self.task)
-                expected = f"none, for {above} is {as_text(node, above)}"
+                expected = f"none, because {above} is {as_text(node, above)}"
                 self.refuse(key, place, got=f"a key under {above}", expected=expected)
                 return
-        # An entry of a dictionary goes over what is there. Copied: an anchor in YAML is one object in two places.
-        is_merged = isinstance(value, dict) and isinstance(node.get(last), dict)
-        node[last] = deepcopy(filled(value, node[last]) if is_merged else value)
+        # Entries of a dictionary replace single entries of an earlier one.
+        if isinstance(value, dict) and isinstance(node.get(last), dict):
+            value = filled(value, node[last])
+        # An anchor in YAML is one object in two places.
+        node[last] = deepcopy(value)
         self.places[key] = place or ""
 
-    def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
+    def _refuse_unknown(self, key: str, value: Any, place: str | None) -> None:
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
-            fix = f"`quadriga verl {program}` takes verl's command lines; here leave the key out."
+            fix = f"`quadriga verl {program}` accepts verl's command lines; here leave the key out."
             section, _, name = key.rpartition(".megatron.")
-            ours = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
-            fix = (
-                f"Set {ours}, the size of either training engine."
-                if leaf_of(ours, self.task)
-                else fix
-            )
-            self.refuse(key, place, got="a key of verl's that has no place here", fix=fix)
+            size_key = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
+            if leaf_of(size_key, self.task):
+                fix = f"Set {size_key}, the size for either training engine."
+            self.refuse(key, place, got="a key of verl that does not exist here", fix=fix)
             return
-        close = nearest_keys(key, self.task)
+        close_keys = nearest_keys(key, self.task)
         command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
-        fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
+        fix = f"`{command}` lists all keys."
+        if close_keys:
+            fix = f"Did you mean {' or '.join(close_keys)}?"
         self.refuse(key, place, got="a key that does not exist", fix=fix)
 
     def refuse(
         self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = ""
     ) -> None:
-        self.problems.append(
-            ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix)
-        )
+        """Add a problem."""
+        where = f"{key} ({place})" if place else key
+        self.problems.append(ConfigError(where, got=got, expected=expected, fix=fix))
 
     def finish(
         self, notices: list[str], *, for_training: bool, is_verls: bool = False
     ) -> Config | None:
-        """The configuration, with the problems and `notices` of all checks in the task's spelling."""
+        """Validate the values, and make all checks.
+
+        Adds to `self.problems` and `notices`, in the task's spelling.
+
+        Args:
+            notices: the notices so far.
+            for_training: whether to make the checks of a training run.
+            is_verls: whether the values are from a command line of verl.
+
+        Returns:
+            The configuration, or None if there is none.
+        """
         config = self.validate()
         if for_training and config is not None:
-            named_already = {one.where.partition(" (")[0] for one in self.problems}
-            wrong, further = training_findings(config, is_verls=is_verls)
-            self.problems += [
-                one for one in wrong if spelled(one.where, self.task) not in named_already
-            ]
-            notices += [spelled_text(one, self.task) for one in further]
+            refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
+            problems, further_notices = training_findings(config, is_verls=is_verls)
+            for problem in problems:
+                if spelled(problem.where, self.task) not in refused_keys:
+                    self.problems.append(problem)
+            notices += [spelled_text(notice, self.task) for notice in further_notices]
         for problem in self.problems:
             respell(problem, self.task)
         return config
 
     def validate(self) -> Config | None:
-        """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
-        known = section_keys(self.task) | leaf_keys(self.task).keys()
+        """Validate the values.
+
+        Values that are refused are replaced by defaults, so that checks between keys can continue.
+        """
+        # The second attempt has defaults in place of the refused values.
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)
             except ValidationError as error:
                 errors = error.errors(include_url=False)
-            wrong: set[str] = set()
-            for one in errors:
-                # pydantic's places have list positions and names of union members at their end.
-                place = one["loc"]
-                keys = (
-                    spelled(".".join(map(str, place[:depth])), self.task)
-                    for depth in range(len(place), 0, -1)
-                )
-                key = next((key for key in keys if key in known), "")
-                value, leaf = self.value(key), leaf_keys(self.task).get(key)
-                # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
-                if key in wrong or value is _MISSING:
-                    continue
-                wrong.add(key)
-                expected, fix = leaf.kind if leaf else "a section", ""
-                if one["type"] == "refused":
-                    expected, fix = one["ctx"]["expected"], one["ctx"]["fix"]
-                elif value in ("None", "none") and leaf is not None and leaf.kind.endswith("null"):
-                    fix = "Write null."
-                elif isinstance(value, int | float) and leaf is not None and leaf.is_text:
-                    fix = "Put text that looks like a number in quotes."
-                elif isinstance(value, str) and leaf is not None and expected.startswith("one of "):
-                    near = get_close_matches(
-                        value, expected.removeprefix("one of ").split(", "), n=1
-                    )
-                    fix = (
-                        f"Did you mean {near[0]}?"
-                        if near
-                        else f"Set {key}={leaf.default or 'null'}, the default."
-                    )
-                self.refuse(
-                    key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix
-                )
-            assert wrong, f"pydantic refuses what was not given: {errors}"
-            for key in wrong:
+            refused_keys: set[str] = set()
+            for error in errors:
+                key = self._key_of(error["loc"])
+                # A key that follows another one (clip_ratio) fails with it; only the one that was
+                # written is named.
+                if key not in refused_keys and self.value(key) is not _MISSING:
+                    refused_keys.add(key)
+                    self._refuse_value(key, error)
+            assert refused_keys, f"pydantic refuses a default value: {errors}"
+            for key in refused_keys:
                 self.value(key, remove=True)
         return None
 
+    def _key_of(self, location: Sequence[int | str]) -> str:
+        """Key at which pydantic found an error.
+
+        Locations end with positions in lists and with names of members of a union.
+        """
+        known_keys = section_keys(self.task) | leaf_keys(self.task).keys()
+        for depth in range(len(location), 0, -1):
+            key = spelled(".".join(map(str, location[:depth])), self.task)
+            if key in known_keys:
+                return key
+        return ""
+
+    def _refuse_value(self, key: str, error: ErrorDetails) -> None:
+        value = self.value(key)
+        leaf = leaf_keys(self.task).get(key)
+        expected = leaf.kind if leaf else "a section"
+        fix = ""
+        if error["type"] == "refused":
+            expected = error["ctx"]["expected"]
+            fix = error["ctx"]["fix"]
+        elif leaf is None:
+            pass
+        elif value in ("None", "none") and leaf.kind.endswith("null"):
+            fix = "Write null."
+        elif isinstance(value, int | float) and leaf.is_text:
+            fix = "Put text that looks like a number in quotes."
+        elif isinstance(value, str) and expected.startswith("one of "):
+            choices = expected.removeprefix("one of ").split(", ")
+            close_choices = get_close_matches(value, choices, n=1)
+            fix = f"Set {key}={leaf.default or 'null'}, the default."
+            if close_choices:
+                fix = f"Did you mean {close_choices[0]}?"
+        got = as_text(value, key)
+        self.refuse(key, self.places.get(key), got=got, expected=expected, fix=fix)
+
     def value(self, key: str, *, remove: bool = False) -> Any:
-        """What stands under a key, `_MISSING` for nothing."""
+        """Value of a key; `_MISSING` if it has none.
+
+        Args:
+            key: the dotted key.
+            remove: whether to remove the value.
+        """
         *path, last = spelled(key, self.task, in_full=True).split(".")
         node: Any = self.values
         for name in path:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.multi_turn` and `.agent`: multi-turn responses with tools or a user simulator.
 
-Tools that are classes or MCP servers stand in a YAML file of their own (`examples/tools/tools.yaml`), user simulators
-in another one (`examples/tools/interactions.yaml`). A class is `file.py:Name`, the file seen from the folder of the
-YAML file, or `package.module.Name`.
+Tools that are classes or MCP servers are listed in a YAML file (`examples/tools/tools.yaml`), user
+simulators in another one (`examples/tools/interactions.yaml`). A class is `package.module.Name`, or
+`file.py:Name` with a path relative to the folder of the YAML file.
 """
 
 import re
@@ -23,7 +23,7 @@ FileSection = TypeVar("FileSection", bound=Section)
 
 
 class ToolEntry(Section):
-    """A class of tools: where it is, arguments of its `__init__`, a schema instead of what `execute` says of itself."""
+    """A class of tools, the arguments of its `__init__`, and a schema to replace the one of `execute`."""
 
     class_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
@@ -31,8 +31,11 @@ class ToolEntry(Section):
 
 
 class ServerEntry(Section):
-    """An MCP server: the `url` of one that runs, or a program that speaks over its standard input and output. It is
-    started in the folder `cwd`, null for that of the YAML file. `tools` names those that are offered; null: all."""
+    """An MCP server: the `url` of a running one, or a program that uses its standard input and output.
+
+    The program is started in the folder `cwd`; null means the folder of the YAML file. `tools` names
+    the tools to offer; null means all.
+    """
 
     command: Name | None = None
     args: list[str] = Field(default_factory=list)
@@ -44,7 +47,7 @@ class ServerEntry(Section):
     @model_validator(mode="after")
     def _one_way(self) -> "ServerEntry":
         if (self.command is None) == (self.url is None):
-            raise refuse("either command or url", "A server is started, or it runs already.")
+            raise refuse("either command or url", "A server either runs already, or is started.")
         return self
 
 
@@ -56,7 +59,7 @@ class ToolFile(Section):
 
 
 class InteractionEntry(Section):
-    """A user simulator: its name in `interaction_kwargs` of a row, where its class is, arguments of its `__init__`."""
+    """A user simulator: its name in `interaction_kwargs` of a row, its class, and its arguments."""
 
     name: str = ""
     class_name: Name
@@ -64,18 +67,15 @@ class InteractionEntry(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, given: Any) -> Any:
-        """Without a name it is called like its class, in small letters and without the ending "Interaction"."""
-        if (
-            not isinstance(given, dict)
-            or given.get("name")
-            or not isinstance(given.get("class_name"), str)
-        ):
-            return given
-        return {
-            **given,
-            "name": re.split(r"[.:]", given["class_name"])[-1].removesuffix("Interaction").lower(),
-        }
+    def _named(cls, values: Any) -> Any:
+        """Derive a missing name from the class: `SearchInteraction` is called `search`."""
+        if not isinstance(values, dict) or values.get("name"):
+            return values
+        class_name = values.get("class_name")
+        if not isinstance(class_name, str):
+            return values
+        name = re.split(r"[.:]", class_name)[-1].removesuffix("Interaction").lower()
+        return {**values, "name": name}
 
 
 class InteractionFile(Section):
@@ -85,7 +85,7 @@ class InteractionFile(Section):
 
 
 class LoopEntry(Section):
-    """An agent loop: its name in the column `agent_name`, where its class is, arguments of its `__init__`."""
+    """An agent loop: its name in the column `agent_name`, its class, and its arguments."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -94,7 +94,15 @@ class LoopEntry(Section):
 
 
 def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSection:
-    """The tools of a file, or its user simulators; raises one ConfigError with everything that is wrong in it."""
+    """Read a file of tools or of user simulators.
+
+    Args:
+        path: the YAML file.
+        section: the schema of the file.
+
+    Raises:
+        ConfigError: everything that is wrong in the file, in one error.
+    """
     problems: list[ConfigError] = []
     tree, places = read_yaml(Path(path).expanduser(), problems)
     if problems:
@@ -102,14 +110,16 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            parts = [str(part) for part in one["loc"]]
-            known = (places.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
-            where = next((place for place in known if place), path)
-            got = "nothing" if one["type"] == "missing" else repr(one["input"])[:120]
-            expected = one["msg"].removeprefix("expected ").rstrip(". ")
-            if one["type"] == "extra_forbidden":
-                expected = "a key that this file may have"
+        for detail in error.errors(include_url=False):
+            parts = [str(part) for part in detail["loc"]]
+            where = path
+            # A missing key has the place of the nearest key above it.
+            for end in range(1, len(parts) + 1):
+                where = places.get(".".join(parts[:end]), where)
+            got = "nothing" if detail["type"] == "missing" else repr(detail["input"])[:120]
+            expected = detail["msg"].removeprefix("expected ").rstrip(". ")
+            if detail["type"] == "extra_forbidden":
+                expected = "a key that exists in this file"
             problems.append(ConfigError(f"{where}, {'.'.join(parts)}", got=got, expected=expected))
         raise combined(problems) from error
 
@@ -128,7 +138,7 @@ class MultiTurnConfig(Section):
     max_tool_response_length: Count = 256
     """Longest result of a tool call, in characters; the rest is cut off."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Where a longer result loses characters."""
+    """Side on which a longer result is cut."""
     tool_timeout_s: PositiveFloat = 30.0
     """Seconds that one tool call may take."""
     function_tool_path: PathText | None = None
@@ -138,11 +148,11 @@ class MultiTurnConfig(Section):
     interaction_config_path: PathText | None = None
     """YAML file with the user simulators that `interaction_kwargs` of a row may name."""
     format: Name = "hermes"
-    """How the model writes tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`, or a parser of your own."""
+    """Format of the model's tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`, or a parser of your own."""
 
 
 class AgentConfig(Section):
-    """Which agent loop generates a response."""
+    """Choice of the agent loop that generates a response."""
 
     default_agent_loop: Name = "single_turn_agent"
     """Agent loop of rows that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or your own."""

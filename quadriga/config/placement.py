@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role runs in which resource pool, and how the ranks of a role are arranged.
+"""Placement of roles in resource pools, and the arrangement of each role's ranks.
 
-Roles of one pool are colocated in its processes. `actor_rollout_ref` is the policy with the reference inside;
-`actor_rollout` is the policy where the reference is a role of its own, or where there is none. In an arrangement of
-one's own the policy may also be two roles in two pools, `actor` and `rollout`: weight sync then goes between them.
+The roles of a pool are colocated in its processes. `actor_rollout_ref` is the policy with the
+reference inside; `actor_rollout` is the policy where the reference is a separate role, or where
+there is none. A user's placement may also split the policy into two roles in two pools, `actor` and
+`rollout`; weights are then synced between these pools.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from quadriga.config.actor import ParallelConfig
-from quadriga.config.base import Finding, absent, unused, wrong
+from quadriga.config.actor import (
+    ActorConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from quadriga.config.base import Findings, absent, unused, wrong
 from quadriga.config.rollout import ROLLOUT, SPANNING, has_servers
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
@@ -28,11 +35,8 @@ ROLES = (
     "teacher",
 )
 _IF_ASKED_FOR = ("reward_model", "teacher")
-POLICIES = (
-    "actor_rollout_ref",
-    "actor_rollout",
-    "actor",
-)  # the roles with the actor in them; a run has one of them
+POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
+"""Roles that contain the actor. A run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
 DISTILLATION = "distillation"
@@ -42,30 +46,39 @@ _ARRANGEMENTS: dict[str, dict[str, str]] = {
     | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
     "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_IF_ASKED_FOR)},
 }
-"""Value of `trainer.placement` -> role -> name of its pool."""
+"""The pool of each role, by value of `trainer.placement`."""
 _KEY = "trainer.placement"
-MEGATRON_VERSION = "0.16"  # of megatron-core: that which the engine is tested with
+MEGATRON_VERSION = "0.16"
+"""Version of megatron-core that the engine is tested with."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The roles of one run, each with its pool, and these pools with their processes on each machine."""
+    """Roles of a run with their pools, and pools with the number of processes per machine."""
 
     roles: Mapping[str, str]
     pools: Mapping[str, list[int]]
 
 
 def asked_roles(config: Config) -> list[str]:
-    """The roles that a run has where its configuration asks for them."""
-    is_asked = {"reward_model": config.reward_model.enable, "teacher": config.distillation.enable}
-    return [role for role in _IF_ASKED_FOR if is_asked[role]]
+    """Optional roles that the configuration enables."""
+    roles = []
+    if config.reward_model.enable:
+        roles.append("reward_model")
+    if config.distillation.enable:
+        roles.append("teacher")
+    return roles
 
 
 def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str, str]:
-    """Role -> pool as `trainer.placement` has it, whether or not a run needs the role; a reward model and a teacher if
-    they are among `asked`."""
+    """Pool of each role that `trainer.placement` names, whether or not a run needs the role.
+
+    Args:
+        trainer: the section with the placement.
+        asked: the optional roles to include.
+    """
     placement = trainer.placement if trainer.backend == "ray" else "together"
-    pools = dict(_ARRANGEMENTS[placement] if isinstance(placement, str) else placement)
+    pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
     return {
         role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR
     }
@@ -74,100 +87,123 @@ def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str,
 def place_roles(
     trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, asked: Collection[str] = ()
 ) -> Placement:
-    """The pool of each role that a run needs, the policy and those that it has; raises ConfigError for one without."""
-    given = role_pools(trainer, asked)
-    policy = next((role for role in POLICIES if role in given), "actor_rollout")
-    is_inside = has_reference and policy == "actor_rollout_ref"
-    needed = {
-        "actor_rollout" if policy == "actor_rollout_ref" and not is_inside else policy: True,
-        "rollout": policy == "actor",
-        "ref": has_reference and not is_inside,
-        "critic": has_critic,
-        **dict.fromkeys(asked, True),
-    }
-    roles = {
-        role: given.get(policy if role in POLICIES else role)
-        for role, is_needed in needed.items()
-        if is_needed
-    }
-    if homeless := [role for role, pool in roles.items() if pool is None]:
-        fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in homeless)}."
-        raise wrong(
-            _KEY, f"no pool for {' and '.join(homeless)}", "a pool for each role of the run", fix
-        )
-    found = {role: pool for role, pool in roles.items() if pool is not None}
-    return Placement(
-        found, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(found.values())}
-    )
+    """Place each role that a run needs in a pool.
+
+    Args:
+        trainer: the section with the placement.
+        has_reference: whether the run needs a reference model.
+        has_critic: whether the run needs a critic.
+        asked: the optional roles that the run needs.
+
+    Raises:
+        ConfigError: a role has no pool.
+    """
+    pools = role_pools(trainer, asked)
+    policy = next((role for role in POLICIES if role in pools), "actor_rollout")
+    policy_pool = pools.get(policy)
+    needed_roles = []
+    if policy == "actor":
+        needed_roles.append("rollout")
+    if policy != "actor_rollout_ref" and has_reference:
+        needed_roles.append("ref")
+    # Without a reference inside, the policy is called `actor_rollout`.
+    if policy == "actor_rollout_ref" and not has_reference:
+        policy = "actor_rollout"
+    if has_critic:
+        needed_roles.append("critic")
+    needed_roles.extend(asked)
+
+    roles = {} if policy_pool is None else {policy: policy_pool}
+    roles |= {role: pools[role] for role in needed_roles if role in pools}
+    missing_roles = [role for role in (policy, *needed_roles) if role not in roles]
+    if missing_roles:
+        got = f"no pool for {' and '.join(missing_roles)}"
+        fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in missing_roles)}."
+        raise wrong(_KEY, got, "a pool for each role of the run", fix)
+    return Placement(roles, {pool: trainer.processes_of(pool) for pool in roles.values()})
 
 
 def arranged_roles(
     config: Config, *, has_critic: bool
 ) -> Iterator[tuple[str, ParallelConfig, int]]:
-    """The roles whose ranks are arranged: the section that says how, by its dotted key, and how many ranks there are.
+    """Roles whose ranks are arranged: key of the section that arranges them, section, and ranks.
 
-    The reference is arranged as the actor is, also in a pool of its own. Whether there is a critic the advantage
-    estimator decides."""
+    The reference is arranged like the actor, also in a pool of its own.
+
+    Args:
+        config: the run.
+        has_critic: whether there is a critic, which depends on the advantage estimator.
+    """
+    trainer = config.trainer
     sections = _sections(config)
-    for role, pool in role_pools(config.trainer, asked_roles(config)).items():
-        if role in sections and (role != "critic" or has_critic):
-            yield (
-                *sections[role],
-                sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1,
-            )
+    for role, pool in role_pools(trainer, asked_roles(config)).items():
+        if role not in sections or (role == "critic" and not has_critic):
+            continue
+        num_ranks = sum(trainer.processes_of(pool)) if trainer.backend == "ray" else 1
+        key, section = sections[role]
+        yield key, section, num_ranks
 
 
 def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
-    """The section that arranges the ranks of a role, behind its dotted key."""
-    own = {
+    """Section that arranges the ranks of each role, with its dotted key."""
+    sections: dict[str, tuple[str, ParallelConfig]] = {
+        "critic": (CRITIC, config.critic),
         "reward_model": ("reward_model", config.reward_model),
         "teacher": (DISTILLATION, config.distillation),
     }
-    policies = dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor))
-    return {**policies, "critic": (CRITIC, config.critic), **own}
+    for role in (*POLICIES, "ref"):
+        sections[role] = (ACTOR, config.actor_rollout_ref.actor)
+    return sections
 
 
 def profiled_ranks(config: Config, role: str) -> list[int] | None:
-    """The ranks of a role that are profiled; None: all. The rollout's are the actor's."""
+    """Ranks of a role to profile; None means all. The rollout has the actor's ranks."""
     _, section = _sections(config)["actor" if role == "rollout" else role]
     return section.profiler.ranks
 
 
-def check_profiles(config: Config) -> Iterator[Finding]:
-    """Yields ranks to profile that do not exist, or without a tool."""
-    found: dict[str, tuple[list[int] | None, int]] = {}
+def check_profiles(config: Config) -> Findings:
+    """Yield ranks to profile that do not exist, or that are set without a profiler."""
+    sections: dict[str, ParallelConfig] = {}
+    sizes: dict[str, int] = {}
     for where, section, size in arranged_roles(config, has_critic=True):
-        found[where] = section.profiler.ranks, max(size, *found.get(where, (None, 0))[1:])
-    for where, (ranks, size) in found.items():
+        sections[where] = section
+        # Several roles share the actor's section, in pools of different sizes.
+        sizes[where] = max(size, sizes.get(where, 0))
+    for where, section in sections.items():
         key = f"{where}.profiler.ranks"
-        if ranks is not None and config.global_profiler.tool is None:
+        ranks = section.profiler.ranks
+        if ranks is None:
+            continue
+        if config.global_profiler.tool is None:
             yield from unused([key], "global_profiler.tool is null")
-        elif missing := [rank for rank in ranks or () if rank >= size]:
-            expected = (
-                f"ranks from 0 to {size - 1}: the role has {size} process{'es' if size > 1 else ''}"
-            )
-            yield wrong(key, str(missing), expected, "null profiles all of them.")
+            continue
+        size = sizes[where]
+        missing_ranks = [rank for rank in ranks if rank >= size]
+        if missing_ranks:
+            processes = "process" if size == 1 else "processes"
+            expected = f"ranks from 0 to {size - 1}: the role has {size} {processes}"
+            yield wrong(key, str(missing_ranks), expected, "null profiles all ranks.")
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
-    """The configuration on ever fewer processes: a machine less in each pool, then a process less on the last one;
-    those whose sizes divide the ranks."""
+    """Yield the configuration for fewer and fewer processes, as far as they can be arranged.
+
+    Each pool first loses a machine at a time, then processes of its last machine.
+    """
     trainer = config.trainer
-    pools = {
-        pool: trainer.processes_of(pool)
-        for pool in role_pools(trainer, asked_roles(config)).values()
-    }
+    roles = role_pools(trainer, asked_roles(config))
+    pools = {pool: trainer.processes_of(pool) for pool in roles.values()}
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
-        smaller = config.model_copy(
-            update={"trainer": trainer.model_copy(update={"resource_pools": pools})}
-        )
+        smaller_trainer = trainer.model_copy(update={"resource_pools": pools})
+        smaller = config.model_copy(update={"trainer": smaller_trainer})
         if not any(isinstance(finding, ConfigError) for finding in check_layouts(smaller)):
             yield smaller
 
 
 def rollout_ranks(config: Config) -> list[int]:
-    """Ranks on each machine that have the rollout: the policy's, or those of a pool of its own."""
+    """Ranks on each machine that generate: the policy's, or those of a separate pool."""
     if config.trainer.backend != "ray":
         return [1]
     pool = _rollout_pool(config)
@@ -175,279 +211,333 @@ def rollout_ranks(config: Config) -> list[int]:
 
 
 def _rollout_pool(config: Config) -> str | None:
-    given = role_pools(config.trainer)
-    return next((given[role] for role in ("rollout", *POLICIES) if role in given), None)
+    pools = role_pools(config.trainer)
+    return next((pools[role] for role in ("rollout", *POLICIES) if role in pools), None)
 
 
 def rollout_devices(config: Config) -> int:
-    """How many devices each process of the rollout has: beside training on Ray those of the processes that vLLM starts
-    in the place of as many ranks."""
-    rollout, is_beside = config.actor_rollout_ref.rollout, config.async_training.enable
-    is_several = is_beside and config.trainer.backend == "ray" and rollout.name == "vllm"
-    return rollout.tensor_model_parallel_size if is_several else 1
+    """Devices of each rollout process.
+
+    During asynchronous training on Ray, vLLM starts processes of its own on several devices.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    is_on_ray = config.trainer.backend == "ray"
+    if is_on_ray and config.async_training.enable and rollout.name == "vllm":
+        return rollout.tensor_model_parallel_size
+    return 1
 
 
 def engine_ranks(config: Config) -> int:
-    """How many ranks a rollout engine takes."""
+    """Ranks of a rollout engine."""
     rollout = config.actor_rollout_ref.rollout
-    is_spanned = rollout.name in SPANNING and config.trainer.backend == "ray"
-    return rollout.tensor_model_parallel_size if is_spanned else 1
+    if rollout.name in SPANNING and config.trainer.backend == "ray":
+        return rollout.tensor_model_parallel_size
+    return 1
 
 
 def rollout_group_size(config: Config) -> int:
-    """How many processes hold one rollout engine together; 1: there are no groups."""
+    """Processes that form one rollout engine; 1 means that there are no groups."""
     return engine_ranks(config) // rollout_devices(config)
 
 
 def sglang_problem(config: Config) -> ConfigError | None:
-    """Why SGLang cannot generate on the GPUs of Ray as the configuration says; None: it can."""
+    """Reason why SGLang cannot generate on the GPUs of Ray; None if it can."""
     rollout = config.actor_rollout_ref.rollout
-    size = (
-        1
-        if rollout.name != "sglang" or has_servers(rollout)
-        else rollout.tensor_model_parallel_size
-    )
-    if size == 1 or config.trainer.backend != "ray":
+    size = rollout.tensor_model_parallel_size
+    starts_processes = rollout.name == "sglang" and not has_servers(rollout)
+    if not starts_processes or size == 1 or config.trainer.backend != "ray":
         return None
-    got, fix = (
-        f"{size} on GPUs, with Ray and SGLang",
-        "Generate with vllm, or name servers in engine_kwargs.sglang.",
+    return wrong(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        got=f"{size} on GPUs, with Ray and SGLang",
+        expected="1: SGLang starts processes of its own, for which Ray gives no devices",
+        fix="Generate with vllm, or name servers in engine_kwargs.sglang.",
     )
-    expected = "1: SGLang starts processes of its own, for which Ray gives no devices"
-    return wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Why vLLM cannot divide experts on a CPU; None: it is not asked to."""
+    """Reason why vLLM cannot divide experts on a CPU; None if it is not configured to."""
     rollout = config.actor_rollout_ref.rollout
-    if (size := rollout.expert_parallel_size) == 1 or rollout.name != "vllm":
+    size = rollout.expert_parallel_size
+    if size == 1 or rollout.name != "vllm":
         return None
-    expected, fix = (
-        "1: vLLM's build for CPUs ends its process with it",
-        "Set it to 1: the same is computed without it.",
+    return wrong(
+        f"{ROLLOUT}.expert_parallel_size",
+        got=f"{size}, on a CPU",
+        expected="1: with more, the process of vLLM's build for CPUs ends",
+        fix="Set it to 1: the results are the same.",
     )
-    return wrong(f"{ROLLOUT}.expert_parallel_size", f"{size}, on a CPU", expected, fix)
 
 
 def has_shards(config: Config) -> bool:
-    """Whether each rank of a rollout group gets its shards of the weights; else whole tensors, which it cuts."""
+    """Whether each rank of a rollout group receives its shards of the weights.
+
+    Otherwise it receives full tensors and cuts them.
+    """
     return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.name == "native"
 
 
 def sends_parts(config: Config) -> bool:
-    """Whether all ranks of the trainer send what they have to a rollout group in a pool of its own; else their first
-    one sends whole tensors. An adapter is merged into those, or beside them, for an engine that cuts them itself."""
-    return has_shards(config) or (
-        rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter
-    )
+    """Whether all trainer ranks send what they hold to a rollout group in another pool.
+
+    Otherwise the first rank sends full tensors, with an adapter merged into them or beside them.
+    """
+    if has_shards(config):
+        return True
+    return rollout_group_size(config) > 1 and not config.actor_rollout_ref.model.has_adapter
 
 
-def _check_groups(config: Config) -> Iterator[Finding]:
-    """Yields what rollout groups cannot be made of."""
-    size, devices, counts = (
-        rollout_group_size(config),
-        rollout_devices(config),
-        rollout_ranks(config),
-    )
-    where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
-    # Where the device is chosen later, the engine refuses it as it starts.
-    problems = (
-        (sglang_problem(config), "cuda", "with"),
-        (experts_problem(config), "cpu", "without"),
-    )
-    for problem, device, machine in problems:
-        if problem and config.trainer.device in ("auto", device):
-            told = f"on a machine {machine} GPUs the run ends at its start. {problem}"
-            yield problem if config.trainer.device == device else told
-    # Without Ray vLLM and SGLang start processes of their own.
-    asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
-    if sum(counts) % asked or any(count % devices for count in counts):
-        got, of = (
-            f"groups of {asked * devices}, of {sum(counts)} ranks",
-            " on each machine" if devices > 1 else "",
-        )
-        pool, own = _rollout_pool(config), config.trainer.resource_pools
-        key = f"trainer.resource_pools.{pool}" if pool in own else "trainer.n_gpus_per_node"
-        fix = f"Change it, or the number of ranks: {key}{'' if config.trainer.backend == 'ray' else ', with --ray'}."
-        yield wrong(where, got, f"a number that divides the ranks that generate{of}", fix)
-    if size > 1 and not rollout.request_seeds:
+def _check_groups(config: Config) -> Findings:
+    """Yield what does not fit rollout groups and the devices of a rollout engine."""
+    device = config.trainer.device
+    yield from _on_device(sglang_problem(config), device, "cuda", "with GPUs")
+    yield from _on_device(experts_problem(config), device, "cpu", "without GPUs")
+    yield from _check_group_sizes(config)
+    size = rollout_group_size(config)
+    if size == 1:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    in_groups = f"with groups of {size} ranks"
+    if not rollout.request_seeds:
+        expected = "true: the ranks of a group must sample with the same seed for each response"
         fix = "Set it to true, or tensor_model_parallel_size to 1."
-        got, why = (
-            f"false, with groups of {size} ranks",
-            "true: the ranks draw alike by each response's seed",
-        )
-        yield wrong(f"{ROLLOUT}.request_seeds", got, why, fix)
-    if size > 1 and rollout.name == "vllm" and (count := rollout.data_parallel_size) > 1:
-        got, fix = f"{count}, with groups of {size} ranks", "Set it to 1: each group is an engine."
-        yield wrong(f"{ROLLOUT}.data_parallel_size", got, "1", fix)
+        yield wrong(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
+    num_replicas = rollout.data_parallel_size
+    if rollout.name == "vllm" and num_replicas > 1:
+        fix = "Set it to 1: each group is an engine."
+        yield wrong(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
 
 
-def check_layouts(config: Config) -> Iterator[Finding]:
-    """Yields sizes that do not divide the ranks, once for each section.
+def _on_device(
+    problem: ConfigError | None, chosen_device: str, device: str, machine: str
+) -> Findings:
+    """Yield a problem of one device. It is a notice where the device is chosen at the start."""
+    if problem is None:
+        return
+    if chosen_device == device:
+        yield problem
+    elif chosen_device == "auto":
+        yield f"on a machine {machine} the run fails at its start. {problem}"
 
-    Estimators, which may be users' own, say whether there is a critic: here one is checked for `gae` only, for others
-    before the workers start."""
-    has_critic = config.task == "rl" and config.algorithm.adv_estimator == "gae"
-    told: dict[str, ConfigError] = {}
-    for where, section, size in arranged_roles(config, has_critic=has_critic):
+
+def _check_group_sizes(config: Config) -> Findings:
+    """Yield an error if the ranks that generate cannot be divided into groups."""
+    rollout = config.actor_rollout_ref.rollout
+    trainer = config.trainer
+    num_devices = rollout_devices(config)
+    counts = rollout_ranks(config)
+    size = rollout_group_size(config)
+    # Without Ray vLLM and SGLang start processes of their own.
+    if rollout.name == "native":
+        size = rollout.tensor_model_parallel_size
+    if sum(counts) % size == 0 and not any(count % num_devices for count in counts):
+        return
+    got = f"groups of {size * num_devices}, of {sum(counts)} ranks"
+    expected = "a number that divides the ranks that generate"
+    if num_devices > 1:
+        expected += " on each machine"
+    pool = _rollout_pool(config)
+    key = "trainer.n_gpus_per_node"
+    if pool in trainer.resource_pools:
+        key = f"trainer.resource_pools.{pool}"
+    if trainer.backend != "ray":
+        key += ", with --ray"
+    fix = f"Change it, or the number of ranks: {key}."
+    yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
+
+
+def check_layouts(config: Config) -> Findings:
+    """Yield parallel sizes that do not divide the ranks, once for each section.
+
+    The advantage estimator, which may be a user's, decides whether there is a critic. Here the
+    critic is only checked for `gae`; for other estimators it is checked before the workers start.
+    """
+    megatron = config.actor_rollout_ref.actor.megatron_if_chosen
+    errors: dict[str, ConfigError] = {}
+    for where, section, size in arranged_roles(config, has_critic=_is_gae(config)):
         try:
-            section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
+            section.layout(size, where, megatron)
         except ConfigError as error:
-            told.setdefault(where, error)
-    yield from told.values()
+            errors.setdefault(where, error)
+    yield from errors.values()
     if config.task == "rl":
         yield from _check_groups(config)
 
 
-def check_megatron(config: Config) -> Iterator[Finding]:
-    """Yields what keeps Megatron-core from training, and keys that only one engine reads."""
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    sections = [(ACTOR, actor), *([(CRITIC, config.critic)] if config.task == "rl" else [])]
+def _is_gae(config: Config) -> bool:
+    return config.task == "rl" and config.algorithm.adv_estimator == "gae"
+
+
+def check_megatron(config: Config) -> Findings:
+    """Yield what Megatron-core cannot train, and keys that the chosen engine does not read."""
+    actor = config.actor_rollout_ref.actor
+    settings = actor.megatron
     if actor.strategy != "megatron":
-        yield from unused(
-            [f"{ACTOR}.megatron.{name}" for name in actor.megatron.model_fields_set],
-            "strategy is fsdp",
-        )
+        names = [f"{ACTOR}.megatron.{name}" for name in settings.model_fields_set]
+        yield from unused(names, "strategy is fsdp")
         return
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        found = "not installed"
-    if not found.startswith(f"{MEGATRON_VERSION}."):
-        fix = "pip install -e '.[megatron]', or set strategy=fsdp."
-        yield absent(
-            f"{ACTOR}.strategy", f"megatron, with megatron-core {found}", f"{MEGATRON_VERSION}", fix
-        )
+    yield from _check_megatron_version()
+    model = config.actor_rollout_ref.model
     if model.has_adapter:
-        got, fix = "an adapter, with strategy=megatron", "Train all weights, or set strategy=fsdp."
-        yield wrong(
-            "actor_rollout_ref.model.lora_rank", got, "0: adapters are trained by FSDP2", fix
-        )
-    for at in ("actor_rollout_ref.model", *(["critic.model"] if config.task == "rl" else [])):
-        if (config.critic.model if at.startswith("critic") else model).enable_activation_offload:
-            fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
-            yield wrong(
-                f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix
-            )
-    if (
-        actor.megatron.virtual_pipeline_model_parallel_size
-        and actor.pipeline_model_parallel_size == 1
-    ):
+        got = "an adapter, with strategy=megatron"
+        expected = "0: adapters are trained by FSDP2"
+        fix = "Train all weights, or set strategy=fsdp."
+        yield wrong("actor_rollout_ref.model.lora_rank", got, expected, fix)
+    has_critic = config.task == "rl"
+    yield from _check_activations("actor_rollout_ref.model", model)
+    if has_critic:
+        yield from _check_activations("critic.model", config.critic.model)
+    num_stages = actor.pipeline_model_parallel_size
+    if settings.virtual_pipeline_model_parallel_size and num_stages == 1:
         key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
-        yield wrong(
-            key,
-            "a number, with one pipeline stage",
-            "null",
-            "Set pipeline_model_parallel_size, too.",
-        )
-    for at, section in sections:
-        own = ("fsdp_size", "reshard_after_forward")
-        names = [
-            f"{at}.fsdp_config.{name}"
-            for name in own
-            if name in section.fsdp_config.model_fields_set
-        ]
-        yield from unused(names, "strategy is megatron")
+        fix = "Set pipeline_model_parallel_size, too."
+        yield wrong(key, "a number, with one pipeline stage", "null", fix)
+    yield from _unread_sharding(ACTOR, actor)
+    if has_critic:
+        yield from _unread_sharding(CRITIC, config.critic)
     yield from _check_shared_sizes(config)
 
 
-def _check_shared_sizes(config: Config) -> Iterator[Finding]:
-    """Megatron's process groups are one set in a process."""
-    pools = role_pools(config.trainer, asked_roles(config))
-    policy = next((pools[role] for role in POLICIES if role in pools), None)
-    actor, has_critic = (
-        config.actor_rollout_ref.actor,
-        config.task == "rl" and config.algorithm.adv_estimator == "gae",
-    )
-    others = [*(["critic"] if has_critic else []), *asked_roles(config)]
+def _check_megatron_version() -> Findings:
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        installed = "not installed"
+    if not installed.startswith(f"{MEGATRON_VERSION}."):
+        got = f"megatron, with megatron-core {installed}"
+        fix = "pip install -e '.[megatron]', or set strategy=fsdp."
+        yield absent(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
+
+
+def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
+    if model.enable_activation_offload:
+        fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
+        yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
+
+
+def _unread_sharding(at: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+    changed_names = section.fsdp_config.model_fields_set
+    names = [name for name in ("fsdp_size", "reshard_after_forward") if name in changed_names]
+    yield from unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
+
+
+def _check_shared_sizes(config: Config) -> Findings:
+    """Yield sizes of colocated roles that differ: a process has one set of Megatron's groups."""
+    actor = config.actor_rollout_ref.actor
+    optional_roles = asked_roles(config)
+    pools = role_pools(config.trainer, optional_roles)
+    policy_pool = next((pools[role] for role in POLICIES if role in pools), None)
+    critic = ["critic"] if _is_gae(config) else []
+    roles = [role for role in critic + optional_roles if pools.get(role) == policy_pool]
     for name in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "expert_parallel_size",
     ):
-        for role in others:
+        actor_size = getattr(actor, name)
+        for role in roles:
             at, section = _sections(config)[role]
-            size, expected = getattr(section, name), getattr(actor, name)
-            if pools.get(role) == policy and size != expected:
+            size = getattr(section, name)
+            if size != actor_size:
                 got = f"{size}, in processes that it shares with the actor"
-                fix = "Give both the same size, or processes of their own (trainer.placement), or set strategy=fsdp."
-                yield wrong(
-                    f"{at}.{name}",
-                    got,
-                    f"{expected}, as the actor's: Megatron has one set of sizes",
-                    fix,
+                expected = f"{actor_size}, like the actor: Megatron has one set of sizes"
+                fix = (
+                    "Give both the same size, or processes of their own (trainer.placement), "
+                    "or set strategy=fsdp."
                 )
+                yield wrong(f"{at}.{name}", got, expected, fix)
 
 
-def check_placement(config: Config) -> Iterator[Finding]:
-    """Yields what cannot be placed, and which keys are read on Ray only."""
-    trainer, ray, rollout = config.trainer, config.ray_kwargs, config.actor_rollout_ref.rollout
+def check_placement(config: Config) -> Findings:
+    """Yield roles and pools that cannot be placed, and keys that are only read on Ray."""
+    trainer = config.trainer
     if trainer.backend == "local":
-        is_beside = rollout.mode == "async" or config.async_training.enable
-        has_own = is_beside or rollout.tensor_model_parallel_size > 1  # processes
-        has_own = {"vllm": has_own, "sglang": not has_servers(rollout)}.get(rollout.name, False)
-        if has_own and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
-            got = f"{trainer.device}, with {rollout.name} in processes of its own, which take the first GPUs"
-            fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant."
-            yield wrong("trainer.device", got, "cuda:0", fix)
-        for name in ("nnodes", "n_gpus_per_node"):
-            if (value := getattr(trainer, name)) != 1:
-                fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
-                yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
-        plain = TrainerConfig()
-        recovery = ("max_worker_restarts", "max_skipped_steps", "state_copies")
-        on_ray = (*recovery, "stall_timeout_s", "phase_timeout_s")
-        changed = {
-            _KEY: trainer.placement != "together",
-            "trainer.resource_pools": trainer.resource_pools,
-            **{
-                f"trainer.{name}": getattr(trainer, name) != getattr(plain, name) for name in on_ray
-            },
-            "ray_kwargs.ray_init": ray.ray_init,
-            "ray_kwargs.timeline_json_file": ray.timeline_json_file,
-        }
-        yield from unused(
-            [key for key, is_changed in changed.items() if is_changed], "trainer.backend is local"
-        )
+        yield from _check_local(config)
         return
     if trainer.device not in ("auto", "cpu", "cuda"):
-        got, fix = (
-            f"'{trainer.device}', with trainer.backend=ray",
-            "Ray gives each process a device of its own.",
-        )
+        got = f"'{trainer.device}', with trainer.backend=ray"
+        fix = "Ray gives each process a device of its own."
         yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
-    given = role_pools(trainer, asked := asked_roles(config))
-    if unknown := [role for role in given if role not in ROLES]:
-        yield wrong(_KEY, f"the role {unknown[0]}", f"roles out of {', '.join(ROLES)}")
-    yield from _check_policy(given)
-    for role in (role for role in asked if role not in given):
-        got = f"no pool for {role}, with {DISTILLATION if role == 'teacher' else role}.enable=True"
-        yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
-    if idle := [pool for pool in trainer.resource_pools if pool not in given.values()]:
-        expected, fix = (
-            f"pools out of {', '.join(dict.fromkeys(given.values()))}",
-            f"{_KEY} names each role's pool.",
-        )
-        yield wrong(f"trainer.resource_pools.{idle[0]}", "a pool without a role", expected, fix)
+    # In a user's placement any role and any pool may be missing or misspelled.
+    optional_roles = asked_roles(config)
+    pools = role_pools(trainer, optional_roles)
+    unknown_roles = [role for role in pools if role not in ROLES]
+    if unknown_roles:
+        yield wrong(_KEY, f"the role {unknown_roles[0]}", f"roles out of {', '.join(ROLES)}")
+    yield from _check_policy(pools)
+    for role in optional_roles:
+        if role not in pools:
+            section = DISTILLATION if role == "teacher" else role
+            got = f"no pool for {role}, with {section}.enable=True"
+            yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
+    used_pools = list(dict.fromkeys(pools.values()))
+    idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
+    if idle_pools:
+        key = f"trainer.resource_pools.{idle_pools[0]}"
+        expected = f"pools out of {', '.join(used_pools)}"
+        yield wrong(key, "a pool without a role", expected, f"{_KEY} names the pool of each role.")
 
 
-def _check_policy(given: Mapping[str, str]) -> Iterator[Finding]:
-    policies, got = [role for role in POLICIES if role in given], " and ".join(given)
+def _check_local(config: Config) -> Findings:
+    """Yield what does not fit a run in one process, and keys that are only read on Ray."""
+    trainer = config.trainer
+    if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
+        engine = config.actor_rollout_ref.rollout.name
+        got = f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs"
+        fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use."
+        yield wrong("trainer.device", got, "cuda:0", fix)
+    for name in ("nnodes", "n_gpus_per_node"):
+        value = getattr(trainer, name)
+        if value != 1:
+            fix = "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`)."
+            yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+
+    # Keys about several processes, their recovery and the cluster.
+    default = TrainerConfig()
+    names = [
+        "placement",
+        "resource_pools",
+        "max_worker_restarts",
+        "max_skipped_steps",
+        "state_copies",
+        "stall_timeout_s",
+        "phase_timeout_s",
+    ]
+    names = [name for name in names if getattr(trainer, name) != getattr(default, name)]
+    keys = [f"trainer.{name}" for name in names]
+    if config.ray_kwargs.ray_init:
+        keys.append("ray_kwargs.ray_init")
+    if config.ray_kwargs.timeline_json_file:
+        keys.append("ray_kwargs.timeline_json_file")
+    yield from unused(keys, "trainer.backend is local")
+
+
+def _starts_processes(config: Config) -> bool:
+    """Whether the rollout engine of a local run computes in processes of its own."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "sglang":
+        return not has_servers(rollout)
+    if rollout.name != "vllm":
+        return False
+    is_async = rollout.mode == "async" or config.async_training.enable
+    return is_async or rollout.tensor_model_parallel_size > 1
+
+
+def _check_policy(pools: Mapping[str, str]) -> Findings:
+    """Yield what is wrong with the roles of the policy."""
+    policies = [role for role in POLICIES if role in pools]
+    got = " and ".join(pools)
     if not policies:
         yield wrong(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
-    if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= given.keys():
+    if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= pools.keys():
         expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
-        yield wrong(
-            _KEY,
-            got,
-            expected,
-            "The reference is inside the policy's processes, or a role of its own.",
-        )
-    elif policies and ("rollout" in given) != (policies == ["actor"]):
-        expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
-        fix = "The rollout is inside the policy's processes, or a role of its own beside `actor`."
+        fix = "The reference is either inside the policy's processes or a separate role."
         yield wrong(_KEY, got, expected, fix)
-    elif policies == ["actor"] and given["actor"] == given["rollout"]:
-        pool = given["actor"]
+    elif policies and ("rollout" in pools) != (policies == ["actor"]):
+        expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
+        fix = "The rollout is either inside the policy's processes or a role beside `actor`."
+        yield wrong(_KEY, got, expected, fix)
+    elif policies == ["actor"] and pools["actor"] == pools["rollout"]:
+        pool = pools["actor"]
         fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
         yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)

@@ -2,14 +2,13 @@
 """`reward_model` and `custom_reward_function`: how responses are graded."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Finding, ReadIf, Section, absent, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, absent, unused, wrong
 from quadriga.config.types import Count, Name, PathText, Share
 
 _PASSES = (
@@ -62,13 +61,11 @@ class RewardModelConfig(ParallelConfig):
     def fsdp_config(self) -> FSDPConfig:
         return self.model.fsdp_config
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if not self.enable:
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
-            changed = [
-                *self.model.changed(f"{at}.model"),
-                *(key for key in self.changed(at) if key in names),
-            ]
+            changed = self.model.changed(f"{at}.model")
+            changed += [key for key in self.changed(at) if key in names]
             yield from unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."
@@ -86,37 +83,50 @@ class CustomRewardFunctionConfig(Section):
     """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
 
 
-def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Iterator[Finding]:
-    """Yields what config.json of a local reward model says against it: its head, its labels, its positions."""
-    path, key = reward.model.path or "", "reward_model.model.path"
+def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Findings:
+    """Yield what the config.json of a local reward model shows to be wrong.
+
+    Args:
+        reward: the section of the reward model.
+        max_sequence_tokens: tokens of the policy's longest sequence.
+    """
+    path = reward.model.path or ""
+    key = "reward_model.model.path"
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield absent(key, f"'{file}' ({error})", "JSON", "Get the model anew.")
+        yield absent(key, f"'{file}' ({error})", "JSON", "Download the model again.")
         return
-    names, fix = described.get("architectures") or [], "Name a model that was trained to score."
+
+    fix = "Name a model that was trained to score."
+    names = described.get("architectures") or []
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
-        yield absent(
-            key, got, "an architecture that ends in ForSequenceClassification, with one label", fix
-        )
+        expected = "an architecture that ends in ForSequenceClassification, with one label"
+        yield absent(key, got, expected, fix)
         return
-    # A configuration of transformers that says nothing of labels means two.
-    labels = described.get("num_labels", len(described.get("id2label") or range(2)))
-    if labels != 1:
-        got = f"'{path}', a classifier with {labels} labels by its config.json"
+    # In transformers a configuration without labels means two.
+    num_labels = described.get("num_labels", len(described.get("id2label") or range(2)))
+    if num_labels != 1:
+        got = f"'{path}', a classifier with {num_labels} labels by its config.json"
         yield absent(key, got, "one label, the score", fix)
-    positions, limit = described.get("max_position_embeddings"), reward.max_length
-    if not isinstance(positions, int):
+
+    num_positions = described.get("max_position_embeddings")
+    limit = reward.max_length
+    if not isinstance(num_positions, int):
         return
-    if limit is not None and limit > positions:
-        expected = f"at most {positions}, the positions of the reward model"
+    if limit is not None and limit > num_positions:
+        expected = f"at most {num_positions}, the positions of the reward model"
         yield absent("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
-    elif (limit or positions) < max_sequence_tokens:
-        longest = f"{limit or positions} tokens, but a sequence of the policy may have {max_sequence_tokens}"
-        cut = "a longer one loses the beginning of its prompt, and is counted in reward/rm_cut"
-        yield f"reward_model.max_length: {longest}: {cut}."
+        return
+    num_tokens = limit or num_positions
+    if num_tokens < max_sequence_tokens:
+        yield (
+            f"reward_model.max_length: {num_tokens} tokens, but a sequence of the policy may have "
+            f"{max_sequence_tokens}: a longer one loses the beginning of its prompt, and is "
+            "counted in reward/rm_cut."
+        )

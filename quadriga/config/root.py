@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole tree, one for all tasks, and what differs between tasks: defaults, the keys that are read, their spelling.
+"""Root of the configuration, and the differences between tasks: defaults, keys and spellings.
 
-A key of a supervised task has a short spelling, `optim.lr` for `actor_rollout_ref.actor.optim.lr`; both are taken, and
-messages use the short one.
+Keys of a supervised task have a short spelling: `optim.lr` for `actor_rollout_ref.actor.optim.lr`.
+Both are accepted; messages use the short one.
 """
 
 from typing import Any, Literal
@@ -21,16 +21,21 @@ from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
 from quadriga.errors import QuadrigaError
 
 _BATCHES = {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024}
-_SUPERVISED: dict[str, dict[str, Any]] = {"data": _BATCHES, "trainer": {"experiment_name": "sft"}}
+_SUPERVISED: dict[str, Any] = {"data": _BATCHES, "trainer": {"experiment_name": "sft"}}
+
+
+def _supervised_preset(*, use_prefix_sharing: bool) -> dict[str, Any]:
+    actor = {"optim": {"lr": 1e-5}, "use_prefix_sharing": use_prefix_sharing}
+    return {**_SUPERVISED, "actor_rollout_ref": {"actor": actor}}
+
+
 # Pairs share their prompt; conversations are packed as they are.
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},
-    "sft": _SUPERVISED
-    | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": False}}},
-    "reward_model": _SUPERVISED
-    | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": True}}},
+    "sft": _supervised_preset(use_prefix_sharing=False),
+    "reward_model": _supervised_preset(use_prefix_sharing=True),
 }
-"""Defaults of a task where they are not those of the schema."""
+"""Defaults of each task that differ from those of the schema."""
 
 _SFT_DATA = (
     "format",
@@ -42,46 +47,60 @@ _SFT_DATA = (
     "max_length",
 )
 _SHARED_DATA = (
-    "train_files", "val_files", "prompt_key", "truncation", "filter_overlong_prompts", "train_batch_size",
-    "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir", "train_max_samples",
-    "val_max_samples", "on_bad_row",
-)  # fmt: skip
-_RL_TRAINER = (
-    "log_val_generations", "placement", "resource_pools", "balance_batch", "val_only",
-    "critic_warmup", "rollout_data_dir", "validation_data_dir",
-)  # fmt: skip
-_ACTOR = "actor_rollout_ref.actor"
-_SUPERVISED_READ = (
-    (
-        *(
-            "task",
-            "trainer.*",
-            "ray_kwargs.*",
-            *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA)),
-        ),
-        *(
-            "actor_rollout_ref.model.*",
-            f"{_ACTOR}.optim.*",
-            f"{_ACTOR}.checkpoint.*",
-            f"{_ACTOR}.fsdp_config.*",
-        ),
-        *(f"{_ACTOR}.strategy", f"{_ACTOR}.megatron.*"),
-        *(
-            f"{_ACTOR}.ppo_m*_per_gpu",
-            f"{_ACTOR}.*_parallel_size",
-            f"{_ACTOR}.loss_agg_mode",
-            f"{_ACTOR}.grad_clip",
-        ),
-        *(f"{_ACTOR}.max_nonfinite_steps", f"{_ACTOR}.profiler.ranks", "global_profiler.*"),
-    ),
-    frozenset(f"trainer.{name}" for name in _RL_TRAINER),
+    "train_files",
+    "val_files",
+    "prompt_key",
+    "truncation",
+    "filter_overlong_prompts",
+    "train_batch_size",
+    "val_batch_size",
+    "tokenizer",
+    "apply_chat_template_kwargs",
+    "shuffle",
+    "seed",
+    "cache_dir",
+    "train_max_samples",
+    "val_max_samples",
+    "on_bad_row",
 )
+_RL_TRAINER = (
+    "log_val_generations",
+    "placement",
+    "resource_pools",
+    "balance_batch",
+    "val_only",
+    "critic_warmup",
+    "rollout_data_dir",
+    "validation_data_dir",
+)
+_ACTOR = "actor_rollout_ref.actor"
+# Patterns of the keys that a supervised task reads: it neither generates nor computes advantages.
+_SUPERVISED_KEYS = (
+    "task",
+    "trainer.*",
+    "ray_kwargs.*",
+    *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA)),
+    "actor_rollout_ref.model.*",
+    f"{_ACTOR}.optim.*",
+    f"{_ACTOR}.checkpoint.*",
+    f"{_ACTOR}.fsdp_config.*",
+    f"{_ACTOR}.strategy",
+    f"{_ACTOR}.megatron.*",
+    f"{_ACTOR}.ppo_m*_per_gpu",
+    f"{_ACTOR}.*_parallel_size",
+    f"{_ACTOR}.loss_agg_mode",
+    f"{_ACTOR}.grad_clip",
+    f"{_ACTOR}.max_nonfinite_steps",
+    f"{_ACTOR}.profiler.ranks",
+    "global_profiler.*",
+)
+_SUPERVISED_READ = (_SUPERVISED_KEYS, frozenset(f"trainer.{name}" for name in _RL_TRAINER))
 READ: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "rl": (("*",), frozenset(f"data.{name}" for name in _SFT_DATA)),
     "sft": _SUPERVISED_READ,
     "reward_model": _SUPERVISED_READ,
 }
-"""Task -> patterns of the keys that it reads, and the keys of these patterns that it does not."""
+"""Patterns of the keys that each task reads, and keys that match but are not read."""
 _SHORT = {
     "task": "objective",
     "data.filter_overlong_prompts": "data.filter_overlong",
@@ -92,11 +111,11 @@ _SHORT = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "engine.max_token_len_per_gpu",
     _ACTOR: "engine",
 }
-"""Beginning of a key -> its spelling in a supervised task; the first that fits holds."""
+"""Spelling in a supervised task by beginning of a key; the first match is used."""
 
 
 class ActorRolloutRefConfig(Section):
-    """The policy in its three parts: trained, generating, frozen."""
+    """The policy as the trained actor, the generating rollout and the frozen reference."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
@@ -105,11 +124,11 @@ class ActorRolloutRefConfig(Section):
 
 
 class Config(Section):
-    """Everything that a run is configured by."""
+    """All settings of a run."""
 
     task: Literal["rl", "sft", "reward_model"] = "rl"
-    """What is trained: rl, a policy by rewards; sft, a model by given responses (supervised fine-tuning); reward_model,
-    a reward model that scores the better response of a pair higher."""
+    """Task. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
+    reward_model: train a reward model that scores the better response of a pair higher."""
     data: DataConfig = Field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -126,32 +145,49 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_task(cls, given: Any) -> Any:
-        """A supervised step is one optimizer step on the whole batch, of sequences with one limit. Stale samples are
-        corrected for, unless a correction is named."""
-        task = given.get("task") if isinstance(given, dict) else None
-        own = given.get("async_training") if isinstance(given, dict) else None
-        if isinstance(own, dict) and own.get("enable") is True and own.get("max_staleness") != 0:
-            given = filled(given, {"algorithm": {}})
-            if isinstance(given["algorithm"], dict) and not given["algorithm"].get(
-                "rollout_correction"
-            ):
-                given = filled(given, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
+    def _defaults_of_the_task(cls, values: Any) -> Any:
+        """Add the defaults that depend on the task and on asynchronous training."""
+        if not isinstance(values, dict):
+            return values
+        values = _with_correction(values)
+        task = values.get("task")
         if task not in ("sft", "reward_model"):
-            return given
-        given = filled(given, PRESETS[task])
-        data = dict(given["data"]) if isinstance(given["data"], dict | DataConfig) else {}
-        rows, length = data.get("train_batch_size"), data.get("max_length")
-        lengths, actor = {}, {"ppo_mini_batch_size": rows} if isinstance(rows, int) else {}
+            return values
+        values = filled(values, PRESETS[task])
+        data = dict(values["data"]) if isinstance(values["data"], dict | DataConfig) else {}
+        batch_size = data.get("train_batch_size")
+        length = data.get("max_length")
+        lengths = {}
+        actor: dict[str, float] = {}
+        # A supervised step is one optimizer step on the full batch.
+        if isinstance(batch_size, int):
+            actor["ppo_mini_batch_size"] = batch_size
+        # Sequences have one limit, for prompt and response together.
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
-        return filled(given, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
+        return filled(values, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
+
+
+def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
+    """Correct for stale samples, unless the configuration names a correction."""
+    settings = tree.get("async_training")
+    if not isinstance(settings, dict) or settings.get("enable") is not True:
+        return tree
+    if settings.get("max_staleness") == 0:
+        return tree
+    tree = filled(tree, {"algorithm": {}})
+    algorithm = tree["algorithm"]
+    if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
+        return tree
+    return filled(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
 
 
 def spelled(key: str, task: str, *, in_full: bool = False) -> str:
-    """A dotted key as the task spells it; with `in_full` as the schema does."""
-    for full, short in _SHORT.items() if task != "rl" else ():
+    """Dotted key in the task's spelling; with `in_full` in the schema's spelling."""
+    if task == "rl":
+        return key
+    for full, short in _SHORT.items():
         old, new = (short, full) if in_full else (full, short)
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
@@ -159,17 +195,18 @@ def spelled(key: str, task: str, *, in_full: bool = False) -> str:
 
 
 def spelled_text(text: str, task: str) -> str:
-    """A message about keys of the schema, with the task's spellings."""
+    """Replace the schema's keys in a message by the task's spellings."""
     if task == "rl":
         return text
     text = text.replace("data.max_prompt_length + data.max_response_length", "data.max_length")
+    # Not `task`, the first: it is also an ordinary word.
     for full, short in list(_SHORT.items())[1:]:
         text = text.replace(full, short)
     return text.replace("`ppo_m", "`m")
 
 
 def respell(error: QuadrigaError, task: str) -> QuadrigaError:
-    """The same error object, with the task's spellings in its message."""
+    """Replace the schema's keys in an error by the task's spellings; return the same object."""
     for name in ("where", "got", "expected", "fix"):
         setattr(error, name, spelled_text(getattr(error, name), task))
     return error

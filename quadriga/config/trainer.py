@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trainer`, `ray_kwargs`, `global_profiler`: how long a run is, on what it runs, when it saves, validates, resumes."""
+"""`trainer`, `ray_kwargs`, `global_profiler`: length, machines, checkpoints and validation of a run."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from string import Formatter
@@ -10,11 +9,11 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, MinLen
 from pydantic import AfterValidator, Field, NonNegativeInt
 
-from quadriga.config.base import Finding, ReadIf, Section, refuse, wrong
+from quadriga.config.base import Findings, ReadIf, Section, refuse, wrong
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
-# -1 first: the value on a command line is YAML, as a number's is.
+# -1 comes first, so that a value on the command line is read as YAML, like a number.
 _FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
 Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
 Arrangement = Literal["together", "grouped", "apart"]
@@ -24,17 +23,37 @@ Placed = Annotated[
 ]
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
 Pools = Annotated[dict[str, Annotated[list[Count], MinLen(1)]], Meaning(_POOLS)]
-# Arguments of ray.init that say where a cluster is or what it has. Those about printing are the command line's own.
-RAY_INIT_KEYS = frozenset((
-    "address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory",
-    "object_spilling_directory", "include_dashboard", "dashboard_host", "dashboard_port", "namespace",
-    "runtime_env", "_memory", "_metrics_export_port", "_node_ip_address", "_node_name", "_plasma_directory",
-    "_redis_password", "_redis_username", "_system_config", "_temp_dir",
-))  # fmt: skip
+# Arguments of ray.init about the address and the resources of a cluster. The command line sets
+# those about printing.
+RAY_INIT_KEYS = frozenset(
+    {
+        "address",
+        "num_cpus",
+        "num_gpus",
+        "resources",
+        "labels",
+        "object_store_memory",
+        "object_spilling_directory",
+        "include_dashboard",
+        "dashboard_host",
+        "dashboard_port",
+        "namespace",
+        "runtime_env",
+        "_memory",
+        "_metrics_export_port",
+        "_node_ip_address",
+        "_node_name",
+        "_plasma_directory",
+        "_redis_password",
+        "_redis_username",
+        "_system_config",
+        "_temp_dir",
+    }
+)
 
 
 def _known_places(value: str) -> str:
-    """A directory in which only the names of project and run are to be filled in; others are refused."""
+    """Check a directory, in which only the names of project and run may be inserted."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
     except ValueError:
@@ -45,7 +64,7 @@ def _known_places(value: str) -> str:
 
 
 def _name_in_a_path(value: str) -> str:
-    """A name that leads nowhere else, since the run's directory is made of it; folders may stand in it."""
+    """Check a name, which may have folders, but must not lead out of the run's directory."""
     parts = value.split("/")
     if not parts[0] or ".." in parts or not {"\0", "\n", "\r"}.isdisjoint(value):
         raise refuse("a name without '..', NUL or line end that does not begin with '/'")
@@ -53,16 +72,17 @@ def _name_in_a_path(value: str) -> str:
 
 
 def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    if unknown := [name for name in value if name not in RAY_INIT_KEYS]:
-        close = get_close_matches(unknown[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
-        fix = f"Did you mean {close[0]}?" if close else ""
+    """Check arguments of `ray.init`, and drop those that are null."""
+    unknown_names = [name for name in value if name not in RAY_INIT_KEYS]
+    if unknown_names:
+        close_names = get_close_matches(unknown_names[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
+        fix = f"Did you mean {close_names[0]}?" if close_names else ""
         raise refuse(f"keys out of {', '.join(sorted(RAY_INIT_KEYS))}", fix)
-    # A key that is null is as good as left out.
-    return {name: one for name, one in value.items() if one is not None}
+    return {name: argument for name, argument in value.items() if argument is not None}
 
 
 class TrainerConfig(Section):
-    """The run."""
+    """Length, machines and output of a run."""
 
     total_epochs: Count | None = None
     """Passes over the training data after which the run ends. null: 1, or as many as `total_training_steps` takes. With
@@ -88,15 +108,15 @@ class TrainerConfig(Section):
     """Ranks of a resource pool on each machine, a process each (docs/async.md: vLLM beside training takes several): one
     per GPU or, without GPUs, so many that share the cores."""
     save_freq: Frequency = -1
-    """Training steps between checkpoints, or after_each_epoch; the last step has one too. -1: no checkpoints."""
+    """Training steps between checkpoints, or after_each_epoch; the last step also writes one. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
     """Seconds to spare before the time at which the machine is taken back, as the environment says: a checkpoint is
     written after a step that may be the last one before it, if `save_freq` asks for any."""
     test_freq: Frequency = -1
-    """Training steps between validations, or after_each_epoch; the last one has one too. -1: none (a supervised task:
+    """Training steps between validations, or after_each_epoch; the last step also has one. -1: none (supervised tasks:
     before and after)."""
     val_before_train: bool = True
-    """Whether the untrained model is validated first, where there are validation files."""
+    """Whether the untrained model is validated first, if there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = (
         "outputs/{project_name}/{experiment_name}"
     )
@@ -106,14 +126,15 @@ class TrainerConfig(Section):
     that end with their process; on a disk. null: `offload` in `default_local_dir`. On CUDA it goes to pinned
     memory of the host."""
     resume_mode: ResumeMode = "auto"
-    """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
+    """auto: resume from the run's newest checkpoint, if any; disable: start from scratch; resume_path: resume from
+    `resume_from_path`."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
     resume_fallback: Annotated[
         Literal["newest_intact", "none"], ReadIf("resume_mode", ("auto",))
     ] = "newest_intact"
-    """What a run does whose newest checkpoint is damaged. newest_intact: it resumes from the newest earlier one that
-    is not, and keeps the damaged one under another name; none: it ends."""
+    """Action if the newest checkpoint of a run is damaged. newest_intact: resume from the newest earlier one that is
+    not, and keep the damaged one under another name; none: end the run."""
     max_ckpt_to_keep: Annotated[Count | None, ReadIf("save_freq", (-1,), is_one=False)] = None
     """Checkpoints that stay on disk; older ones are deleted. null: all."""
     log_val_generations: NonNegativeInt = 0
@@ -140,11 +161,11 @@ class TrainerConfig(Section):
     """Whether the state after each step is copied into the nodes' memory, so that a lost process costs no more than a
     step (on Ray, where restarts are allowed); it takes twice the size of the trained weights and their optimizer."""
     balance_batch: bool = True
-    """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
+    """Whether sequences are balanced over data-parallel ranks by their lengths."""
     val_only: bool = False
-    """Whether the run ends after its first validation, which it then has in any case."""
+    """Whether the run ends after its first validation."""
     critic_warmup: NonNegativeInt = 0
-    """Training steps in which only the critic learns."""
+    """Training steps at the beginning in which only the critic learns."""
     rollout_data_dir: PathText | None = None
     """Directory for the responses of every step, as JSONL. null: they are not written."""
     validation_data_dir: PathText | None = None
@@ -152,16 +173,16 @@ class TrainerConfig(Section):
 
     @property
     def directory(self) -> Path:
-        """`default_local_dir` with its names filled in."""
+        """`default_local_dir` with the names inserted."""
         places = {"project_name": self.project_name, "experiment_name": self.experiment_name}
         return Path(self.default_local_dir.format(**places)).expanduser()
 
     @property
     def offload_directory(self) -> Path:
-        """`offload_dir`, or the folder that stands for null."""
-        return (
-            Path(self.offload_dir).expanduser() if self.offload_dir else self.directory / "offload"
-        )
+        """`offload_dir`, or its default in the run's directory."""
+        if self.offload_dir:
+            return Path(self.offload_dir).expanduser()
+        return self.directory / "offload"
 
     @property
     def loggers(self) -> list[str]:
@@ -170,11 +191,11 @@ class TrainerConfig(Section):
 
     @property
     def max_epochs(self) -> int | None:
-        """Passes over the training data that end the run; None: steps alone do."""
+        """Passes over the training data that end the run; None if only steps end it."""
         return self.total_epochs or (None if self.total_training_steps else 1)
 
     def num_steps(self, epoch_steps: int) -> int:
-        """Training steps of a run whose epoch has so many."""
+        """Training steps of a run whose epoch has `epoch_steps` steps."""
         limits = (self.total_training_steps, self.max_epochs and self.max_epochs * epoch_steps)
         return min(limit for limit in limits if limit)
 
@@ -182,31 +203,23 @@ class TrainerConfig(Section):
         """Processes on each machine of a resource pool."""
         return list(self.resource_pools.get(pool, [self.n_gpus_per_node] * self.nnodes))
 
-    def findings(self, at: str) -> Iterator[Finding]:
+    def findings(self, at: str) -> Findings:
         if self.val_only and not self.val_before_train:
+            got = f"true, with {at}.val_before_train=False"
             fix = f"Nothing would run: set {at}.val_before_train=True."
-            yield wrong(
-                f"{at}.val_only",
-                f"true, with {at}.val_before_train=False",
-                "the first validation",
-                fix,
-            )
+            yield wrong(f"{at}.val_only", got, "the first validation", fix)
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            got = f"null, with {at}.resume_mode=resume_path"
             fix = f"Name its directory, or set {at}.resume_mode=auto."
-            yield wrong(
-                f"{at}.resume_from_path",
-                f"null, with {at}.resume_mode=resume_path",
-                "a checkpoint",
-                fix,
-            )
+            yield wrong(f"{at}.resume_from_path", got, "a checkpoint", fix)
         if self.save_freq == -1 and not self.val_only:
-            yield f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
+            loss = "no checkpoint is written; the trained weights end with the run"
+            yield f"{at}.save_freq: {loss}."
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
             got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
-            yield wrong(
-                f"{at}.critic_warmup", got, f"at most {steps - 1}", "The actor would never learn."
-            )
+            fix = "The actor would never learn."
+            yield wrong(f"{at}.critic_warmup", got, f"at most {steps - 1}", fix)
 
 
 class RayConfig(Section):

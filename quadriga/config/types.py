@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the fields: numbers with a range, names, paths, and values that several sections take."""
+"""Types of fields: numbers with a range, names, paths, and choices that several sections share."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,18 +12,20 @@ from pydantic import BeforeValidator
 
 @dataclass(frozen=True)
 class Meaning:
-    """Says in words what a type with a hand-written check accepts."""
+    """Description of the values that a type with a custom check accepts."""
 
     words: str
 
 
 def _renamed(value: Any, **names: str) -> Any:
+    """Replace a short or former name of a choice."""
     return names.get(value, value) if isinstance(value, str) else value
 
 
 def _path_text(value: Any) -> Any:
+    """Convert paths to text, also inside a list."""
     if isinstance(value, (list, tuple)):
-        return [_path_text(one) for one in value]
+        return [_path_text(path) for path in value]
     return fspath(value) if isinstance(value, PathLike) else value
 
 

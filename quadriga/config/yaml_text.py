@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML in and out, with numbers and words as people mean them, and errors with file and line.
+"""Read and write YAML 1.2, with file and line in errors.
 
-Scalars follow YAML 1.2: `1e-6` is a number, `yes`, `12:30` and `2026-01-31` are text. YAML 1.1, the rule of PyYAML,
-takes the first for text and the others for true, 750 and a date.
+In YAML 1.2 `1e-6` is a number, and `yes`, `12:30` and `2026-01-31` are text. In YAML 1.1, which
+PyYAML follows, the first is text, and the others are true, 750 and a date.
 """
 
 import re
@@ -17,7 +17,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from quadriga.errors import ConfigError
 from quadriga.redact import redacted
 
-# libyaml's bindings are ten times faster and not in every build of PyYAML.
+# libyaml's bindings are ten times faster, but not every build of PyYAML has them.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MERGE = "tag:yaml.org,2002:merge"
@@ -29,7 +29,7 @@ _SCALARS = {
     _INT: (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
     "tag:yaml.org,2002:float": (_FLOAT, list("-+.0123456789")),
 }
-"""Tag -> what a plain scalar with it looks like, and its possible first characters."""
+"""Pattern of plain scalars by tag, and their possible first characters."""
 
 
 class _Loader(_BaseLoader):
@@ -41,7 +41,7 @@ class _Loader(_BaseLoader):
 
 
 class _Dumper(_BaseDumper):
-    # PyYAML's own rules stay, so that text which another reader takes for a date or a boolean is quoted.
+    # PyYAML's own rules stay, so that text is quoted that YAML 1.1 reads as a date or a boolean.
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: list(rules) for first, rules in _BaseDumper.yaml_implicit_resolvers.items()
     }
@@ -62,15 +62,19 @@ _Dumper.add_representer(
     ),
 )
 
-parse_yaml = partial(
-    yaml.load, Loader=_Loader
-)  # the value that a piece of YAML stands for; raises `yaml.YAMLError`
+parse_yaml = partial(yaml.load, Loader=_Loader)
+"""Value of a piece of YAML; raises `yaml.YAMLError`."""
 to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-"""YAML text, sections in blocks and lists on one line."""
+"""YAML text with sections in blocks and lists on one line."""
 
 
 def as_text(value: Any, name: str = "") -> str:
-    """A value as the user would write it, on one line; what is a key, by its `name` or its look, is hidden."""
+    """Format a value on one line, as a user would write it.
+
+    Args:
+        value: the value.
+        name: its key. Secrets are hidden, which are recognized by key or form.
+    """
     value = redacted(value, name)
     if isinstance(value, str):
         return f"'{value}'"
@@ -79,7 +83,7 @@ def as_text(value: Any, name: str = "") -> str:
 
 
 def combined(problems: Sequence[ConfigError]) -> ConfigError:
-    """One error that holds all of them; a single one stays as it is."""
+    """Combine errors into one; a single error is returned unchanged."""
     if len(problems) == 1:
         return problems[0]
     lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
@@ -90,13 +94,23 @@ def combined(problems: Sequence[ConfigError]) -> ConfigError:
 
 
 def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], dict[str, str]]:
-    """One file's tree, and for every dotted key the line it stands in; what is wrong is added to `problems`."""
+    """Read a YAML file.
+
+    Args:
+        path: the file.
+        problems: list to which problems are added.
+
+    Returns:
+        The tree, and file and line of each dotted key. Both are empty if the file cannot be read.
+    """
     places: dict[str, str] = {}
-    where, expected = str(path), "YAML"
+    where = str(path)
+    expected = "YAML"
     try:
         loader = _Loader(path.expanduser().read_text(encoding="utf-8"))
         try:
-            if (node := loader.get_single_node()) is None:
+            node = loader.get_single_node()
+            if node is None:
                 return {}, {}
             _note_places(node, "", path, places, problems)
             tree = loader.construct_document(node)
@@ -104,18 +118,17 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
             loader.dispose()
         if isinstance(tree, dict):
             return tree, places
-        got, expected = repr(tree), "sections such as data, trainer"
+        got = repr(tree)
+        expected = "sections such as data, trainer"
     except (OSError, UnicodeDecodeError) as error:
-        got, expected = (
-            f"'{getattr(error, 'strerror', None) or error}'",
-            "a YAML file that can be read",
-        )
+        got = f"'{getattr(error, 'strerror', None) or error}'"
+        expected = "a readable YAML file"
     except yaml.YAMLError as error:
-        if mark := getattr(error, "problem_mark", None) or getattr(error, "context_mark", None):
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        if mark:
             where = f"{path}, line {mark.line + 1}"
-        got = " ".join(
-            filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))
-        ) or str(error)
+        details = (getattr(error, "context", ""), getattr(error, "problem", ""))
+        got = " ".join(filter(None, details)) or str(error)
     problems.append(ConfigError(where, got=got, expected=expected))
     return {}, {}
 
@@ -123,19 +136,18 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
 def _note_places(
     node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]
 ) -> None:
-    """Notes where each key stands, and which stand there twice (PyYAML would let the last win unseen)."""
-    seen: dict[str, int] = {}
+    """Record the line of each key, and keys that occur twice, of which PyYAML would use the last."""
+    lines: dict[str, int] = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:
             continue
-        dotted, line = f"{key}.{name.value}".lstrip("."), name.start_mark.line + 1
-        if name.value in seen:
-            got = f"it twice, in lines {seen[name.value]} and {line}"
-            problems.append(
-                ConfigError(
-                    f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."
-                )
-            )
-        seen[name.value] = line
+        dotted = f"{key}.{name.value}".lstrip(".")
+        line = name.start_mark.line + 1
+        if name.value in lines:
+            got = f"it twice, in lines {lines[name.value]} and {line}"
+            where = f"{dotted} ({path})"
+            fix = "Remove one of them."
+            problems.append(ConfigError(where, got=got, expected="it once", fix=fix))
+        lines[name.value] = line
         places[dotted] = f"{path}, line {line}"
         _note_places(value, dotted, path, places, problems)

@@ -51,7 +51,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
     "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",
-    "quadriga/config/keys.py:is_key_of_verl": "the table stays private to the file",
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",

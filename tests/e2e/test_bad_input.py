@@ -131,7 +131,7 @@ def test_explain_finds_what_keeps_a_run_from_starting(
     good = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=5")
     assert main(["config", "explain", *arguments(*good)]) == 0
     told = capsys.readouterr().out
-    assert "5 steps: 2 batches an epoch, 3 epochs" in told and "critic: one pass a step" in told
+    assert "5 steps: 2 batches per epoch, 3 epochs" in told and "critic: one pass per step" in told
     assert "Before training" not in told and not (tmp_path / "run").exists()
     (tmp_path / "reward.py").write_text("def compute_score(text):\n    return 1\n")
     val = write(tmp_path / "val.parquet", [{"prompt": "a", "data_source": "letters"}])

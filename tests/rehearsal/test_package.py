@@ -161,7 +161,7 @@ def test_what_other_parts_decide_by_the_device(
             ["actor_rollout_ref.rollout.name=vllm", way, "trainer.device=cuda:1"]
         ).config
         assert any(
-            "take the first GPUs" in str(problem) for problem in training_findings(beside)[0]
+            "use the first GPUs" in str(problem) for problem in training_findings(beside)[0]
         )
     keys = (
         "actor_rollout_ref.rollout.name=sglang",

@@ -71,7 +71,7 @@ def test_a_run_takes_weights_under_way(
     words += [f"actor_rollout_ref.rollout.{word}" for word in ("max_num_seqs=4", "ignore_eos=True")]
     more = (*words, *place, "data.max_response_length=96", "trainer.save_freq=2", *LORA[:1])
     lines, said = require_run("vllm", folder, tmp_path, *more, is_stale=True)
-    assert "goes merged (beside training new weights come" in said and told in said
+    assert "goes merged (in asynchronous training sequences in flight" in said and told in said
     assert all(
         line["async/staleness_max"] <= 2 and line["rollout_corr/rollout_is_mean"] > 0
         for line in lines

@@ -17,7 +17,7 @@ def test_show_prints_yaml_and_keeps_notices_apart(capsys, tmp_path: Path) -> Non
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.out == show(load_config(["data.shuffle=False"], [file]).config)
-    assert printed.err.startswith("notice: data.seed stands twice")
+    assert printed.err.startswith("notice: data.seed is set twice")
 
 
 def test_several_files_in_order(capsys, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_core_is_read_from_the_package_itself() -> None:
         ("p>=2.11", "2.13.0+cpu", ""),
         ("p>=2.11", "2.11", ""),
         ("p>=2.11", "2.12.0.dev1", ""),
-        ("p>=2.11", "2.9.1", "not the version needed; pip install -U 'p>=2.11'"),
+        ("p>=2.11", "2.9.1", "not a usable version; pip install -U 'p>=2.11'"),
         ("p>=2.11", "", "not installed; pip install 'p>=2.11'"),
         ("p", "0.1", ""),
         ("p", "", "not installed; pip install 'p'"),
@@ -65,7 +65,7 @@ def test_this_environment_is_sound(quick, capsys) -> None:
     assert "no   mlflow" in printed
     assert "dtype on c" in printed
     assert "tracks runs (imports)" in printed
-    assert "Everything that the core needs is here." in printed
+    assert "Everything that the core needs is installed." in printed
     assert main(["--try-all"]) == 0
     assert "mlflow" not in capsys.readouterr().out
 

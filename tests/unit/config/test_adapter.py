@@ -35,7 +35,7 @@ def test_details_without_an_adapter() -> None:
     problems, notices = found(f"{MODEL}.lora_alpha=32", f"{MODEL}.target_modules=[q_proj]")
     assert problems == {}
     assert notices == [
-        f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used, for {MODEL}.lora_rank is 0."
+        f"{MODEL}.lora_alpha, {MODEL}.target_modules: not used because {MODEL}.lora_rank is 0."
     ]
 
 
@@ -93,8 +93,8 @@ def problems(*overrides: str) -> dict[str, str]:
         ((VLLM, RANK_ROUTE, f"{KEY}=false"), True, "vLLM applies it beside the weights"),
         ((VLLM, RANK_ROUTE, f"{KEY}=true"), False, "lora_merge=true"),
         ((f"{NAME}=hf", RANK_ROUTE, f"{KEY}=true"), False, "lora_merge=true"),
-        ((f"{NAME}=sglang", RANK_ROUTE), False, "sglang takes merged weights only"),
-        ((RANK_ROUTE,), False, "native takes merged weights only"),
+        ((f"{NAME}=sglang", RANK_ROUTE), False, "sglang needs merged weights"),
+        ((RANK_ROUTE,), False, "native needs merged weights"),
         (
             (VLLM, "actor_rollout_ref.model.lora_rank=513"),
             False,
@@ -113,21 +113,21 @@ def test_ways(overrides: tuple[str, ...], is_alone: bool, reason: str) -> None:
     [
         (
             (f"{NAME}=native", f"{KEY}=false"),
-            "got false, with actor_rollout_ref.rollout.name=native, expected null: on the",
+            "got false, with actor_rollout_ref.rollout.name=native, expected null: the",
         ),
         (
             (f"{NAME}=native", f"{KEY}=true"),
-            "expected null: on the actor's own modules it computes with the adapter",
+            "expected null: the actor's own modules compute with the adapter",
         ),
         (
             (f"{NAME}=http", f"{KEY}=true"),
-            "expected null: its servers keep the weights that they have",
+            "expected null: its servers keep their weights",
         ),
         (
             (f"{NAME}=sglang", f"{KEY}=false"),
-            "expected null or true: sglang takes merged weights only",
+            "expected null or true: sglang needs merged weights",
         ),
-        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: hf takes merged weights only"),
+        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: hf needs merged weights"),
         (
             (VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"),
             "up to 512 beside the weights, and this one is 600",
@@ -144,9 +144,9 @@ def test_what_an_engine_cannot_do(overrides: tuple[str, ...], said: str) -> None
 def test_float32_on_an_accelerator() -> None:
     """vLLM's kernels there take 16 bits: known once a process has started."""
     route = adapter_route(load_config((VLLM, RANK_ROUTE)).config, is_wide_on_accelerator=True)
-    assert not route.is_alone and "16 bits only" in route.reason
+    assert not route.is_alone and "16-bit adapters only" in route.reason
     with pytest.raises(
-        ConfigError, match=r"got false.*16 bits only, and these weights are float32"
+        ConfigError, match=r"got false.*16-bit adapters only, and these weights are float32"
     ):
         adapter_route(
             load_config((VLLM, RANK_ROUTE, f"{KEY}=false")).config, is_wide_on_accelerator=True
@@ -179,7 +179,7 @@ def test_the_rank_of_an_adapter_to_start_from(tmp_path: Path) -> None:
 def test_without_an_adapter_the_key_is_not_used() -> None:
     found, notices = training_findings(load_config((VLLM, f"{KEY}=false")).config)
     assert not any(one.where == KEY for one in found)
-    assert f"{KEY}: not used, for actor_rollout_ref.model.lora_rank is 0." in notices
+    assert f"{KEY}: not used because actor_rollout_ref.model.lora_rank is 0." in notices
 
 
 def test_nothing_generates_in_supervised_learning() -> None:

@@ -118,7 +118,7 @@ def test_ranks_of_their_own_generate_on_ray() -> None:
     problems, notices = findings(
         *ON_RAY, "async_training.deterministic=True", "async_training.in_flight=finish"
     )
-    assert problems == {} and "a run that loses its actor goes on from a checkpoint" in notices
+    assert problems == {} and "a run that loses its actor resumes from a checkpoint" in notices
     one = (
         *ON_RAY[:2],
         "trainer.resource_pools.generation=[1]",
@@ -143,7 +143,7 @@ def test_there_are_checkpoints(change: str) -> None:
 
 
 def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="What is dropped depends on what is slow"):
+    with pytest.raises(ConfigError, match="Which samples are dropped depends on timing"):
         config("async_training.on_stale=drop", "async_training.deterministic=True")
     for other in ("on_stale=drop", "max_staleness=0"):
         with pytest.raises(
@@ -153,12 +153,12 @@ def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
 
 
 def test_a_critic_reads_tokens_of_several_versions() -> None:
-    assert "tokens of several versions" in findings("algorithm.adv_estimator=gae")[1]
+    assert "tokens from several versions" in findings("algorithm.adv_estimator=gae")[1]
 
 
 def test_explain_says_what_overlaps() -> None:
     text = explain(config("async_training.max_staleness=2", "async_training.sync_every=3"))
-    assert "up to 2 versions behind" in text and "up to 9 batches are under way" in text
+    assert "up to 2 versions behind" in text and "up to 9 batches are in flight" in text
     assert "the responses to 256 prompts are complete" in explain(
         config("async_training.preset=streaming")
     )

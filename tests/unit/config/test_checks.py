@@ -106,9 +106,9 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
         (["actor_rollout_ref.rollout.skip.enable=True"], "responses are in outputs/rollout_dump do not generate"),
         (["actor_rollout_ref.rollout.skip.enable=True", "actor_rollout_ref.rollout.skip.action=repeat"],
          "every step learns from the same responses"),
-        (["algorithm.filter_groups.enable=True"], "the run ends with the step that takes the last one of"),
+        (["algorithm.filter_groups.enable=True"], "the run ends with the step that takes the last batch of"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
-         "for ever if none differ"),
+         "never happens if the scores of no group differ"),
         (["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"], "val_kwargs.temperature: not used"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=True"], "at temperature 0"),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 responses to a prompt are equal"),
@@ -117,18 +117,18 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type: not used"),
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "divided by data.max_response_length, 512"),
         (["actor_rollout_ref.actor.loss_scale_factor=100"],
-         "loss_scale_factor: not used, for actor_rollout_ref.actor.loss_agg_mode is 'token-mean'"),
+         "loss_scale_factor: not used because actor_rollout_ref.actor.loss_agg_mode is 'token-mean'"),
         (["actor_rollout_ref.rollout.engine_kwargs.vllm.x=1"], "engine_kwargs.vllm: not used"),
         (["trainer.resume_from_path=model"], "trainer.resume_from_path: not used"),
         (["trainer.save_freq=-1"], "no checkpoint is written"),
         (["actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"], "without model, optimizer, extra"),
         (["trainer.total_training_steps=5", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "never reaches 1e-06"),
         (["actor_rollout_ref.actor.optim.min_lr_ratio=0.1"],
-         "min_lr_ratio: not used, for actor_rollout_ref.actor.optim.lr_scheduler_type is 'constant'"),
+         "min_lr_ratio: not used because actor_rollout_ref.actor.optim.lr_scheduler_type is 'constant'"),
         (["actor_rollout_ref.actor.optim.lr=0"], "nothing is learned"),
-        (["critic.profiler.ranks=[0]"], "critic.profiler.ranks: not used, for global_profiler.tool is null"),
-        (["global_profiler.tool=torch"], "global_profiler.tool: not used, for global_profiler.steps is []"),
-        (["global_profiler.steps=[1]"], "global_profiler.steps: not used, for global_profiler.tool is null"),
+        (["critic.profiler.ranks=[0]"], "critic.profiler.ranks: not used because global_profiler.tool is null"),
+        (["global_profiler.tool=torch"], "global_profiler.tool: not used because global_profiler.steps is []"),
+        (["global_profiler.steps=[1]"], "global_profiler.steps: not used because global_profiler.tool is null"),
     ],
 )  # fmt: skip
 def test_is_told(ready: list[str], changes: list[str], said: str) -> None:
@@ -288,5 +288,5 @@ def test_both_scores_are_added_and_keys_without_a_model_are_not_used(folder: Cal
     _, (notice,) = found("reward_model.max_length=7")
     assert (
         notice
-        == "reward_model.model.path, reward_model.max_length: not used, for reward_model.enable is false."
+        == "reward_model.model.path, reward_model.max_length: not used because reward_model.enable is false."
     )

@@ -87,7 +87,7 @@ def test_refused(changes: list[str], key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["gpu_memory_utilization=0.6"], "gpu_memory_utilization: not used, for"),
+        (["gpu_memory_utilization=0.6"], "gpu_memory_utilization: not used because"),
         (["enforce_eager=True", "name=hf"], "rollout.name is 'hf'"),
         (["name=http", "cache_gigabytes=2"], "cache_gigabytes: not used"),
         (
@@ -231,13 +231,13 @@ def test_keys_without_effect() -> None:
             "trace_dir": "x",
         }
     )[1]
-    assert turns == f"{_ROLLOUT}.multi_turn.format: not used, for {_ROLLOUT}.mode is sync."
+    assert turns == f"{_ROLLOUT}.multi_turn.format: not used because {_ROLLOUT}.mode is sync."
     assert agent.startswith(f"{_ROLLOUT}.agent.default_agent_loop: not used")
     assert trace.startswith(f"{_ROLLOUT}.trace_dir: not used")
     (unused,) = _check({"mode": "async", "multi_turn": {"max_user_turns": 3}})[1]
     assert (
         unused
-        == f"{_ROLLOUT}.multi_turn.max_user_turns: not used, for {_ROLLOUT}.multi_turn.enable is false."
+        == f"{_ROLLOUT}.multi_turn.max_user_turns: not used because {_ROLLOUT}.multi_turn.enable is false."
     )
     (single,) = _check({"mode": "async", "multi_turn": {"enable": True}})[1]
     assert "agent_name" in single

@@ -78,13 +78,13 @@ def test_which_passes_a_step_needs(
     assert needs_reference(found) == needs_model
     text = explain(found)
     assert ("no separate pass" in text) == (not needs_pass)
-    assert ("reference model: none" in text) == (not needs_model)
+    assert ("reference model: not needed" in text) == (not needs_model)
 
 
 def test_the_reference_of_an_adapter() -> None:
     """It is the actor, unless it has a pool of its own."""
     words = (f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4")
-    assert "one pass a step, for the loss, by the actor with its adapter off" in explain(
+    assert "one pass per step, for the loss, by the actor with its adapter off" in explain(
         config(*words)
     )
     assert "adapter" not in explain(config(*words[:1]))
@@ -100,8 +100,8 @@ def test_the_words() -> None:
                "trainer.test_freq=1", "trainer.rollout_data_dir=dumps")
     )  # fmt: skip
     assert "16 prompts x 8 responses = 128 sequences" in text
-    assert "up to 512 + 512 = 1024 tokens a sequence" in text
-    assert "3 optimizer steps a batch: 3 mini-batches of 6 prompts (48 sequences) x 1 epoch" in text
+    assert "up to 512 + 512 = 1024 tokens per sequence" in text
+    assert "3 optimizer steps per batch: 3 mini-batches of 6 prompts (48 sequences) x 1 epoch" in text
     assert "the last mini-batch has 4 prompts" in text
     assert "5 micro-batches of 10 in a mini-batch" in text
     assert "validation: before training and every 1 step" in text
@@ -113,16 +113,16 @@ def test_the_number_of_steps() -> None:
     found = config("data.train_batch_size=16", "trainer.total_epochs=3")
     assert "the number of steps depends on the data" in explain(found)
     # 100 prompts are 6 full batches of 16.
-    assert "18 steps: 6 batches an epoch, 3 epochs" in explain(found, num_train_prompts=100)
+    assert "18 steps: 6 batches per epoch, 3 epochs" in explain(found, num_train_prompts=100)
     bounded = config("data.train_batch_size=16", "trainer.total_training_steps=5")
-    assert "5 steps: 6 batches an epoch, 1 epoch" in explain(bounded, num_train_prompts=100)
+    assert "5 steps: 6 batches per epoch, 1 epoch" in explain(bounded, num_train_prompts=100)
     assert "5 steps, over as many epochs as they take" in explain(bounded)
-    assert "5 steps: 2 batches an epoch, 3 epochs" in explain(bounded, num_train_prompts=40)
+    assert "5 steps: 2 batches per epoch, 3 epochs" in explain(bounded, num_train_prompts=40)
     # Of both limits the first that is reached ends the run.
     both = config(
         "data.train_batch_size=16", "trainer.total_training_steps=50", "trainer.total_epochs=3"
     )
-    assert "18 steps: 6 batches an epoch, 3 epochs" in explain(both, num_train_prompts=100)
+    assert "18 steps: 6 batches per epoch, 3 epochs" in explain(both, num_train_prompts=100)
     assert "at most 50 steps, over at most 3 epochs" in explain(both)
 
 
@@ -135,7 +135,7 @@ def test_passes_bound_dynamic_sampling() -> None:
     )
     taken = "until 3 passes over the data are taken"
     found = explain(config(*words, "trainer.total_epochs=3"), num_train_prompts=100)
-    assert f"\n  steps {taken} (3 batches each, at least one a step)" in found
+    assert f"\n  steps {taken} (3 batches each, at least one per step)" in found
     both = config(*words, "trainer.total_epochs=3", "trainer.total_training_steps=5")
     assert f"at most 5 steps {taken}\n" in explain(both)
     assert "steps until 1 pass over the data are taken" not in explain(
@@ -145,7 +145,7 @@ def test_passes_bound_dynamic_sampling() -> None:
 
 def test_a_critic_is_named_where_one_is_built() -> None:
     ppo = config("algorithm.adv_estimator=gae")
-    assert "critic: one pass a step, for values" in explain(
+    assert "critic: one pass per step, for values" in explain(
         ppo, None, ("token_level_rewards", "values")
     )
     assert "\n  critic:" not in explain(ppo, None, ("token_level_rewards",)) + explain(ppo)

@@ -92,7 +92,7 @@ def test_experts_that_cannot_be_divided_are_refused(count: int, told: str) -> No
 
 def test_a_plan_with_an_unknown_style_is_refused() -> None:
     plan = {**PLAN, "layers.*.mlp.experts": "moe_tp_experts"}
-    with pytest.raises(ConfigError, match="moe_tp_experts, which are not known here"):
+    with pytest.raises(ConfigError, match="moe_tp_experts, which are not supported"):
         check_model(Layout(tp=2), ModelShape("Experts", 2, 4, 4, plan), "actor")
 
 

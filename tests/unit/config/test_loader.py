@@ -187,7 +187,7 @@ def test_a_key_given_twice_the_last_holds_and_it_is_said() -> None:
     loaded = load_config(["data.seed=3", "data.shuffle=False", "++data.seed=4"])
     assert loaded.config.data.seed == 4
     assert loaded.notices == [
-        "data.seed stands twice on the command line; the last value holds: 4."
+        "data.seed is set twice on the command line; the last value is used: 4."
     ]
 
 
@@ -402,7 +402,7 @@ def test_whole_numbers_stay_whole(number: int) -> None:
 
 def test_references_are_found_wherever_they_hide() -> None:
     kwargs = "actor_rollout_ref.rollout.engine_kwargs"
-    with pytest.raises(ConfigError, match="References are not filled in") as caught:
+    with pytest.raises(ConfigError, match="References are not resolved") as caught:
         load_config([kwargs + "={b: [x, '${c.d}']}"])
     assert caught.value.where == kwargs and "${c.d}" in caught.value.got
     assert load_config([kwargs + "={b: [$x, '{c}', '$ {c}']}"]).config

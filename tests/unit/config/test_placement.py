@@ -129,10 +129,10 @@ def test_a_role_without_a_pool(missing: str, given: str) -> None:
         (["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.device=cuda:1"],
          "trainer.device", "with vllm in processes of its own"),
         ([RAY, "trainer.placement={actor_rollout: a, reward: b}"], "trainer.placement", "the role reward"),
-        ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a role of its own"),
+        ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a separate role"),
         ([RAY, "trainer.placement={critic: b}"], "trainer.placement", "no pool for the policy"),
         ([RAY, "trainer.placement={actor: a, ref: a}"], "trainer.placement", "or both of actor and rollout"),
-        ([RAY, "trainer.placement={actor_rollout: a, rollout: b}"], "trainer.placement", "a role of its own beside"),
+        ([RAY, "trainer.placement={actor_rollout: a, rollout: b}"], "trainer.placement", "a role beside"),
         ([RAY, "trainer.placement={actor: a, actor_rollout: b}"], "trainer.placement", "or actor, rollout and ref"),
         ([RAY, "trainer.placement={actor: a, rollout: a}"], "trainer.placement", "placement.actor_rollout=a"),
         ([RAY, "trainer.placement=grouped", "trainer.resource_pools.ref=[1]"], "trainer.resource_pools.ref",
@@ -178,10 +178,10 @@ def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
 def test_what_is_read_on_ray_only() -> None:
     _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert (
-        "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices
+        "trainer.placement, ray_kwargs.ray_init: not used because trainer.backend is local." in notices
     )
     _, notices = findings(RAY, "trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
-    assert "not used, for trainer.backend" not in notices
+    assert "not used because trainer.backend" not in notices
 
 
 def test_the_words() -> None:
@@ -201,7 +201,7 @@ def test_the_words() -> None:
     )
     assert "after the loss of a process or a node: up to 1 restart an hour" in text
     assert "a step that loses workers twice is skipped; up to 1 step in the run" in text
-    assert "one whose call takes over 7200 s too" in text
+    assert "whose call takes over 7200 s" in text
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_sglang_of_several_processes_is_for_cpus() -> None:
     assert [
         one
         for one in notices
-        if GROUPS in one and "on a machine with GPUs the run ends at its start" in one
+        if GROUPS in one and "on a machine with GPUs the run fails at its start" in one
     ]
     problems, notices = training_findings(load_config([*SGLANG, "trainer.device=cpu"]).config)
     assert not [one for one in (*problems, *notices) if GROUPS in str(one)]
@@ -312,7 +312,7 @@ def test_experts_of_a_rollout_are_divided_by_vllm_on_gpus(keys: dict[str, Any], 
     assert is_fine == (not any(one.where == f"{at}.expert_parallel_size" for one in problems))
     _, notices = training_findings(load_config(given).config)
     assert (keys["name"] == "vllm") == any(
-        "on a machine without GPUs the run ends at its start" in one for one in notices
+        "on a machine without GPUs the run fails at its start" in one for one in notices
     )
 
 
@@ -393,7 +393,7 @@ def test_megatron_of_another_version(found: str, monkeypatch: pytest.MonkeyPatch
 def test_keys_that_another_engine_reads_are_named() -> None:
     key = "actor_rollout_ref.actor.megatron.sequence_parallel"
     _, notices = training_findings(load_config([f"{key}=false"]).config)
-    assert f"{key}: not used, for strategy is fsdp." in notices
+    assert f"{key}: not used because strategy is fsdp." in notices
 
 
 def test_the_ranks_of_megatron() -> None:

@@ -87,14 +87,14 @@ def test_it_is_read_as_the_other_tree_is(tmp_path: Path) -> None:
     kwargs = loaded.config.data.apply_chat_template_kwargs
     assert kwargs == {"enable_thinking": True, "style": {"tone": "calm", "size": 2}}
     assert loaded.notices == [
-        "data.seed stands twice on the command line; the last value holds: 4."
+        "data.seed is set twice on the command line; the last value is used: 4."
     ]
     with pytest.raises(ConfigError) as caught:
         load_sft_config(["model.path=${HOME}/x", "engine=3", "trainer.save_freq=None"])
     said = str(caught.value)
     assert "model.path: got '${HOME}/x', expected a value. References" in said
     assert (
-        "engine: got 3, expected a section. It holds " in said and " max_token_len_per_gpu," in said
+        "engine: got 3, expected a section. Its keys are " in said and " max_token_len_per_gpu," in said
     )
     assert "trainer.save_freq: got 'None'" in said
 
@@ -103,7 +103,7 @@ def test_a_key_like_no_other_brings_the_list_of_this_tree() -> None:
     for key in ("zebra.stripes", "zebra.num_cpus"):
         with pytest.raises(ConfigError) as caught:
             load_sft_config([f"{key}=null"])
-        assert caught.value.fix == "`quadriga sft --keys` lists them all."
+        assert caught.value.fix == "`quadriga sft --keys` lists all keys."
 
 
 def test_checks_between_keys_come_with_the_errors_of_single_keys(files: list[str]) -> None:

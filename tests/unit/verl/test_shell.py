@@ -146,7 +146,7 @@ def test_a_script_becomes_a_commented_yaml(
     script.write_text("python -m verl.trainer.main_ppo a=$NAME\npython -m verl.trainer.main_eval\n")
     assert main(["config", "translate", str(script)]) == 2
     assert (
-        "got commands of verl's in lines 1, 2, expected one. Name one with --line"
+        "got commands of verl in lines 1, 2, expected one. Name one with --line"
         in capsys.readouterr().err
     )
     assert main(["config", "translate", str(script), "--line", "1"]) == 2

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of files, folders and models that the configuration names."""
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from quadriga.config.base import Findings, absent
+from quadriga.config.rollout import ROLLOUT
+from quadriga.config.root import Config
+
+_HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
+
+
+def check_paths(config: Config) -> Findings:
+    """Yield paths that do not exist, and directories that cannot be written."""
+    yield from _check_inputs(config)
+    trainer = config.trainer
+    yield from _check_directory("trainer.default_local_dir", str(trainer.directory))
+    yield from _check_directory("trainer.rollout_data_dir", trainer.rollout_data_dir)
+    yield from _check_directory(f"{ROLLOUT}.trace_dir", config.actor_rollout_ref.rollout.trace_dir)
+    yield from _check_directory("trainer.validation_data_dir", trainer.validation_data_dir)
+    if config.global_profiler.tool:
+        yield from _check_directory("global_profiler.save_path", config.global_profiler.save_path)
+
+
+def _check_inputs(config: Config) -> Findings:
+    """Yield files and directories to read that do not exist."""
+    data = config.data
+    rollout = config.actor_rollout_ref.rollout
+    responses_key = f"{ROLLOUT}.engine_kwargs.responses_file"
+    responses = rollout.engine_kwargs.get("responses_file")
+    if rollout.name != "scripted":
+        responses = None
+    elif not isinstance(responses, str):
+        fix = "The scripted engine reads its responses from it."
+        yield absent(responses_key, "nothing", "a file", fix)
+
+    functions = config.custom_reward_function.path
+    yield from check_exists("custom_reward_function.path", functions, "a Python file")
+    yield from check_exists("async_training.replay", config.async_training.replay, "a file")
+    yield from check_exists("data.custom_cls.path", data.custom_cls.path, "a Python file")
+    yield from check_exists("data.sampler.class_path", data.sampler.class_path, "a Python file")
+    if isinstance(responses, str):
+        yield from check_exists(responses_key, responses, "a file")
+    template = config.actor_rollout_ref.model.custom_chat_template
+    # A template with a brace is Jinja text; another one is the name of a file.
+    if template and "{" not in template:
+        key = "actor_rollout_ref.model.custom_chat_template"
+        yield from check_exists(key, template, "a file")
+    if config.trainer.resume_mode == "resume_path":
+        checkpoint = config.trainer.resume_from_path
+        yield from check_exists("trainer.resume_from_path", checkpoint, "a checkpoint's directory")
+
+
+def check_exists(key: str, path: str | None, expected: str) -> Findings:
+    """Yield an error if a path does not exist.
+
+    Args:
+        key: the key that names the path.
+        path: a path or a `file://` URL; null is not checked.
+        expected: the kind of path, which ends in the word for it: "a Python file".
+    """
+    is_python = expected == "a Python file"
+    # A module is found by importing it, which a check must not do.
+    if path is None or (is_python and path.startswith("pkg://")):
+        return
+    must_be_file = is_python or expected == "a YAML file"
+    exists = os.path.isfile if must_be_file else os.path.exists
+    if not exists(os.path.expanduser(path.removeprefix("file://"))):
+        kind = expected.split()[-1]
+        fix = f"There is no such {kind}; relative paths start at the current directory."
+        yield absent(key, f"'{path}'", expected, fix)
+
+
+def _check_directory(key: str, path: str | None) -> Findings:
+    """Yield an error if a directory cannot be created or written."""
+    if path is None:
+        return
+    if "://" in path:
+        fix = "Write to a local directory, and copy it from there."
+        yield absent(key, f"'{path}'", "a local directory", fix)
+        return
+    # The nearest existing directory above must be writable.
+    parent = Path(path).expanduser().absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        yield absent(key, f"'{path}'", "a directory", f"{parent} is a file.")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield absent(key, f"'{path}'", "a writable directory", f"{parent} is not writable.")
+
+
+def check_files(config: Config) -> Findings:
+    """Yield data files and models that do not exist."""
+    trainer = config.trainer
+    validates_first = trainer.val_before_train and config.task == "rl"
+    yield from _check_data("data.train_files", config.data.train_files, is_needed=True)
+    yield from _check_data(
+        "data.val_files",
+        config.data.val_files,
+        is_needed=validates_first or trainer.test_freq != -1,
+        alternative=" To train without validation set trainer.val_before_train=False "
+        "and leave trainer.test_freq at -1.",
+    )
+
+    key = "actor_rollout_ref.model.path"
+    policy = config.actor_rollout_ref.model.path
+    if not policy:
+        fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
+        yield absent(key, "nothing", "a model", fix)
+    yield from _check_model(key, policy)
+    yield from _check_model("critic.model.path", config.critic.model.path)
+    if config.reward_model.enable:
+        yield from _check_model("reward_model.model.path", config.reward_model.model.path)
+    for teacher_key, teacher in config.distillation.loaded.items():
+        yield from _check_model(teacher_key, teacher)
+
+
+def _check_data(
+    key: str, files: str | list[str], *, is_needed: bool, alternative: str = ""
+) -> Findings:
+    """Yield data files and patterns that match no file, and a required key that is empty."""
+    listed_paths = [files] if isinstance(files, str) else files
+    paths = [path for path in listed_paths if path]
+    if not paths and is_needed:
+        fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some)."
+        yield absent(key, "nothing", "a file", fix + alternative)
+    for path in paths:
+        # Files behind a URL are looked for when the data are loaded.
+        if "://" in path:
+            continue
+        full_path = os.path.expanduser(path)
+        if not glob.has_magic(full_path) or os.path.exists(full_path):
+            yield from check_exists(key, path, "a file")
+        elif not glob.glob(full_path, recursive=True):
+            yield absent(key, f"'{path}'", "a pattern that matches a file", "No file matches it.")
+
+
+def _check_model(key: str, path: str | None) -> Findings:
+    """Yield an error if a path is neither a model's folder nor a name on the hub."""
+    if not path:
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if not _HUB_NAME.fullmatch(path):
+            fix = "There is no such folder, and it is not a name on the hub."
+            yield absent(key, f"'{path}'", "a model's folder", fix)
+    elif not (folder / "config.json").is_file():
+        fix = "Name the folder of a Hugging Face model, which has config.json and the weights."
+        yield absent(key, f"'{path}', without a config.json", "a model's folder", fix)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of how responses are generated: groups, lengths, engines, conversations and tools."""
+
+from difflib import get_close_matches
+
+from quadriga.config.base import Findings, Section, unused, wrong
+from quadriga.config.explain import BatchPlan, learns_from_rewards
+from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
+from quadriga.config.path_checks import check_exists
+from quadriga.config.placement import ACTOR
+from quadriga.config.reward import check_classifier
+from quadriga.config.rollout import ROLLOUT
+from quadriga.config.root import Config
+from quadriga.errors import ConfigError
+
+# Estimators that compare the responses to a prompt. In a group of one they return the bare score.
+_BY_GROUP = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
+REPORTS_ROUTES = ("native",)
+"""Engines that report which experts each token was routed to."""
+_MULTI_TURN = f"{ROLLOUT}.multi_turn"
+_AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+
+
+def check_groups(config: Config) -> Findings:
+    """Yield an error if responses are compared with their group, but groups have one response."""
+    if not learns_from_rewards(config):
+        return
+    estimator = config.algorithm.adv_estimator
+    if estimator in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
+        got = f"1, with algorithm.adv_estimator={estimator}"
+        fix = f"A single response has no others to compare with: set {ROLLOUT}.n=8, or another estimator."
+        yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
+
+
+def check_rollout(config: Config) -> Findings:
+    """Yield lengths, dynamic sampling and rewards that the rollout does not support."""
+    rollout = config.actor_rollout_ref.rollout
+    reward = config.reward_model
+    max_tokens = BatchPlan(config).max_sequence_tokens
+    if rollout.max_model_len is not None and rollout.max_model_len < max_tokens:
+        expected = f"at least {max_tokens}, data.max_prompt_length + data.max_response_length"
+        fix = "Leave it out, or lower these lengths."
+        yield wrong(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, fix)
+    if config.algorithm.filter_groups.enable:
+        yield from _check_filter(config)
+    if reward.enable and reward.model.path is not None:
+        yield from check_classifier(reward, max_tokens)
+    if reward.enable and config.custom_reward_function.path is not None:
+        yield "reward_model.enable, custom_reward_function.path: the reward is the sum of both scores."
+
+
+def _check_filter(config: Config) -> Findings:
+    """Yield what does not fit dynamic sampling, which drops groups of equal scores."""
+    rollout = config.actor_rollout_ref.rollout
+    trainer = config.trainer
+    key = "algorithm.filter_groups"
+    if rollout.n == 1:
+        got = f"true, with {ROLLOUT}.n=1"
+        fix = f"All groups would be dropped: raise {ROLLOUT}.n, or turn the filter off."
+        yield wrong(f"{key}.enable", got, "groups of at least 2 responses", fix)
+    if rollout.skip.enable and rollout.skip.action == "repeat":
+        fix = "All batches of prompts in a step would be the same, and fill it with copies."
+        yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
+    if config.algorithm.filter_groups.max_num_gen_batches == 0:
+        yield (
+            f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, "
+            "which never happens if the scores of no group differ."
+        )
+    if trainer.total_training_steps is None:
+        yield (
+            f"{key}: a step may take several batches of prompts; the run ends with the step that "
+            f"takes the last batch of trainer.total_epochs={trainer.max_epochs}."
+        )
+
+
+def check_replay(config: Config) -> Findings:
+    """Yield what keeps an update from repeating the choices of routers."""
+    actor = config.actor_rollout_ref.actor
+    engine = config.actor_rollout_ref.rollout.name
+    key = f"{ACTOR}.router_replay"
+    if actor.router_replay == "rollout" and engine not in REPORTS_ROUTES:
+        expected = f"an engine that reports its choices: {' or '.join(REPORTS_ROUTES)}"
+        fix = f"Set {ROLLOUT}.name={REPORTS_ROUTES[0]}, or {key}=old_log_prob."
+        yield wrong(key, f"rollout, with {ROLLOUT}.name={engine}", expected, fix)
+    if actor.router_replay != "old_log_prob":
+        return
+    num_stages = actor.pipeline_model_parallel_size
+    if num_stages > 1:
+        got = f"old_log_prob, with pipeline_model_parallel_size={num_stages}"
+        yield wrong(key, got, "1: only the last stage returns results", "Set it to rollout.")
+    if config.algorithm.rollout_correction.bypass_mode:
+        got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
+        expected = "a pass for old log-probs"
+        yield wrong(key, got, expected, "Set it to rollout, or bypass_mode=False.")
+
+
+def check_multi_turn(config: Config) -> Findings:
+    """Yield what does not fit together in `multi_turn`, `agent` and `mode`, and missing files."""
+    rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    if rollout.mode == "sync":
+        yield from _check_without_loops(config)
+        return
+    yield from _check_agent_loop(config)
+    if turns.enable:
+        yield from _check_tools(config)
+        return
+    loop = rollout.agent.default_agent_loop
+    if loop == "tool_agent":
+        fix = f"Set {_MULTI_TURN}.enable=True."
+        yield wrong(_AGENT_LOOP, loop, "multi-turn responses to be enabled", fix)
+    yield from unused(turns.changed(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
+
+
+def _check_without_loops(config: Config) -> Findings:
+    """Yield keys of agent loops that `mode=sync` does not read."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.multi_turn.enable:
+        key = f"{_MULTI_TURN}.enable"
+        fix = f"Set {ROLLOUT}.mode=async."
+        yield wrong(key, "true, with rollout.mode=sync", "rollout.mode=async", fix)
+        return
+    is_sync = f"{ROLLOUT}.mode is sync"
+    yield from unused(rollout.multi_turn.changed(_MULTI_TURN), is_sync)
+    yield from unused(rollout.agent.changed(f"{ROLLOUT}.agent"), is_sync)
+    if rollout.trace_dir:
+        yield from unused([f"{ROLLOUT}.trace_dir"], is_sync)
+
+
+def _check_agent_loop(config: Config) -> Findings:
+    """Yield an agent loop or a tool format that nothing registers."""
+    rollout = config.actor_rollout_ref.rollout
+    path = rollout.agent.agent_loop_path
+    yield from check_exists(f"{ROLLOUT}.agent.agent_loop_path", path, "a Python or YAML file")
+    loop = rollout.agent.default_agent_loop
+    if not path:
+        yield from _check_registered(_AGENT_LOOP, loop, LOOPS)
+    if not path and not config.actor_rollout_ref.model.external_lib:
+        yield from _check_registered(f"{_MULTI_TURN}.format", rollout.multi_turn.format, FORMATS)
+
+
+def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Findings:
+    if name in known:
+        return
+    close_names = get_close_matches(name, known, n=1)
+    fix = f"To use your own, set {ROLLOUT}.agent.agent_loop_path."
+    if close_names:
+        fix = f"Did you mean {close_names[0]}?"
+    yield wrong(where, f"'{name}'", f"one of {', '.join(known)}", fix)
+
+
+def _check_tools(config: Config) -> Findings:
+    """Yield missing or broken files of tools, and keys that tools need."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    functions = turns.function_tool_path
+    yield from check_exists(f"{_MULTI_TURN}.function_tool_path", functions, "a Python file")
+    yield from _check_tool_file("tool_config_path", turns.tool_config_path, ToolFile)
+    interactions = turns.interaction_config_path
+    yield from _check_tool_file("interaction_config_path", interactions, InteractionFile)
+    if not config.data.return_raw_chat:
+        fix = "The prompt and its tools are rendered from the prompt's messages."
+        yield wrong("data.return_raw_chat", f"false, with {_MULTI_TURN}.enable=True", "true", fix)
+    if loop == "tool_agent" and not (functions or turns.tool_config_path or interactions):
+        got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
+        expected = "function_tool_path, tool_config_path or interaction_config_path"
+        fix = (
+            f"Set {_MULTI_TURN}.function_tool_path to a Python file with @function_tool functions."
+        )
+        yield wrong(_MULTI_TURN, got, expected, fix)
+    if loop == "single_turn_agent":
+        yield (
+            f"{_AGENT_LOOP}: only rows with an agent loop in their column agent_name may take "
+            "several turns; with tool_agent all rows may."
+        )
+
+
+def _check_tool_file(name: str, path: str | None, section: type[Section]) -> Findings:
+    if path is None:
+        return
+    missing_files = list(check_exists(f"{_MULTI_TURN}.{name}", path, "a YAML file"))
+    yield from missing_files
+    if missing_files:
+        return
+    try:
+        read_tool_file(path, section)
+    except ConfigError as error:
+        yield error
