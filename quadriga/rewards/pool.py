@@ -324,7 +324,12 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     break
                 if message is not None:
                     number, outcome = message
-                    self._record(process, under_way, number, outcome)
+                    call = under_way.pop(number)
+                    call.record(outcome)
+                    if all(other.round is not call.round for other in under_way.values()):
+                        call.round.leave(process)
+                    item_s = max(time.monotonic() - process.since, 1e-6)
+                    self._item_s += 0.1 * (item_s - self._item_s)
                     continue
                 begun_at = max(process.since, oldest.sent_at)
                 if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
@@ -335,21 +340,6 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     break
         finally:
             self._hand_back(process, under_way, fatal)
-
-    def _record(
-        self,
-        process: GradingProcess,
-        under_way: dict[int, _Call],
-        number: int,
-        outcome: Outcome | list[Outcome],
-    ) -> None:
-        """Record the outcome of a call under way."""
-        call = under_way.pop(number)
-        call.record(outcome)
-        if all(other.round is not call.round for other in under_way.values()):
-            call.round.leave(process)
-        item_s = max(time.monotonic() - process.since, 1e-6)
-        self._item_s += 0.1 * (item_s - self._item_s)
 
     def _hand_back(
         self, process: GradingProcess, under_way: dict[int, _Call], fatal: Outcome | None
@@ -383,6 +373,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             How many calls are under way in the process.
         """
         new_calls: dict[int, _Call] = {}
+        chunk = []
         with self._lock:
             for _ in range(self._num_to_send(process, len(under_way))):
                 calls = [*under_way.values(), *new_calls.values(), self._queue[0]]
@@ -396,12 +387,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         call.round.processes.add(process)
                         number = next(self._numbers)
                         new_calls[number] = call._replace(sent_at=time.monotonic())
-        if new_calls:
-            chunk = []
-            timeout_s = math.inf
-            for number, call in new_calls.items():
-                chunk.append((number, call.round.timeout_s, call.arguments))
-                timeout_s = min(timeout_s, call.round.timeout_s or LOADING_LIMIT_S)
+                        chunk.append((number, call.round.timeout_s, call.arguments))
+        if chunk:
+            timeout_s = min(timeout_s or LOADING_LIMIT_S for _, timeout_s, _ in chunk)
             process.send(chunk, is_idle=not under_way, timeout_s=timeout_s)
             under_way |= new_calls
         return len(under_way)

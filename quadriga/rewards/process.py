@@ -122,17 +122,16 @@ class Printed:
 
 
 class _OutputPipe:
-    """The read end of the pipe for what a grading process prints."""
+    """The read end of the pipe for what a grading process prints.
+
+    `room` is how many more bytes of the sample in work may be shown.
+    """
 
     def __init__(self, fd: int, printed: Printed) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self._printed = printed
-        self._room = SAMPLE_BYTES
-
-    def begin_sample(self) -> None:
-        """Give the next sample its full number of bytes."""
-        self._room = SAMPLE_BYTES
+        self.room = SAMPLE_BYTES
 
     def pass_on(self) -> bool:
         """Show what can be read without waiting; return whether the pipe has ended."""
@@ -141,7 +140,7 @@ class _OutputPipe:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return False
-        self._room -= self._printed.show(data, self._room)
+        self.room -= self._printed.show(data, self.room)
         return not data
 
 
@@ -151,7 +150,6 @@ class GradingProcess:
     One thread at a time leads it; any thread may call `kill`.
 
     Attributes:
-        process: the supervisor of the grading process.
         accepted: names of the arguments that each call passes; known once it is ready.
         is_ready: whether it has loaded the score function and imports no library.
         is_ended: whether it was killed or has ended.
@@ -166,7 +164,6 @@ class GradingProcess:
             self._program = SupervisedProgram(__name__, their_output_fd)
         finally:
             os.close(their_output_fd)
-        self.process = self._program.process
         self._connection = self._program.connection
         self._output = _OutputPipe(output_fd, printed)
         self._messages = select.poll()
@@ -292,7 +289,7 @@ class GradingProcess:
 
     def _begin_sample(self) -> None:
         self.since = time.monotonic()
-        self._output.begin_sample()
+        self._output.room = SAMPLE_BYTES
 
     def _begin_wait(self, timeout_s: float) -> None:
         self._begin_sample()
@@ -340,7 +337,7 @@ class GradingProcess:
         self.is_ended = True
         end = self._program.close(patience_s=1.0 if is_ending else 0.0)
         if not was_closed:
-            self._output.begin_sample()
+            self._output.room = SAMPLE_BYTES
             self._pass_on()
             os.close(self._output.fd)
         return end

@@ -49,13 +49,15 @@ _NEW_NAMESPACES = 0x7E020080
 
 # Conditions on arguments: (word, mask, values). An argument is two words of 32 bits, the low one
 # first. A call is allowed if each word, under its mask, is one of the values.
+_ON_ITSELF = [(0, _ALL, [_OWN_PID])]
+_ON_ITSELF_OR_0 = [(0, _ALL, [0, _OWN_PID])]
 _ALLOWED_IF = {
     "clone": [(0, _CLONE_THREAD | _NEW_NAMESPACES, [_THREAD])],
-    "kill": [(0, _ALL, [_OWN_PID])],
-    "tgkill": [(0, _ALL, [_OWN_PID])],
-    "getpgid": [(0, _ALL, [0, _OWN_PID])],
-    "prlimit64": [(0, _ALL, [0, _OWN_PID])],
-    "sched_setaffinity": [(0, _ALL, [0, _OWN_PID])],
+    "kill": _ON_ITSELF,
+    "tgkill": _ON_ITSELF,
+    "getpgid": _ON_ITSELF_OR_0,
+    "prlimit64": _ON_ITSELF_OR_0,
+    "sched_setaffinity": _ON_ITSELF_OR_0,
     # Without O_TMPFILE.
     "open": [(2, 0x400000, [0])],
     "openat": [(4, 0x400000, [0])],
