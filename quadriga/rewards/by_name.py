@@ -122,7 +122,7 @@ class NamedReward:
 class ItemReward:
     """The score function of a run that calls the user's functions.
 
-    The score of several functions is their weighted sum; each of their scores is logged by its name.
+    The score of several functions is their weighted sum; each of them is logged by its name.
     """
 
     def __init__(self, parts: Sequence[NamedReward]) -> None:
@@ -240,7 +240,7 @@ def reward_of(given: Any) -> ItemReward:
         given: a function, a pair `(function, weight)`, or a list of these.
 
     Returns:
-        The score function of the run.
+        One score function that calls all of them.
 
     Raises:
         ConfigError: something in the list is neither a function nor a pair, or the list is empty.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcome of grading one sample: a score and further entries, or the reason why it has no score.
+"""The outcome of grading one sample: a score and further entries, or why it has no score.
 
 A grading process turns whatever a score function returned into an `Outcome` of plain Python values.
 So no object of a user's class has to be pickled, and a string, None or NaN is an error with a

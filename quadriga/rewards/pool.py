@@ -112,7 +112,7 @@ class Round:
                 self.done.set_exception(error)
 
     def cancel(self) -> None:
-        """End the round and wait until its processes have ended. `result` is an error afterwards."""
+        """End the round, and wait until its processes have ended; `result` raises an error then."""
         self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
         while self.processes:
             time.sleep(0.001)
@@ -141,8 +141,7 @@ class Round:
             if not self.done.done():
                 busy_s = [time.monotonic() - process.since for process in self.processes]
         num_samples = len(self._outcomes)
-        num_graded = num_samples - self._num_left
-        text = f"{num_graded} of {num_samples} graded, {self._num_failed} failed"
+        text = f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed"
         if self.timeout_s is not None:
             text += f", {len(busy_s)} in work"
             if busy_s:
@@ -437,7 +436,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:
-    # A forked child of the driver has a copy of the pool; the processes are not the child's to kill.
+    # A forked child of the driver has a copy of the pool, but must not kill its processes.
     if os.getpid() == owner_pid:
         for process in list(processes):
             process.stop()

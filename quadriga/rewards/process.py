@@ -62,7 +62,6 @@ OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
 DIED = "the grading process ended with {} while it graded this sample"
 LATE = "no score within {:g} s (reward_model.timeout_s)"
 _LOOK_S = 0.05  # a process that awaits samples is offered more of them at this interval
-_READ_BYTES = 1 << 20
 
 # Kinds of messages from a grading process.
 READY = "ready"
@@ -137,7 +136,7 @@ class _OutputPipe:
         """Show what can be read without waiting; return whether the pipe has ended."""
         try:
             # A single read, because a process may print faster than this can read.
-            data = os.read(self.fd, _READ_BYTES)
+            data = os.read(self.fd, 1 << 20)
         except BlockingIOError:
             return False
         self.room -= self._printed.show(data, self.room)

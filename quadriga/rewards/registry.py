@@ -38,8 +38,8 @@ class RewardOutput:
 
     # [B, T] float32, zero except at the last valid token of each response, which has its score.
     scores: "torch.Tensor"
-    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score function
-    # returned in addition to the score, None where a sample has no such entry.
+    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score
+    # function returned in addition to the score, None where a sample has no such entry.
     extra: "dict[str, np.ndarray]" = field(default_factory=dict)
     # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and
     # "reward/extra/NAME", the mean of each numeric entry.
@@ -175,7 +175,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
     """Make the manager that `reward_model.reward_manager` names.
 
     Args:
-        config: configuration of the run.
+        config: the whole configuration.
         tokenizer: tokenizer of the policy, which decodes the responses.
 
     Returns:
@@ -202,7 +202,7 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
     """Make a manager that grades single responses in a rollout process.
 
     Args:
-        config: configuration of the run.
+        config: the whole configuration.
         tokenizer: tokenizer of the policy.
         num_processes: number of rollout processes; they share `reward_model.num_workers`, with at
             least one worker each.

@@ -60,7 +60,7 @@ class SampleManager(RewardManager):
     """Base class of the managers that put one score per response on its last token.
 
     Args:
-        config: configuration of the run.
+        config: the whole configuration.
         tokenizer: tokenizer that decodes the responses.
 
     Raises:
@@ -207,9 +207,8 @@ def read_samples(
     ]
     special_texts = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
     texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    places = [f"row {row} of the batch" for row in range(len(token_ids))]
-    if "source_row" in columns:
-        places = list(columns["source_row"])
+    unknown_places = [f"row {row} of the batch" for row in range(len(token_ids))]
+    places = list(columns.get("source_row", unknown_places))
 
     rows = []
     for row, text in enumerate(texts):
@@ -294,7 +293,7 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
         The ground truth; None is returned as it is, since some graders need no truth.
 
     Raises:
-        RewardError: there is no ground truth, or it is NaN, which is how tables write a missing one.
+        RewardError: there is no ground truth, or it is NaN, which stands for a missing entry.
     """
     got = repr(reward_model)
     if isinstance(reward_model, dict):

@@ -69,7 +69,7 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
         where,
         got=repr(data_source),
         expected=f"one that a built-in grader knows ({known})",
-        fix="Set custom_reward_function.path to a file with a compute_score function for this data.",
+        fix="Set custom_reward_function.path to a file with a compute_score function for it.",
     )
 
 
@@ -155,7 +155,7 @@ class ScoreFunction:
     name: str = "compute_score"
     # Further keyword arguments of every call.
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    # Whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
+    # Whether a call grades a list of samples (`BATCH_ARGUMENTS`) or one (`ITEM_ARGUMENTS`).
     is_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class ScoreFunction:
         if self.path is not None:
             module = import_file(self.path, f"{_SECTION}.path")
             function = member_of(module, self.name, f"{_SECTION}.name")
-        # A partial has no frame of its own: a traceback shows the user's function and nothing of ours.
+        # A partial has no frame of its own, so a traceback begins with the user's function.
         loaded = partial(function, **self.reward_kwargs)
         try:
             signature = inspect.signature(function)

@@ -8,8 +8,8 @@
 4. Every file except its own folder, the interpreter and the system's libraries (Landlock). This
    guards only opening, making and removing: whether a path exists, its size and its times can still
    be read.
-5. Every system call that is not on a list (seccomp, `system_calls`): it reaches no other process and
-   no network.
+5. Every system call that is not on a list (seccomp, `system_calls`): it reaches no other process
+   and no network.
 
 This needs no rights, no container and no external program, only Linux 5.13 with Landlock, on x86-64
 or arm64. The containment rests on the list alone, whoever the user is; the kernel adds to it:
@@ -55,7 +55,7 @@ _CAP_DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 # Far above any user's id. A contained process takes this plus its process id.
 _FIRST_USER = 1_000_000_000
-# Read by an interpreter and its libraries when they start. None of it tells about a run or its user.
+# Read by an interpreter and its libraries at their start. Nothing there is about a run or user.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -74,9 +74,6 @@ _TRUNCATE = 1 << 14
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-# TCP: bind and connect. Scopes: abstract sockets and signals.
-_ALL_NETWORK = 3
-_ALL_SCOPES = 3
 
 
 class Limits(NamedTuple):
@@ -157,10 +154,11 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
     # A size of 0 would mean no limit. The folder itself counts as a file.
     size = max(4096, int(limits.folder_megabytes * MEGABYTE))
     num_files = int(limits.num_files) + 1
-    flags = _MS_NOSUID | _MS_NODEV
     options = f"size={size},nr_inodes={num_files},mode=700".encode()
     for folder in folders:
-        make_call("mount", b"quadriga", os.fsencode(folder), b"tmpfs", flags, options)
+        make_call(
+            "mount", b"quadriga", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options
+        )
 
 
 def confine(
@@ -288,10 +286,10 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
     scopes = 0
     size = 8
     if version >= 4:
-        network = _ALL_NETWORK
+        network = 3  # to bind and connect TCP sockets
         size = 16
     if version >= 6:
-        scopes = _ALL_SCOPES
+        scopes = 3  # abstract sockets and signals
         size = 24
     ruleset = _Ruleset(handled, network, scopes)
     ruleset_fd = make_call("landlock_create_ruleset", ctypes.byref(ruleset), size, 0)

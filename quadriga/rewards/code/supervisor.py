@@ -7,8 +7,8 @@ reach it.
 
     grader                       supervisor                    process of a test
       | -- the job, as JSON -----> |                              |
-      |                            | -- fork -------------------> |  gives up rights (`containment`),
-      |                            |                              |  then runs the program
+      |                            | -- fork -------------------> |  gives up its rights, then runs
+      |                            |                              |  the program (`containment`)
       |                            | <--- a refused system call - |  waits for the answer
       |                            | <----------- its end ------- |
       | <-- an outcome per test -- |  status and streams          |
@@ -345,7 +345,7 @@ class Supervisor:
         self._send()
 
     def _send(self) -> None:
-        """Send what the grader's pipe takes without waiting, and the rest when it has room again."""
+        """Send what the grader's pipe takes without waiting; the rest when it has room again."""
         is_waiting = 1 in self._selector.get_map()
         while self._unsent:
             try:

@@ -3,6 +3,6 @@
 
 `compute_score(solution_str, ground_truth, extra_info=None, **options)` returns a dict with the
 reward as "score" and the answer that it read from the response as "pred" (text for majority voting;
-None if there is none). A response that cannot be read is a wrong answer and scores 0. A ground truth
-that cannot be read is a mistake in the data and raises an error. No grader loads torch.
+None if there is none). A response that cannot be read is a wrong answer and scores 0. A ground
+truth that cannot be read is a mistake in the data and raises an error. No grader loads torch.
 """

@@ -284,16 +284,17 @@ def is_same_text(printed: str, expected: str) -> bool:
     """
     lines = printed.rstrip().splitlines()
     expected_lines = expected.rstrip().splitlines()
-    return len(lines) == len(expected_lines) and all(map(_is_same_line, lines, expected_lines))
-
-
-def _is_same_line(line: str, expected: str) -> bool:
-    expected_words = expected.split()
-    # One word too many is enough to see that the line is longer.
-    words = line.split(maxsplit=len(expected_words))
-    if words == expected_words:
-        return True
-    return len(words) == len(expected_words) and all(map(_is_same_word, words, expected_words))
+    if len(lines) != len(expected_lines):
+        return False
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        expected_words = expected_line.split()
+        # One word too many is enough to see that the line is longer.
+        words = line.split(maxsplit=len(expected_words))
+        if words == expected_words:
+            continue
+        if len(words) != len(expected_words) or not all(map(_is_same_word, words, expected_words)):
+            return False
+    return True
 
 
 def is_same_result(result: Any, expected: Any) -> bool:

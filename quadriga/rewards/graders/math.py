@@ -2,20 +2,20 @@
 """Mathematical answers compared by meaning (math-verify): 1/2, 0.5 and \\frac{1}{2} are equal.
 
 The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that
-math-verify finds at the end of the text. (math-verify itself would read the boxes of one line as one
-answer of several parts.) Of a text without a box the last 4,000 characters are read, because the
-time of math-verify grows with their square; a longer box counts as no answer.
+math-verify finds at the end of the text. (math-verify itself would read the boxes of one line as
+one answer of several parts.) Of a text without a box the last 4,000 characters are read, because
+the time of math-verify grows with their square; a longer box counts as no answer.
 
 math-verify reads a word as a product of its letters, leaves out a relation at the beginning
-("\\neq 5"), takes the parts of a pair in any order, and calls numbers equal whose difference is tiny.
-So four things are compared here in addition: words are compared as words; what begins with a
+("\\neq 5"), takes the parts of a pair in any order, and calls numbers equal whose difference is
+tiny. So four things are compared here in addition: words are compared as words; what begins with a
 relation equals only what begins with one; (2, 1) is not the set of 1 and 2; small numbers must also
 be close by their ratio.
 
 A response that cannot be graded is a wrong answer, and "ungradable" in the result says why: its
-expression is beyond the bounds of `quadriga/rewards/bounds.py`, the library fails on it, or it takes
-more than `CPU_LIMIT_S` of CPU time (in a process's main thread, where graders run). A ground truth
-that cannot be graded is an error.
+expression is beyond the bounds of `quadriga/rewards/bounds.py`, the library fails on it, or it
+takes more than `CPU_LIMIT_S` of CPU time (in a process's main thread, where graders run). A ground
+truth that cannot be graded is an error.
 """
 
 import logging

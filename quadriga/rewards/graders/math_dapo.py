@@ -73,7 +73,7 @@ def compute_score(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Read the answer after the last "Answer:" near the end, or in the last box; None if neither."""
+    """Read the answer after the last "Answer:" near the end, or the last box; None if neither."""
     text = solution_str[-_TAIL_CHARS:]
     lines = _ANSWER.findall(text)
     if lines:

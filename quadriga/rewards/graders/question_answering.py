@@ -55,11 +55,15 @@ def compute_score(
     if tagged is None:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
     answer = normal(tagged)
-    values = {
-        "em": float(answer in accepted),
-        "sub_match": float(any(f" {text} " in f" {answer} " for text in accepted)),
-        "f1": max(_f1(answer.split(), text.split()) for text in accepted),
-    }
+    words = answer.split()
+    f1 = 0.0
+    for text in accepted:
+        # Harmonic mean of precision and recall over the words, repeated words counted.
+        accepted_words = text.split()
+        num_common = (Counter(words) & Counter(accepted_words)).total()
+        f1 = max(f1, 2 * num_common / (len(words) + len(accepted_words)))
+    sub_match = any(f" {text} " in f" {answer} " for text in accepted)
+    values = {"em": float(answer in accepted), "sub_match": float(sub_match), "f1": f1}
     return {"score": values[metric] or format_score, **values, "pred": answer}
 
 
@@ -77,12 +81,6 @@ def _accepted_answers(ground_truth: Any) -> list[str]:
             f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'"
         )
     return accepted
-
-
-def _f1(words: list[str], expected_words: list[str]) -> float:
-    """Harmonic mean of precision and recall over the words, repeated words counted."""
-    num_common = (Counter(words) & Counter(expected_words)).total()
-    return 2 * num_common / (len(words) + len(expected_words))
 
 
 def normal(text: str) -> str:

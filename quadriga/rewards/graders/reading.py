@@ -11,7 +11,8 @@ from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 # Exact for any number that a response may hold, even one of a million digits.
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
-# A hyphen is a minus sign only where no word, digit or closing bracket stands before it: "3-5" ends in 5, not in -5.
+# A hyphen is a minus sign only if no word, digit or closing bracket precedes it: "3-5" ends in 5,
+# not in -5.
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<![\w.)\]])[-\u2212])?
@@ -23,7 +24,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-# One number on its own may carry its separators anywhere ("12,34"), because nothing else can be meant.
+# A number on its own may have its separators anywhere ("12,34"), because it can mean nothing else.
 _LONE_NUMBER = re.compile(
     r"[\s*_`]*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -36,8 +37,8 @@ _MARK_AS_TEXT = re.compile(r"\\text\{([^{}A-Za-z\\]*)\}")
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/}])([0-9]{1,9})[ \t]+([0-9]{1,9})/([0-9]{1,9})(?![\w/])")
 _POINT_AT_THE_END = re.compile(r"(?<=[0-9])\.(?=\s*(?:\Z|[$}]))")
 
-# An answer that is never closed matches up to the end of the text. If it did not match, each further
-# <answer> would be tried in vain, in quadratic time.
+# An answer that is never closed matches up to the end of the text. If it did not match, each
+# further <answer> would be tried in vain, in quadratic time.
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
 
@@ -87,13 +88,10 @@ def plain_math(text: str) -> str:
     """
     text = _EMPHASIS.sub(lambda match: match["number"], text)
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
-    text = _MIXED_NUMBER.sub(_fraction, text)
+    text = _MIXED_NUMBER.sub(
+        lambda match: f"{int(match[1]) * int(match[3]) + int(match[2])}/{int(match[3])}", text
+    )
     return _POINT_AT_THE_END.sub("", text)
-
-
-def _fraction(mixed_number: re.Match[str]) -> str:
-    whole_part, numerator, denominator = map(int, mixed_number.groups())
-    return f"{whole_part * denominator + numerator}/{denominator}"
 
 
 def last_answer(text: str) -> str | None:

@@ -4,14 +4,14 @@
 The scorer needs the entry that the task generated. A row has it in `extra_info`, as "entry", or as
 "metadata" (with the ground truth as the entry's answer). Either may be JSON text, which is how a
 parquet file stores entries of different shapes; {"__tuple__": [...]} in that text stands for a
-tuple, which some scorers distinguish from a list. The answer is the text in the last `<answer>` tags
-of the response, or the whole response if there are none.
+tuple, which some scorers distinguish from a list. The answer is the text in the last `<answer>`
+tags of the response, or the whole response if there are none.
 
 Some scorers raise an error on an answer that they cannot parse (prime_factorization on "foo bar",
 coin_flip on "1e400"). That is a wrong answer. If the scorer cannot judge the entry's own answer
-either, or misses a key of the entry, the row is at fault and the error is raised. Likewise an answer
-is wrong for which a scorer takes more than `CPU_LIMIT_S` of CPU time, if it takes less for the
-entry's own; "ungradable" in the result says so.
+either, or misses a key of the entry, the row is at fault and the error is raised. Likewise an
+answer is wrong for which a scorer takes more than `CPU_LIMIT_S` of CPU time, if it takes less for
+the entry's own; "ungradable" in the result says so.
 """
 
 import json
@@ -112,7 +112,12 @@ def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
             f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'"
         )
     if isinstance(value, str):
-        value = json.loads(value, object_hook=_restore_tuple)
+        value = json.loads(
+            value,
+            object_hook=lambda entry: (
+                tuple(entry["__tuple__"]) if list(entry) == ["__tuple__"] else entry
+            ),
+        )
     if not isinstance(value, Mapping):
         raise ValueError(
             f"extra_info[{key!r}]: got {type(value).__name__}, "
@@ -127,7 +132,3 @@ def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
     if isinstance(metadata, Mapping):
         entry["metadata"] = _Record(metadata)
     return entry
-
-
-def _restore_tuple(value: dict[str, Any]) -> Any:
-    return tuple(value["__tuple__"]) if list(value) == ["__tuple__"] else value

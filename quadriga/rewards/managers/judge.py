@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on another server grades: it gets a prompt, and the number in its reply is the score.
 
-Any server with OpenAI's chat completions can be used. Options (`reward_model.reward_kwargs`) are the
-fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`,
+Any server with OpenAI's chat completions can be used. Options (`reward_model.reward_kwargs`) are
+the fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`,
 `timeout_s`, ...) and the question:
 
     prompt      text in which {solution_str} (or {solution_with_special_tokens}), {ground_truth},
@@ -16,11 +16,11 @@ fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_co
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
 
-    driver     one thread per sample, at most `max_concurrency`; a sample waits for all its questions
+    driver     has one thread per sample, at most `max_concurrency`, which asks all its questions
     judge.ask  waits until the requests and tokens of the last minute are below their limits, then
                for the server; unblocked by the reply or by `timeout_s`, whichever is first
-    a sample   is an error if the judge does not reply, or replies without a number within the range.
-               It is counted and stored and never gets 0 in silence
+    a sample   is an error if the judge does not reply, or replies without a number within the
+               range. It is counted and stored and never gets 0 in silence
 
 One `Judge` keeps the limits of one account. Several processes (with `rollout.mode=async` each one
 that generates) have several judges and must divide the limits among them.
@@ -171,28 +171,26 @@ class Judge:
                 raise ConfigError(
                     f"judge {field.name}", got=repr(value), expected=f"{kind} above 0"
                 )
+        headers = {}
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
+            if not key:
+                raise ConfigError(
+                    "judge api_key_env",
+                    got=f"{self.api_key_env}, which is not set",
+                    expected="an environment variable that holds the server's key",
+                    fix=f"export {self.api_key_env}=...",
+                )
+            headers["Authorization"] = f"Bearer {key}"
         url = self.url.rstrip("/")
         if not self.url.endswith("/chat/completions"):
             url += "/chat/completions"
         self._server = HTTPClient(
-            url, RewardError, setting=f"{_WHERE}.url", headers=self._headers(), use_proxies=True
+            url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True
         )
         self._limit = RateLimit(
             requests_per_minute=self.requests_per_minute, tokens_per_minute=self.tokens_per_minute
         )
-
-    def _headers(self) -> dict[str, str]:
-        if self.api_key_env is None:
-            return {}
-        key = os.environ.get(self.api_key_env)
-        if not key:
-            raise ConfigError(
-                "judge api_key_env",
-                got=f"{self.api_key_env}, which is not set",
-                expected="an environment variable that holds the server's key",
-                fix=f"export {self.api_key_env}=...",
-            )
-        return {"Authorization": f"Bearer {key}"}
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Ask the judge, with messages that have "role" and "content"; returns the reply.

@@ -173,8 +173,9 @@ class PrimeRewardManager(NaiveRewardManager):
             raise ConfigError(
                 f"{_WHERE}.timeout_s", got=repr(timeout_s), expected="seconds above 0"
             )
-        changes = {"num_workers": num_processes, "timeout_s": timeout_s}
-        settings = config.reward_model.model_copy(update=changes)
+        settings = config.reward_model.model_copy(
+            update={"num_workers": num_processes, "timeout_s": timeout_s}
+        )
         super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
