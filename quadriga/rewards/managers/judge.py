@@ -338,7 +338,7 @@ def _value(row: dict[str, Any], place: str) -> str:
     """The text for a place of a prompt, `column` or `extra_info.NAME`."""
     column, _, name = place.partition(".")
     if not name:
-        # A row has no text with special tokens if it was decoded without them.
+        # Callers of `grade_one` may leave out the text with special tokens.
         return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
         raise ValueError(
