@@ -92,18 +92,16 @@ class SampleManager(RewardManager):
         )
         num_samples = len(samples.rows)
         early_outcomes = [None] * num_samples if outcomes is None else list(outcomes)
-        rows = [
-            row
-            for row, outcome in zip(samples.rows, early_outcomes, strict=True)
-            if outcome is None
-        ]
+        missing = [row for row, outcome in enumerate(early_outcomes) if outcome is None]
         max_error_rate = self.settings.max_error_rate
-        work = self.submit(rows, allowed_failures(num_samples, max_error_rate))
+        work = self.submit(
+            [samples.rows[row] for row in missing], allowed_failures(num_samples, max_error_rate)
+        )
 
         def result() -> RewardOutput:
-            with waiting(f"the rewards of {len(rows)} samples", detail=work.progress):
-                late_outcomes = iter(work.result())
-            complete = [outcome or next(late_outcomes) for outcome in early_outcomes]
+            with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
+                late_outcomes = dict(zip(missing, work.result(), strict=True))
+            complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
             return collect(samples, self.shaped(complete, samples), max_error_rate)
 
         return Grading(result, work.cancel)
