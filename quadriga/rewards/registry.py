@@ -213,9 +213,8 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
         the driver, and if a reward model alone grades.
     """
     settings = config.reward_model
-    is_sync = config.actor_rollout_ref.rollout.mode == "sync"
     is_model_alone = settings.enable and config.custom_reward_function.path is None
-    if is_sync or is_model_alone:
+    if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone:
         return None
     name = settings.reward_manager
     if not is_reference(name) and name not in _classes and name not in BUILT_IN:

@@ -178,8 +178,8 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
     assert process.stderr is not None
     for num_read in range(num_cases):
         try:
-            header = HEADER.unpack(_read(process, HEADER.size, deadline))
-            index, status, code, cpu_s, *sizes = header
+            header = _read(process, HEADER.size, deadline)
+            index, status, code, cpu_s, *sizes = HEADER.unpack(header)
             streams = [_read(process, size, deadline).decode("utf-8", "replace") for size in sizes]
         except TimeoutError:
             return

@@ -253,12 +253,13 @@ def read_cases(ground_truth: Any) -> list[Case]:
         )
     name = tests.get("fn_name")
     cases = []
+    for value, output in zip(inputs, outputs, strict=True):
+        if name:
+            cases.append(Case({"function": name, "arguments": _arguments(value)}, output))
+        else:
+            cases.append(Case({"input": _text(value)}, _text(output)))
     if not name:
-        for text, output in zip(inputs, outputs, strict=True):
-            cases.append(Case({"input": _text(text)}, _text(output)))
         return cases
-    for arguments, output in zip(inputs, outputs, strict=True):
-        cases.append(Case({"function": name, "arguments": _arguments(arguments)}, output))
     try:
         json.dumps([case.given for case in cases])
         json.dumps(outputs, default=methodcaller("tolist"))
