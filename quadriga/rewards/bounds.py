@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LaTeX is cheap enough to evaluate, decided on its text alone.
+"""Bounds on the LaTeX that is evaluated, checked on its text alone.
 
-A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes (((((...))))). The size
-of numbers is bounded from above: as log10, with powers, factorials, binomials, sums and products; a letter counts as 1,
-or, beneath a sum or product sign, as the largest number of the text.
+A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes
+(((((...))))). So the size of numbers is bounded from above, as log10, with powers, factorials,
+binomials, sums and products. A letter counts as 1, but if the text has a sum or product sign, as
+the largest number of the text.
 """
 
 import math
@@ -15,6 +16,8 @@ MAX_NESTING = 12
 MAX_OPERATORS = 120
 MAX_BARS = 20
 MAX_DIGITS = 20_000.0
+# Bounds, which are log10 of numbers, are cut off here, far beyond MAX_DIGITS. The exponents in
+# 10**exponent are cut off at 18 likewise.
 _HUGE = 1e18
 
 # Commands that only size or name a bracket; matrices are brackets too.
@@ -34,11 +37,12 @@ _OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times"
 
 
 def why_ungradable(latex: str) -> str:
-    """Why an expression is not evaluated; "" where it is within all bounds."""
+    """The reason why an expression is not evaluated; "" if it is within all bounds."""
     if len(latex) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters"
     if latex.count("|") > MAX_BARS:
         return f"it has more than {MAX_BARS} bars"
+    # Reduce all kinds of brackets to one.
     text = _IDENTITY.sub(r"\\eye", _SIZES.sub("", latex.replace("**", "^")))
     text = _CLOSING.sub(")", _OPENING.sub("(", text))
     tokens = _TOKEN.findall(_BETWEEN_BARS.sub(r"(\1)", text))
@@ -53,25 +57,29 @@ def why_ungradable(latex: str) -> str:
         return f"it has more than {MAX_OPERATORS} operators"
 
     magnitude = _Magnitude(tokens)
-    digits = magnitude.of_sum()
+    num_digits = magnitude.of_sum()
     if "\\sum" in tokens or "\\prod" in tokens:
+        # The index may become as large as its bounds, and a product has that many factors.
         largest = min(magnitude.largest, 18.0)
-        digits = _Magnitude(tokens, letter=largest).of_sum()
+        num_digits = _Magnitude(tokens, letter=largest).of_sum()
         if "\\prod" in tokens:
-            digits *= 10**largest
-    return f"it may have more than {MAX_DIGITS:,.0f} digits" if digits > MAX_DIGITS else ""
+            num_digits *= 10**largest
+    return f"it may have more than {MAX_DIGITS:,.0f} digits" if num_digits > MAX_DIGITS else ""
 
 
 class _Magnitude:
-    """Reads tokens from the left, and bounds log10 of what they stand for."""
+    """Reads tokens from the left, and bounds log10 of the numbers that they stand for.
+
+    `largest` is the largest bound so far.
+    """
 
     def __init__(self, tokens: list[str], letter: float = 0.0) -> None:
         self._tokens = deque(tokens)
         self._letter = letter  # log10 of what a letter may stand for
-        self.largest = 0.0  # of all parts
+        self.largest = 0.0
 
     def of_sum(self) -> float:
-        """log10 of what stands up to the next closing bracket."""
+        """Read a sum up to the next closing bracket, or to the end."""
         largest = product = 0.0
         num_terms = 1
         while self._tokens:
@@ -88,13 +96,14 @@ class _Magnitude:
         return min(largest + math.log10(num_terms), _HUGE)
 
     def _of_factor(self) -> float:
-        """log10 of a number, letter, bracket or command, with the exponents and factorials behind it."""
+        """Read a number, letter, bracket or command, with the exponents and factorials after it."""
         value = self._of_atom()
         while self._tokens and self._tokens[0] in ("^", "_", "!"):
             mark = self._tokens.popleft()
             if mark == "!":
                 value = _factorial(value)
                 continue
+            # A negative exponent counts as a positive one.
             while self._tokens and self._tokens[0] in "+-":
                 self._tokens.popleft()
             script = self._of_factor()
@@ -112,7 +121,8 @@ class _Magnitude:
             return _log10(token)
         if token in ("\\Gamma", "\\gamma"):
             return _factorial(self._of_factor())
-        if token == "\\eye":  # an identity matrix: as many elements
+        if token == "\\eye":
+            # An identity matrix, which has the square of the number as elements.
             return 10 ** min(2 * self._of_factor(), 18.0)
         if not token.startswith("\\"):
             return self._letter if token.isalpha() else 0.0
@@ -127,6 +137,7 @@ class _Magnitude:
 
 
 def _log10(number: str) -> float:
+    """Bound |log10| of a decimal number, which may be longer than a float allows."""
     mantissa, _, exponent = number.lower().replace(",", "").partition("e")
     value = float(mantissa) if len(mantissa) < 300 else 0.0
     size = abs(math.log10(value)) if value else float(len(mantissa))
@@ -134,4 +145,5 @@ def _log10(number: str) -> float:
 
 
 def _factorial(log10: float) -> float:
+    """Log10 of the factorial of a number that is given as log10."""
     return math.lgamma(10 ** min(log10, 17.0) + 1) / math.log(10)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that are called by the names of their arguments: ours and verl's, TRL's, columns of the row.
+"""Reward functions that are called by the names of their arguments.
 
-    solution_str, ground_truth, data_source, extra_info                     one response: a number, or a dict
-    response (the same as solution_str), completion, prompt, columns        likewise
-    solution_strs ..., completions, prompts, and columns, all lists         all responses of a batch: a list
-    one argument of another name                                            one response, its text
+The names are ours and verl's, TRL's, and those of the columns of the data row:
 
-As in TRL a completion is a list of messages where the prompt of the row is one, else text.
+    solution_str, ground_truth, data_source, extra_info      one response: a number, or a dict
+    response (same as solution_str), completion, prompt,     likewise
+    columns
+    solution_strs ..., completions, prompts, columns,        all responses of a batch: a list
+    all of them lists
+    a single argument of another name                        one response: its text
+
+As in TRL, a completion is a list of messages if the prompt of the row is one, else text.
 """
 
 import inspect
@@ -18,68 +22,108 @@ from quadriga.errors import ConfigError
 from quadriga.rewards.components import weighted
 from quadriga.rewards.scoring import PLURALS
 
-ROW = "row"  # entry of `extra_info` with the columns of the row, where a function names one
+# Entry of `extra_info` with the columns of the row; present if a function reads one of them.
+ROW = "row"
+# Arguments that every sample has, and those that depend on the columns of its row.
 OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info", *PLURALS)
 OF_ROW = ("completion", "prompt")
+# Name of an argument -> its name in functions that grade a batch.
 BATCH_NAMES = {name: PLURALS.get(name, f"{name}s") for name in (*OF_SAMPLE, *OF_ROW)}
 OF_BATCH = tuple(BATCH_NAMES.values())
 
 
 class NamedReward:
-    """One function of the user's, and what it is called with."""
+    """A user's function, with its weight and the names of its arguments.
+
+    Attributes:
+        function: the function.
+        name: name under which its score is logged.
+        weight: weight of its score in the sum.
+        takes_all: whether it takes any keyword argument (`**kwargs`).
+        names: names of its arguments.
+        required: those of them without a default.
+        is_batch: whether one call grades all samples of a batch.
+        is_positional: whether its only required argument is the text of the response.
+        reads_row: whether it may read columns of the row.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str, weight: float = 1.0) -> None:
-        self.function, self.name, self.weight = function, name, weight
+        self.function = function
+        self.name = name
+        self.weight = weight
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
             # Some callables written in C have no signature.
             parameters = [inspect.Parameter("text", inspect.Parameter.POSITIONAL_ONLY)]
-        named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        self.takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        self.names = [one.name for one in named]
-        self.required = [one.name for one in named if one.default is one.empty]
-        self.is_batch = any(one in OF_BATCH for one in self.names)
-        is_known = self.is_batch or any(one in (*OF_SAMPLE, *OF_ROW) for one in self.names)
-        self.is_positional = len(self.required) == 1 and not is_known
-        of_samples = {*OF_SAMPLE, *(BATCH_NAMES[one] for one in OF_SAMPLE)}
-        self.reads_row = not self.is_positional and (
-            self.takes_all or not of_samples.issuperset(self.names)
-        )
+
+        self.takes_all = False
+        self.names: list[str] = []
+        self.required: list[str] = []
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self.takes_all = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                self.names.append(parameter.name)
+                if parameter.default is parameter.empty:
+                    self.required.append(parameter.name)
+
+        self.is_batch = not set(OF_BATCH).isdisjoint(self.names)
+        has_known_name = not {*OF_SAMPLE, *OF_ROW, *OF_BATCH}.isdisjoint(self.names)
+        self.is_positional = len(self.required) == 1 and not has_known_name
+        names_without_row = {*OF_SAMPLE, *(BATCH_NAMES[name] for name in OF_SAMPLE)}
+        has_other_name = self.takes_all or not names_without_row.issuperset(self.names)
+        self.reads_row = has_other_name and not self.is_positional
 
     def check(self, columns: Iterable[str]) -> None:
-        """Refuse (ConfigError) an argument that nothing has the name of; `columns` are those of the rows."""
-        known = {*OF_SAMPLE, *OF_ROW, *columns, *(OF_BATCH if self.is_batch else ())}
-        for name in () if self.is_positional else self.required:
+        """Check that each required argument is known or one of the rows' `columns`.
+
+        ConfigError if one is neither.
+        """
+        if self.is_positional:
+            return
+        known = {*OF_SAMPLE, *OF_ROW, *columns}
+        if self.is_batch:
+            known.update(OF_BATCH)
+        for name in self.required:
             if name not in known:
-                expected = f"one of {', '.join(sorted(known))}; or a single argument, the text of the response"
+                names = ", ".join(sorted(known))
                 raise ConfigError(
-                    f"reward {self.name}", got=f"the argument {name!r}", expected=expected
+                    f"reward {self.name}",
+                    got=f"the argument {name!r}",
+                    expected=f"one of {names}; or a single argument, the text of the response",
                 )
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
         if self.is_positional:
-            return [_awaited(self.function(one["solution_str"])) for one in samples]
+            return [_await(self.function(sample["solution_str"])) for sample in samples]
         if not self.is_batch:
-            return [_awaited(self.function(**self._chosen(one))) for one in samples]
-        names = dict.fromkeys(name for one in samples for name in one)
-        lists = {name: [one.get(name) for one in samples] for name in names}
-        lists |= {plural: lists[name] for name, plural in BATCH_NAMES.items()}
-        returned = list(_awaited(self.function(**self._chosen(lists))))
+            return [_await(self.function(**self._select(sample))) for sample in samples]
+
+        # Turn one dict per sample into one dict of lists.
+        names = dict.fromkeys(name for sample in samples for name in sample)
+        lists = {name: [sample.get(name) for sample in samples] for name in names}
+        for name, batch_name in BATCH_NAMES.items():
+            lists[batch_name] = lists[name]
+        returned = list(_await(self.function(**self._select(lists))))
         if len(returned) != len(samples):
             raise ValueError(
                 f"{self.name} returned {len(returned)} scores, expected {len(samples)}"
             )
         return returned
 
-    def _chosen(self, known: dict[str, Any]) -> dict[str, Any]:
-        return (
-            known if self.takes_all else {name: known[name] for name in self.names if name in known}
-        )
+    def _select(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the arguments that the function does not take."""
+        if self.takes_all:
+            return arguments
+        return {name: arguments[name] for name in self.names if name in arguments}
 
 
 class ItemReward:
-    """The score function of a run that calls those of the user; of several, their weighted sum and each by its name."""
+    """The score function of a run that calls the user's functions.
+
+    The score of several functions is their weighted sum; each of them is logged by its name.
+    """
 
     def __init__(self, parts: Sequence[NamedReward]) -> None:
         self.parts = parts
@@ -93,33 +137,42 @@ class ItemReward:
         solution_with_special_tokens: str | None = None,
         solution_messages: list[dict[str, Any]] | None = None,
     ) -> Any:
-        further = (solution_with_special_tokens, solution_messages)
-        return self.score([facts(data_source, solution_str, ground_truth, extra_info, *further)])[0]
+        sample = facts(
+            data_source,
+            solution_str,
+            ground_truth,
+            extra_info,
+            solution_with_special_tokens,
+            solution_messages,
+        )
+        return self.score([sample])[0]
 
     def score(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
-        """A number or a dict for each sample; None of one of several means that it has no say."""
+        """Score each sample with a number or a dict.
+
+        Of several functions, one that returns None for a sample does not count in its score. If all
+        do, the score is None.
+        """
         results = [part(samples) for part in self.parts]
         if len(self.parts) == 1 and self.parts[0].weight == 1:
             return results[0]
-        weights, scores = {part.name: part.weight for part in self.parts}, []
-        for values in zip(*results, strict=True):
-            said = [
-                (name, value)
-                for name, value in zip(weights, values, strict=True)
-                if value is not None
-            ]
-            numbers = {
-                name: float(value["score"] if isinstance(value, dict) else value)
-                for name, value in said
-            }
-            scores.append(
-                weighted(numbers, {name: weights[name] for name in numbers}) if numbers else None
-            )
-        return scores
+        return [self._combine(values) for values in zip(*results, strict=True)]
+
+    def _combine(self, values: Sequence[Any]) -> dict[str, float] | None:
+        """Combine what the functions returned for one sample."""
+        all_weights = {part.name: part.weight for part in self.parts}
+        components = {}
+        weights = {}
+        for (name, weight), value in zip(all_weights.items(), values, strict=True):
+            if value is not None:
+                score = value["score"] if isinstance(value, dict) else value
+                components[name] = float(score)
+                weights[name] = weight
+        return weighted(components, weights) if components else None
 
 
 class BatchReward(ItemReward):
-    """The same for all samples of a batch at a time, where one of the functions takes lists."""
+    """The score function of a run in which at least one of the user's functions takes lists."""
 
     def __call__(
         self,
@@ -130,10 +183,16 @@ class BatchReward(ItemReward):
         solutions_with_special_tokens: Any,
         solutions_messages: Any,
     ) -> list[Any]:
-        further = (solutions_with_special_tokens, solutions_messages)
-        return self.score(
-            list(map(facts, data_sources, solution_strs, ground_truths, extra_infos, *further))
+        samples = map(
+            facts,
+            data_sources,
+            solution_strs,
+            ground_truths,
+            extra_infos,
+            solutions_with_special_tokens,
+            solutions_messages,
         )
+        return self.score(list(samples))
 
 
 def facts(
@@ -144,32 +203,58 @@ def facts(
     solution_with_special_tokens: str | None = None,
     solution_messages: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """What a function may name of one sample."""
+    """Collect the arguments that a function may name for one sample.
+
+    Args:
+        data_source: name of the data set.
+        solution_str: the response, decoded without special tokens.
+        ground_truth: the right answer.
+        extra_info: further facts of the row; its entry `ROW` holds the columns of the row.
+        solution_with_special_tokens: the response with special tokens; `solution_str` if not given.
+        solution_messages: messages after the prompt; one with the response if not given.
+
+    Returns:
+        All arguments by name, the columns of the row among them.
+    """
     messages = solution_messages or [{"role": "assistant", "content": solution_str}]
-    row = dict((extra_info or {}).get(ROW) or {})
-    is_chat = isinstance(row.get("prompt"), list)
+    extra_info = dict(extra_info or {})
+    row = dict(extra_info.pop(ROW, None) or {})
+    prompt = row.get("prompt")
     return row | {
-        "prompt": row.get("prompt"),
-        "completion": messages if is_chat else solution_str,
+        "prompt": prompt,
+        "completion": messages if isinstance(prompt, list) else solution_str,
         "solution_messages": messages,
         "solution_with_special_tokens": solution_with_special_tokens or solution_str,
         "solution_str": solution_str,
         "response": solution_str,
         "ground_truth": ground_truth,
         "data_source": data_source,
-        "extra_info": {name: value for name, value in (extra_info or {}).items() if name != ROW},
+        "extra_info": extra_info,
     }
 
 
 def reward_of(given: Any) -> ItemReward:
-    """The score function for a callable, or a list of them, each alone or with its weight: `(function, weight)`.
-    Raises ConfigError: something in the list is none of these."""
+    """Make the score function of one or several functions.
+
+    Args:
+        given: a function, a pair `(function, weight)`, or a list of these.
+
+    Returns:
+        One score function that calls all of them.
+
+    Raises:
+        ConfigError: something in the list is neither a function nor a pair, or the list is empty.
+    """
+    entries = given if isinstance(given, list | tuple) else [given]
     parts: list[NamedReward] = []
-    for number, one in enumerate(given if isinstance(given, list | tuple) else [given], start=1):
-        function, weight = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)
+    for number, entry in enumerate(entries, start=1):
+        function = entry
+        weight = 1.0
+        if isinstance(entry, tuple) and len(entry) == 2:
+            function, weight = entry
         if not callable(function) or not isinstance(weight, int | float):
             raise ConfigError(
-                f"reward {number}", got=repr(one), expected="a function, or (function, weight)"
+                f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
         name = getattr(function, "__name__", type(function).__name__)
         if not name.isidentifier() or name in [part.name for part in parts]:
@@ -177,9 +262,10 @@ def reward_of(given: Any) -> ItemReward:
         parts.append(NamedReward(function, name, weight))
     if not parts:
         raise ConfigError("reward", got="an empty list", expected="at least one function")
-    return (BatchReward if any(part.is_batch for part in parts) else ItemReward)(parts)
+    cls = BatchReward if any(part.is_batch for part in parts) else ItemReward
+    return cls(parts)
 
 
-def _awaited(returned: Any) -> Any:
-    """The result of an `async def` too."""
+def _await(returned: Any) -> Any:
+    """Wait for the result of an `async def` function; return any other result as it is."""
     return run_coroutine(returned) if inspect.iscoroutine(returned) else returned

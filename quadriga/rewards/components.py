@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of several named parts."""
+"""Rewards that consist of several named components."""
 
 from collections.abc import Mapping
 
 
 def weighted(components: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """The weighted sum as "score", and each component under its own name, unweighted.
+    """Combine the components of a reward into one score.
 
-    A reward manager logs every number that a score function returns in addition to the score as reward/extra/NAME, and
-    stores it with the sample: so the parts of a reward can be read apart, and `gdpo` can normalise them apart. Raises
-    ValueError: the names of components and weights differ, or one of them is "score"."""
+    A reward manager logs each number that a score function returns beside the score as
+    reward/extra/NAME, and stores it with the sample. So each component can be followed on its own,
+    and `gdpo` can normalise each of them separately.
+
+    Args:
+        components: value of each component, by name.
+        weights: weight of each component, by the same names.
+
+    Returns:
+        The weighted sum as "score", and each component, unweighted, under its own name.
+
+    Raises:
+        ValueError: the names of components and weights differ, or one of them is "score".
+    """
     if components.keys() != weights.keys():
         raise ValueError(
-            f"components: got {sorted(components)} with weights for {sorted(weights)}, expected the same"
+            f"components: got {sorted(components)} with weights for {sorted(weights)}, "
+            "expected a weight for each component and no other"
         )
     if "score" in components:
         raise ValueError(
-            "components: got one named 'score', expected another name: it is the sum's"
+            "components: got one named 'score', expected another name; "
+            "'score' is the name of the weighted sum"
         )
-    return {"score": sum(weights[name] * value for name, value in components.items()), **components}
+    score = sum(weights[name] * value for name, value in components.items())
+    return {"score": score, **components}

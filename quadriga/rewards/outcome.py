@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of one graded sample: a score with its extras, or the reason why there is none.
+"""The outcome of grading one sample: a score and further entries, or why it has no score.
 
-A grading process turns whatever a score function returned into an `Outcome` of plain Python values, so that nothing
-a user's function invents has to be pickled, and so that a string, None or NaN is an error with a reason and never a
-number.
+A grading process turns whatever a score function returned into an `Outcome` of plain Python values.
+So no object of a user's class has to be pickled, and a string, None or NaN is an error with a
+reason, never a number.
 """
 
 import math
@@ -13,15 +13,25 @@ from typing import Any, Literal, NamedTuple
 
 from quadriga.errors import traceback_text
 
-_LARGEST = 3.4028234663852886e38  # of float32, in which a batch has its scores
+_LARGEST = 3.4028234663852886e38  # the largest float32: a batch holds its scores in float32
+_MAX_SHOWN_CHARS = 80
+
+# "graded" has a score. The others say why there is none: the grader "raised"; it returned something
+# "invalid"; it took too long ("timeout"); its process "died"; the sample was not graded at all
+# ("skipped"); a built-in grader's process reached the CPU limit ("ungradable").
 Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped", "ungradable"]
 
 UNGRADABLE = "ungradable"
-"""Entry of a grade: why a built-in grader could not evaluate the response, which then gets what a wrong one gets."""
+"""Entry of `Outcome.extra`: why a built-in grader could not evaluate a response.
+
+Such a response gets the score of a wrong one."""
 
 
 class Outcome(NamedTuple):
-    """One sample's grade. `error` is empty exactly when `kind` is "graded"; otherwise the score is 0."""
+    """The grade of one sample.
+
+    `error` is empty exactly when `kind` is "graded"; otherwise the score is 0.
+    """
 
     score: float
     extra: dict[str, Any]
@@ -30,7 +40,15 @@ class Outcome(NamedTuple):
 
 
 def failure(kind: Kind, error: str) -> Outcome:
-    """The outcome of a sample that has no grade."""
+    """The outcome of a sample that has no grade.
+
+    Args:
+        kind: any kind but "graded".
+        error: the reason, in words.
+
+    Returns:
+        An outcome with score 0.
+    """
     return Outcome(0.0, {}, error, kind)
 
 
@@ -38,54 +56,72 @@ def raised(error: BaseException) -> Outcome:
     """The outcome of a sample whose grader raised, with the grader's own traceback."""
     # The outermost frame is the grading process's own: it says nothing about the mistake.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
-    return failure(
-        "timeout" if isinstance(error, TimeoutError) else "raised", traceback_text(error, inner)
-    )
+    kind: Kind = "timeout" if isinstance(error, TimeoutError) else "raised"
+    return failure(kind, traceback_text(error, inner))
 
 
 def read_outcome(returned: Any) -> Outcome:
-    """What a score function returned for one sample: a number, or a dict with the number as "score"."""
-    value, extra, what = returned, {}, "the score function returned"
+    """Read the result of a score function: a number, or a dict with the number as "score"."""
+    value = returned
+    extra: dict[str, Any] = {}
+    subject = "the score function returned"
     if isinstance(returned, Mapping):
         if "score" not in returned:
             keys = ", ".join(map(str, returned)) or "no keys"
-            return failure("invalid", f"{what} a dict with {keys}, expected one with 'score'")
-        value, what = returned["score"], "the score function's dict has as 'score'"
+            return failure("invalid", f"{subject} a dict with {keys}, expected one with 'score'")
+        value = returned["score"]
+        subject = "the score function's dict has as 'score'"
         extra = {str(name): _plain(entry) for name, entry in returned.items() if name != "score"}
-    number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value
+
+    number = value
+    if hasattr(value, "item") and math.prod(value.shape) == 1:
+        number = value.item()
     if not isinstance(number, Real):
-        text = repr(value)
-        shown = (
-            "None"
-            if value is None
-            else f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
-        )
-        return failure("invalid", f"{what} {shown}, expected a number")
+        return failure("invalid", f"{subject} {_describe(value)}, expected a number")
+    # Written so that NaN fails too.
     if not abs(number) <= _LARGEST:
         shown = number if isinstance(number, float) else "a number too large for a float"
-        return failure("invalid", f"{what} {shown}, expected a finite number that float32 can hold")
+        return failure(
+            "invalid", f"{subject} {shown}, expected a finite number that float32 can hold"
+        )
     return Outcome(float(number), extra, "", "graded")
 
 
 def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
-    """What a batch score function returned: one number or dict a sample, in order."""
+    """Read the result of a batch score function.
+
+    Args:
+        returned: one number or dict per sample, in order, as a list, an array or a tensor.
+        num_samples: number of samples that the function was called with.
+
+    Returns:
+        One outcome per sample; all are "invalid" if the result has another type or length.
+    """
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
-    if (
-        not isinstance(returned, Sequence)
-        or isinstance(returned, str)
-        or len(returned) != num_samples
-    ):
-        got = type(returned).__name__ + (
-            f" of length {len(returned)}" if hasattr(returned, "__len__") else ""
-        )
-        error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
-        return [failure("invalid", error)] * num_samples
-    return [read_outcome(entry) for entry in returned]
+    is_list = isinstance(returned, Sequence) and not isinstance(returned, str)
+    if is_list and len(returned) == num_samples:
+        return [read_outcome(entry) for entry in returned]
+
+    got = type(returned).__name__
+    if hasattr(returned, "__len__"):
+        got += f" of length {len(returned)}"
+    error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
+    return [failure("invalid", error)] * num_samples
+
+
+def _describe(value: Any) -> str:
+    """Describe a value in a message: its type and the beginning of its text."""
+    if value is None:
+        return "None"
+    text = repr(value)
+    if len(text) > _MAX_SHOWN_CHARS:
+        text = f"{text[:_MAX_SHOWN_CHARS]}..."
+    return f"{type(value).__name__} {text}"
 
 
 def _plain(value: Any) -> Any:
-    """The value in plain Python types; of an object that has no such form, its text."""
+    """Convert a value to plain Python types; an object of any other type becomes its text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if hasattr(value, "tolist"):

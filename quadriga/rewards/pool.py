@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grading in separate processes, with a time limit for each sample and an end for all that a grader starts.
+"""Grading in separate processes, with a time limit per sample and an end for all a grader starts.
 
     caller     begin(samples) ──> Round ── does something else ── result()
-    a thread       └── leads one process: hands it a chunk of samples, waits for one outcome after the other
+    a thread       └── leads one process: sends it a chunk of samples, waits for each outcome
     a process          └── grades the samples of a chunk in turn (process.py)
 
-    Round.result   waits for the end of the round; unblocked by the last outcome, too many failures, or `cancel`
-    a thread       waits for the next outcome; unblocked by it, by the end of its pipe, or by the time limit of a sample
+    Round.result   waits for the end of the round; unblocked by the last outcome, by too many
+                   failures, or by `cancel`
+    a thread       waits for the next outcome; unblocked by it, by the end of the process's pipe, or
+                   by the time limit of a sample
 
-The first sample of a chunk without an outcome is the one in work, and its time began with the outcome before it. So a
-process that hangs, dies or is killed costs that one sample; those behind it go back to the queue. A process that awaits
-many samples at a time does not say which of them it was: they are graded again, few at a time and at last alone.
+The first sample of a chunk that has no outcome is the one in work, and its time began with the
+previous outcome. So a process that hangs, dies or is killed costs that one sample; those behind it
+go back to the queue. A process that awaits many samples at a time does not say which of them it was
+working on: they are graded again, fewer at a time and at last each alone.
 """
 
 import math
@@ -37,37 +40,49 @@ from quadriga.rewards.process import (
 )
 from quadriga.rewards.scoring import ScoreFunction
 
-CHUNK_S = 0.01  # a chunk holds about this much work: quick samples travel together, slow ones alone
+CHUNK_S = 0.01  # a chunk is about this much work: quick samples travel together, slow ones alone
 MAX_CHUNK = 64
-_BLOCKED_S = 5.0  # a process that awaits samples is blocked when it is this late with an outcome
+_BLOCKED_S = 5.0  # a process that awaits samples is blocked when an outcome is this late
 
 
 class Round:
-    """Samples that are being graded, and what has become of them. Threads may share it; `done` tells its end.
-    `num_samples`: how many.
-    `max_failures`: end once more than this many samples have failed; the rest is "skipped". None: never.
-    `timeout_s`: limit of one call in a process; None where it is not processes that grade."""
+    """Samples that are being graded, and their outcomes so far. Threads may share it.
+
+    Args:
+        num_samples: number of samples.
+        max_failures: end the round once more samples than this have failed; the rest is "skipped".
+            None: never.
+        timeout_s: limit of one call in a process; None if processes do not grade the samples.
+
+    Attributes:
+        done: resolved at the end of the round.
+        lock: guards the whole state, including which processes have samples of the round.
+        processes: the processes that have samples of the round.
+    """
 
     def __init__(
         self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None
     ) -> None:
         self._outcomes: list[Outcome | None] = [None] * num_samples
         self.done: Future[None] = Future()
-        # So that an event loop does not cancel it: it is resolved here.
+        # A running future cannot be cancelled by an event loop that waits for it.
         self.done.set_running_or_notify_cancel()
-        # The lock guards all of it, and which processes have samples of the round.
-        self.lock, self.processes, self.timeout_s = (
-            threading.RLock(),
-            set[GradingProcess](),
-            timeout_s,
-        )
+        self.lock = threading.RLock()
+        self.processes = set[GradingProcess]()
+        self.timeout_s = timeout_s
         self._max_failures = math.inf if max_failures is None else max_failures
-        self._num_left, self._num_failed = num_samples, 0
+        self._num_left = num_samples
+        self._num_failed = 0
         if not num_samples:
             self.end()
 
     def record(self, key: int, outcome: Outcome) -> None:
-        """What has become of the sample at place `key`; the last one ends the round, and so do too many failures."""
+        """Record the outcome of a sample; the last one, or too many failures, ends the round.
+
+        Args:
+            key: position of the sample in the round.
+            outcome: its outcome.
+        """
         with self.lock:
             if self.done.done():
                 return
@@ -80,12 +95,12 @@ class Round:
                 self.end()
 
     def leave(self, process: GradingProcess) -> None:
-        """The process has no samples of the round any more."""
+        """Note that the process has no samples of the round any more."""
         with self.lock:
             self.processes.discard(process)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Grade no more, and kill the processes that have samples. The error is raised where one waits for outcomes."""
+        """Grade no more, and kill the processes that have samples; `result` raises the error."""
         with self.lock:
             if self.done.done():
                 return
@@ -97,18 +112,21 @@ class Round:
                 self.done.set_exception(error)
 
     def cancel(self) -> None:
-        """End the round: when this returns, its processes have ended. Waiting for its outcomes is an error then."""
+        """End the round, and wait until its processes have ended; `result` raises an error then."""
         self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
         while self.processes:
             time.sleep(0.001)
 
     def result(self) -> list[Outcome]:
-        """Wait for the outcomes, in order: those of samples that were not graded any more are "skipped".
-        Raises QuadrigaError: the score function cannot be loaded, the pool was closed, or the round cancelled."""
+        """Wait for the outcomes, in order; samples that were not graded are "skipped".
+
+        QuadrigaError if the score function cannot be loaded, the pool was closed, or the round
+        cancelled.
+        """
         try:
             self.done.result()
         except BaseException:
-            # Ctrl-C above all: what is in work then is of no use.
+            # Above all Ctrl-C: what is in work is of no use then.
             self.cancel()
             raise
         skipped = failure(
@@ -117,47 +135,63 @@ class Round:
         return [outcome or skipped for outcome in self._outcomes]
 
     def progress(self) -> str:
-        """What is done, for a report on a long wait."""
+        """The state of the round in words, for the report on a long wait."""
+        busy_s: list[float] = []
         with self.lock:
-            busy = (
-                []
-                if self.done.done()
-                else [time.monotonic() - process.since for process in self.processes]
-            )
-        slowest = (
-            f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
-        )
-        in_work = "" if self.timeout_s is None else f", {len(busy)} in work{slowest}"
+            if not self.done.done():
+                busy_s = [time.monotonic() - process.since for process in self.processes]
         num_samples = len(self._outcomes)
-        return f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed{in_work}"
+        text = f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed"
+        if self.timeout_s is not None:
+            text += f", {len(busy_s)} in work"
+            if busy_s:
+                text += f", the longest for {max(busy_s):.0f} s (limit {self.timeout_s:g} s)"
+        return text
 
 
 class _Call(NamedTuple):
-    """One call of the score function, for one sample, or for all where it grades batches; and of a coroutine function,
-    how many may be under way in its process, and since when it is. `ungradable`: why the response is graded as an empty
-    one."""
+    """A call of the score function, for one sample or for a whole batch.
+
+    Attributes:
+        round: the round that its samples belong to.
+        keys: positions of its samples in the round.
+        arguments: arguments of the call.
+        max_concurrent: how many calls its process may await at the same time.
+        sent_at: when it was sent to a process, by `time.monotonic`.
+        ungradable: why the response is graded as an empty one; "" if it is graded as it is.
+    """
 
     round: Round
     keys: Sequence[int]
     arguments: Arguments
-    at_most: int = MAX_CHUNK
-    since: float = 0.0
+    max_concurrent: int = MAX_CHUNK
+    sent_at: float = 0.0
     ungradable: str = ""
 
     def record(self, outcome: Outcome | list[Outcome]) -> None:
-        """What has become of it; where one call for all hung or crashed its process, that is the outcome of each."""
+        """Record the outcome of each sample. A single one holds for all samples of the call."""
         outcomes = outcome if isinstance(outcome, list) else [outcome] * len(self.keys)
-        for key, one in zip(self.keys, outcomes, strict=True):
-            if self.ungradable and not one.error:
-                one = one._replace(extra={**one.extra, UNGRADABLE: self.ungradable})
-            self.round.record(key, one)
+        for key, sample_outcome in zip(self.keys, outcomes, strict=True):
+            if self.ungradable and not sample_outcome.error:
+                extra = {**sample_outcome.extra, UNGRADABLE: self.ungradable}
+                sample_outcome = sample_outcome._replace(extra=extra)
+            self.round.record(key, sample_outcome)
 
 
 class GradingPool(AbstractContextManager["GradingPool"]):
-    """Grades samples in `num_workers` separate processes, which are started when first needed and kept."""
+    """Grades samples in separate processes, which are started when first needed and then reused.
+
+    Args:
+        function: the score function.
+        num_workers: number of processes.
+
+    Attributes:
+        accepted: names of the arguments of the score function, known after `start`.
+    """
 
     def __init__(self, function: ScoreFunction, *, num_workers: int) -> None:
-        self._function, self._num_workers = function, num_workers
+        self._function = function
+        self._num_workers = num_workers
         self._threads = ThreadPoolExecutor(num_workers, "grading")
         self._lock = threading.Lock()
         self._queue: deque[_Call] = deque()
@@ -165,16 +199,15 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._printed = Printed()
         self._idle: list[GradingProcess] = []
         self._numbers = count()
+        # Moving average of the time of one call, in seconds.
         self._item_s = CHUNK_S
         self._is_closed = False
-        self.accepted = frozenset[
-            str
-        ]()  # names of arguments of the score function, once it was started
-        # Without close(), the processes end with the pool or with the interpreter, whichever is first.
+        self.accepted = frozenset[str]()
+        # Without close(), the processes end with the pool or the interpreter, whichever is first.
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
-        """Start one process, to learn early that it can load the score function; ConfigError where it cannot."""
+        """Start one process, to notice early if it cannot load the score function (ConfigError)."""
         process = self._process()
         self.accepted = process.accepted
         self._idle.append(process)
@@ -182,23 +215,30 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def begin(
         self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
     ) -> Round:
-        """Begin to grade while the caller does something else.
-        Raises RewardError: the pool is closed.
-        `rows`: keyword arguments for the score function, one dict a sample; a function that grades batches gets all in
-        one call.
-        `timeout_s`: seconds for each sample; one call for all has so many for each of them together.
-        `max_failures`: end once more than this many samples have failed. None: never."""
+        """Begin to grade samples while the caller does something else.
+
+        Args:
+            rows: keyword arguments for the score function, one dict per sample. A function that
+                grades batches gets all of them in one call.
+            timeout_s: seconds per sample. One call for a batch has this time for each sample.
+            max_failures: end the round once more samples than this have failed. None: never.
+
+        Returns:
+            The round, whose outcomes are in the order of the rows.
+
+        Raises:
+            RewardError: the pool is closed.
+        """
         if self._is_closed:
             raise RewardError(
                 "grading pool", got="a sample", expected="none, since the pool is closed"
             )
-        keys = range(len(rows))
         if self._function.is_batch and rows:
             round_ = Round(len(rows), max_failures, timeout_s * len(rows))
-            calls = [_Call(round_, keys, self._function.batch_of(rows))]
+            calls = [_Call(round_, range(len(rows)), self._function.batch_of(rows))]
         else:
             round_ = Round(len(rows), max_failures, timeout_s)
-            calls = [_Call(round_, (key,), rows[key]) for key in keys]
+            calls = [_Call(round_, (key,), row) for key, row in enumerate(rows)]
         with self._lock:
             self._queue.extend(calls)
         for _ in calls[: self._num_workers]:
@@ -208,7 +248,19 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def grade(
         self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
     ) -> list[Outcome]:
-        """The outcome of each sample, in order; arguments and errors as for `begin`."""
+        """Grade samples and wait for their outcomes.
+
+        Args:
+            rows: as for `begin`.
+            timeout_s: as for `begin`.
+            max_failures: as for `begin`.
+
+        Returns:
+            The outcome of each sample, in order.
+
+        Raises:
+            QuadrigaError: the pool is closed, or the score function cannot be loaded.
+        """
         return self.begin(rows, timeout_s=timeout_s, max_failures=max_failures).result()
 
     def close(self) -> None:
@@ -221,7 +273,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         for process in list(self._processes):
             self._remove(process)
         self._printed.close()
-        self._fail(
+        self._end_rounds(
             RewardError("grading pool", got="close()", expected="samples to be graded first")
         )
 
@@ -229,113 +281,131 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self.close()
 
     def _lead(self) -> None:
-        """One thread: has a process grade samples until there are no more."""
+        """Make a process grade samples until the queue is empty. Each thread runs this."""
         process: GradingProcess | None = None
         try:
             while self._has_calls():
-                process = process or self._process()
+                if process is None:
+                    process = self._process()
                 self._grade(process)
-                process = None if process.is_ended else process
+                if process.is_ended:
+                    process = None
         except Exception as error:
-            # The score function cannot be loaded, or a sample cannot be sent: no other will fare better.
+            # The score function cannot be loaded or a sample cannot be sent. The other processes
+            # will fare no better.
             if process is not None:
                 self._remove(process)
-            self._fail(error)
+            self._end_rounds(error)
             raise
         if process is not None:
             self._idle.append(process)
 
     def _has_calls(self) -> bool:
+        """Drop calls of rounds that have ended; return whether there is a call to make."""
         with self._lock:
             while self._queue and self._queue[0].round.done.done():
                 self._queue.popleft()
             return bool(self._queue) and not self._is_closed
 
     def _grade(self, process: GradingProcess) -> None:
-        """Have a process grade samples of any rounds, until the queue is empty or the process has ended."""
+        """Make a process grade samples of any rounds until the queue is empty or it has ended."""
         under_way: dict[int, _Call] = {}
-        end: Outcome | None = None
+        # The outcome of the sample that ended the process.
+        fatal: Outcome | None = None
         try:
             while not self._is_closed and self._send_more(process, under_way):
                 oldest = next(iter(under_way.values()))
-                found = process.receive(oldest.round.timeout_s)
-                if isinstance(found, Outcome):
-                    end = None if found.kind == "skipped" else found
+                timeout_s = oldest.round.timeout_s
+                message = process.receive(timeout_s)
+                if isinstance(message, Outcome):
+                    if message.kind != "skipped":
+                        fatal = message
                     break
-                if found is not None:
-                    call = under_way.pop(found[0])
-                    call.record(found[1])
+                if message is not None:
+                    number, outcome = message
+                    call = under_way.pop(number)
+                    call.record(outcome)
                     if all(other.round is not call.round for other in under_way.values()):
                         call.round.leave(process)
-                    self._item_s += 0.1 * (
-                        max(time.monotonic() - process.since, 1e-6) - self._item_s
-                    )
-                elif (
-                    time.monotonic()
-                    > max(process.since, oldest.since) + oldest.round.timeout_s + _BLOCKED_S
-                ):
+                    item_s = max(time.monotonic() - process.since, 1e-6)
+                    self._item_s += 0.1 * (item_s - self._item_s)
+                    continue
+                begun_at = max(process.since, oldest.sent_at)
+                if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
                     process.stop()
-                    end = failure(
-                        "timeout",
-                        f"{LATE.format(oldest.round.timeout_s)}: it blocks its event loop",
+                    fatal = failure(
+                        "timeout", f"{LATE.format(timeout_s)}: it blocks its event loop"
                     )
                     break
         finally:
-            if process.is_ended:
-                self._remove(process)
-            left = list(under_way.values())
-            at_most = MAX_CHUNK
-            if end is not None and (len(left) == 1 or not process.is_async):
-                call = left.pop(0)
-                if end.kind == "ungradable" and not call.ungradable:
-                    # An empty response gets what a wrong one gets, whatever the grader's options are.
-                    arguments = {**call.arguments, "solution_str": ""}
-                    left.insert(0, call._replace(arguments=arguments, ungradable=end.error))
-                else:
-                    call.record(end)
-            elif end is not None:
-                at_most = max(1, len(left) // 8)
-            with self._lock:
-                self._queue.extendleft(
-                    call._replace(at_most=min(call.at_most, at_most)) for call in reversed(left)
-                )
-            for call in under_way.values():
-                call.round.leave(process)
+            self._hand_back(process, under_way, fatal)
+
+    def _hand_back(
+        self, process: GradingProcess, under_way: dict[int, _Call], fatal: Outcome | None
+    ) -> None:
+        """Put calls without an outcome back in the queue, except the one that ended the process."""
+        if process.is_ended:
+            self._remove(process)
+        calls = list(under_way.values())
+        max_concurrent = MAX_CHUNK
+        if fatal is not None:
+            if process.is_async and len(calls) != 1:
+                # Any of them may have ended the process. Smaller and smaller groups find it.
+                max_concurrent = max(1, len(calls) // 8)
+            elif fatal.kind == "ungradable" and not calls[0].ungradable:
+                # An empty response gets what a wrong one gets, whatever the grader's options are.
+                arguments = {**calls[0].arguments, "solution_str": ""}
+                calls[0] = calls[0]._replace(arguments=arguments, ungradable=fatal.error)
+            else:
+                calls.pop(0).record(fatal)
+        with self._lock:
+            for call in reversed(calls):
+                limit = min(call.max_concurrent, max_concurrent)
+                self._queue.appendleft(call._replace(max_concurrent=limit))
+        for call in under_way.values():
+            call.round.leave(process)
 
     def _send_more(self, process: GradingProcess, under_way: dict[int, _Call]) -> int:
-        """Send a share of the queue, as far as there is room; returns how many calls are under way."""
-        more: dict[int, _Call] = {}
+        """Send the process a share of the queue, if it has room.
+
+        Returns:
+            How many calls are under way in the process.
+        """
+        new_calls: dict[int, _Call] = {}
+        chunk = []
         with self._lock:
-            share = len(self._queue) / self._num_workers
-            size = math.ceil(share)
-            if not process.is_async:
-                # Enough to make the round trip cheap, few enough for processes to end together.
-                size = (
-                    0
-                    if under_way
-                    else min(size, max(1, min(math.ceil(share / 2), int(CHUNK_S / self._item_s))))
-                )
-            for _ in range(size):
-                calls = [*under_way.values(), *more.values(), self._queue[0]]
-                if len(calls) > min(call.at_most for call in calls):
+            for _ in range(self._num_to_send(process, len(under_way))):
+                calls = [*under_way.values(), *new_calls.values(), self._queue[0]]
+                if len(calls) > min(call.max_concurrent for call in calls):
                     break
                 call = self._queue.popleft()
+                # The end of a round kills the processes that have its samples. With the lock, it
+                # finds this process, or this finds that it has ended.
                 with call.round.lock:
-                    # Here, and not later: the end of a round kills the processes that have its samples.
                     if not call.round.done.done():
                         call.round.processes.add(process)
-                        more[next(self._numbers)] = call._replace(since=time.monotonic())
-        if more:
-            chunk = [
-                (number, call.round.timeout_s, call.arguments) for number, call in more.items()
-            ]
-            timeout_s = min(call.round.timeout_s or LOADING_LIMIT_S for call in more.values())
+                        number = next(self._numbers)
+                        new_calls[number] = call._replace(sent_at=time.monotonic())
+                        chunk.append((number, call.round.timeout_s, call.arguments))
+        if chunk:
+            timeout_s = min(timeout_s or LOADING_LIMIT_S for _, timeout_s, _ in chunk)
             process.send(chunk, is_idle=not under_way, timeout_s=timeout_s)
-            under_way |= more
+            under_way |= new_calls
         return len(under_way)
 
+    def _num_to_send(self, process: GradingProcess, num_under_way: int) -> int:
+        """The number of calls that a process should get next. Needs the lock."""
+        share = len(self._queue) / self._num_workers
+        if process.is_async:
+            return math.ceil(share)
+        if num_under_way:
+            return 0
+        # Enough to make the round trip cheap, few enough for the processes to end together.
+        num_quick = int(CHUNK_S / self._item_s)
+        return min(math.ceil(share), max(1, min(math.ceil(share / 2), num_quick)))
+
     def _process(self) -> GradingProcess:
-        """An idle process, or a new one that has loaded the score function."""
+        """Take an idle process, or start one and wait until it has loaded the score function."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -356,7 +426,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         process.stop()
         self._processes.discard(process)
 
-    def _fail(self, error: Exception) -> None:
+    def _end_rounds(self, error: Exception) -> None:
+        """Empty the queue and end its rounds with an error."""
         with self._lock:
             rounds = {call.round for call in self._queue}
             self._queue.clear()
@@ -365,7 +436,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:
-    # A forked child of the driver holds a copy of the pool; the processes are not the child's to kill.
+    # A forked child of the driver has a copy of the pool, but must not kill its processes.
     if os.getpid() == owner_pid:
         for process in list(processes):
             process.stop()

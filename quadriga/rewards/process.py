@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grading process: its program, and the process as the driver holds it.
+"""A grading process: the program that runs in it, and the driver's handle of it.
 
-It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter, and never loads torch unless the user's score
-function does.
+It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter, and never loads torch unless the
+user's score function does.
 
     driver                          grading process
-      | -- settings ------------------> |  loads the score function
-      | <------------------ READY ----- |  or UNUSABLE, error
+      | -- ScoreFunction -------------> |  loads the score function
+      | <------------------ READY ----- |  or UNUSABLE with the error
       | -- [(number, timeout_s, arguments), ...] -> |
-      | <------------------ BEGUN ----- |  it has them
-      | <---------------- LOADING ----- |  only before a grader's library is imported; READY follows
+      | <------------------ BEGUN ----- |  it has received them
+      | <---------------- LOADING ----- |  only before it imports a grader's library; READY follows
       | <- GRADED, (number, outcome) -- |  one at a time, each sent before the next sample is begun
       | -- [...] ---------------------> |  the next samples, once all are graded
 
-Of a coroutine function (READY comes with true) many samples are awaited at a time, each with a time limit of its own:
-outcomes come in any order, and more samples may come at any time. It ends when the driver does: between samples it sees
-the end of the pipe; in the middle of one its supervisor ends it (`quadriga.descendants`), with everything that score
-functions have started. What score functions print is passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute;
-the rest is counted.
+If the score function is a coroutine function, which READY tells, many samples are awaited at a
+time, each with its own time limit. Outcomes then come in any order, and the driver may send further
+samples at any time.
+
+The process ends when the driver does. Between samples it notices the end of the pipe; during one
+its supervisor ends it (`quadriga.descendants`), with everything that score functions have started.
+
+What score functions print is shown: `SAMPLE_BYTES` per sample and `MINUTE_BYTES` per minute. The
+rest is counted.
 """
 
 import asyncio
@@ -46,19 +50,25 @@ from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 from quadriga.streams import relay
 
 logger = logging.getLogger(__name__)
-LOADING_LIMIT_S = (
-    300.0  # time for starting a process and for importing the score function's file and libraries
-)
-SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
-"""How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
+# Time to start a process and to import the score function's file and its libraries.
+LOADING_LIMIT_S = 300.0
+SAMPLE_BYTES = 4096
+"""Bytes of output that are shown of one sample."""
+MINUTE_BYTES = 65536
+"""Bytes of output that are shown in a minute, of all processes of a pool together."""
 
-OVER_CPU_LIMIT = (
-    f"signal {signal.SIGPROF.name}"  # how a process ends whose sample lets no signal through
-)
+# How a process ends if its sample runs into the CPU limit within a single operation.
+OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
 DIED = "the grading process ended with {} while it graded this sample"
-_LOOK_S = 0.05  # a process that awaits samples gets more of them this often
-READY, LOADING, UNUSABLE, BEGUN, GRADED = "ready", "loading", "unusable", "begun", "graded"
 LATE = "no score within {:g} s (reward_model.timeout_s)"
+_LOOK_S = 0.05  # a process that awaits samples is offered more of them at this interval
+
+# Kinds of messages from a grading process.
+READY = "ready"
+LOADING = "loading"
+UNUSABLE = "unusable"
+BEGUN = "begun"
+GRADED = "graded"
 
 Arguments = dict[str, Any]
 Function = Callable[..., Any]
@@ -66,18 +76,32 @@ Send = Callable[[int, Outcome | list[Outcome]], None]
 
 
 class Printed:
-    """What the score functions of a pool print: shown on the standard output up to the limits, then counted."""
+    """Shows on the standard output what score functions print, up to the limits.
+
+    The processes of a pool share one object. Bytes beyond the limits are counted.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._since = threading.Lock(), time.monotonic()
-        self._room, self._num_left_out = MINUTE_BYTES, 0
+        self._lock = threading.Lock()
+        self._since = time.monotonic()
+        self._room = MINUTE_BYTES
+        self._num_left_out = 0
 
     def show(self, data: bytes, room: int) -> int:
-        """Show at most `room` bytes; returns how many were."""
+        """Show the beginning of what was printed.
+
+        Args:
+            data: what was printed.
+            room: bytes of it that may be shown at most.
+
+        Returns:
+            Number of bytes that count as shown.
+        """
         with self._lock:
             if time.monotonic() > self._since + 60:
                 self.close()
-                self._since, self._room = time.monotonic(), MINUTE_BYTES
+                self._since = time.monotonic()
+                self._room = MINUTE_BYTES
             shown = data[: min(room, self._room)]
             self._room -= len(shown)
             self._num_left_out += len(data) - len(shown)
@@ -86,155 +110,235 @@ class Printed:
         return len(shown)
 
     def close(self) -> None:
-        """Say how much was left out."""
+        """Print how many bytes were left out, if any."""
         if self._num_left_out:
-            limits = f"{SAMPLE_BYTES:,} of a sample and {MINUTE_BYTES:,} a minute"
             print(
-                f"\nscore functions printed {self._num_left_out:,} more bytes; {limits} are shown.",
+                f"\nscore functions printed {self._num_left_out:,} more bytes; "
+                f"{SAMPLE_BYTES:,} of a sample and {MINUTE_BYTES:,} a minute are shown.",
                 flush=True,
             )
         self._num_left_out = 0
 
 
+class _OutputPipe:
+    """The read end of the pipe for what a grading process prints.
+
+    `room` is how many more bytes of the sample in work may be shown.
+    """
+
+    def __init__(self, fd: int, printed: Printed) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._printed = printed
+        self.room = SAMPLE_BYTES
+
+    def pass_on(self) -> bool:
+        """Show what can be read without waiting; return whether the pipe has ended."""
+        try:
+            # A single read, because a process may print faster than this can read.
+            data = os.read(self.fd, 1 << 20)
+        except BlockingIOError:
+            return False
+        self.room -= self._printed.show(data, self.room)
+        return not data
+
+
 class GradingProcess:
-    """A grading process, which one thread leads at a time. `kill` may be called by any."""
+    """The driver's handle of a grading process.
+
+    One thread at a time leads it; any thread may call `kill`.
+
+    Attributes:
+        accepted: names of the arguments that each call passes; known once it is ready.
+        is_ready: whether it has loaded the score function and imports no library.
+        is_ended: whether it was killed or has ended.
+        is_async: whether the score function is a coroutine function.
+        since: when the sample in work was begun, by `time.monotonic`; with a coroutine function,
+            when the last message arrived.
+    """
 
     def __init__(self, function: ScoreFunction, printed: Printed) -> None:
-        self._output, their_output = os.pipe()
+        output_fd, their_output_fd = os.pipe()
         try:
-            self._program = SupervisedProgram(__name__, their_output)
+            self._program = SupervisedProgram(__name__, their_output_fd)
         finally:
-            os.close(their_output)
-        os.set_blocking(self._output, False)
-        self.process = self._program.process  # the supervisor of the one that grades
+            os.close(their_output_fd)
         self._connection = self._program.connection
-        self._printed = printed
+        self._output = _OutputPipe(output_fd, printed)
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
-        self._messages.register(self._output, select.POLLIN)
+        self._messages.register(output_fd, select.POLLIN)
         self._is_built_in = function.path is None
-        self.accepted = frozenset[
-            str
-        ]()  # names of the arguments of each call, known once it is ready
-        self.is_ready = self.is_ended = self.is_async = self._has_graded = self._may_be_gone = False
+        self.accepted = frozenset[str]()
+        self.is_ready = False
+        self.is_ended = False
+        self.is_async = False
+        self._has_graded = False
+        # Whether the process may have ended before it received the samples that were sent last.
+        self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for samples: it has not ended, and sends nothing."""
+        """Whether it waits for samples: it has not ended and sends nothing."""
         return not self._connection.poll()
 
     def send(
         self, message: Any, *, is_idle: bool = False, timeout_s: float = LOADING_LIMIT_S
     ) -> None:
-        """Send the score function, or a chunk of samples; a process that takes nothing for `timeout_s` is killed.
-        `is_idle`: there are no others with it."""
-        # One that was killed since its last sample ends without having begun: no sample is to blame.
+        """Send the score function or a chunk of samples.
+
+        A process that has died is not noticed here, but when its outcomes are read.
+
+        Args:
+            message: the `ScoreFunction`, or a list of `(number, timeout_s, arguments)`.
+            is_idle: whether the process has no other samples.
+            timeout_s: a process that takes nothing for so long is killed.
+        """
+        # If it was killed since its last sample, no sample is to blame for its end.
         self._may_be_gone = is_idle and self._has_graded
-        # A process that has died is found out when its outcomes are read: its pipe has ended.
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same_socket:
             same_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             self._connection.send(message)
         except BlockingIOError:
-            # It was frozen, and no sample is to blame: others grade these.
+            # The process was frozen. No sample is to blame, so other processes grade these.
             self.kill()
         except (BrokenPipeError, ConnectionResetError):
             logger.debug("a grading process ended before it had its samples")
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
-        """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function). An
-        outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed, or had no sample
-        yet. None: one that awaits many samples has none yet. Loading has a limit of its own, `LOADING_LIMIT_S`; a
-        QuadrigaError says that the score function or a grader's library cannot be loaded."""
+        """Wait for the next outcome, or until the score function is loaded.
+
+        Args:
+            timeout_s: limit for one sample. Loading has its own limit, `LOADING_LIMIT_S`.
+            last: kind of message to wait for, GRADED or READY.
+
+        Returns:
+            The content of the message: `(number, outcome)` of a sample, or `(is_async, accepted)`
+            of a process that is ready. An `Outcome` if the process was too late or has ended, and
+            is stopped; its kind is "skipped" if no sample is to blame. None if a coroutine function
+            has no outcome yet.
+
+        Raises:
+            QuadrigaError: the score function or a grader's library cannot be loaded.
+        """
         if self.is_async:
             self._until = time.monotonic() + _LOOK_S
         else:
             self._begin_wait(timeout_s)
-        while ready := self._wait():
-            if self._connection.fileno() not in ready:
+        while ready_fds := self._wait():
+            if self._connection.fileno() not in ready_fds:
+                # Something was printed, nothing more.
                 continue
             try:
                 kind, value = self._connection.recv()
             except (EOFError, OSError):
-                return self._ended()
+                return self._outcome_of_end()
             if kind == UNUSABLE:
                 raise value
             if kind == BEGUN:
                 self._may_be_gone = False
                 continue
+
             self._has_graded |= kind == GRADED
             self.is_ready = kind != LOADING
             if kind == READY and value is not None:
                 self.is_async, self.accepted = value
             if self.is_async:
-                self.since, self._room = time.monotonic(), SAMPLE_BYTES
+                self._begin_sample()
             if kind == last:
                 return value
             self._begin_wait(timeout_s)
+
+        # The time is up.
         if self.is_async:
             return None
         self.stop()
         if self.is_ready:
             return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
-        where, got = "grading process", f"no sign of life for {LOADING_LIMIT_S:g} s"
-        fix = "Look at what runs at import in custom_reward_function.path."
         raise RewardError(
-            where, got=got, expected="the score function's file and its imports to load", fix=fix
+            "grading process",
+            got=f"no sign of life for {LOADING_LIMIT_S:g} s",
+            expected="the score function's file and its imports to load",
+            fix="Look at what runs at import in custom_reward_function.path.",
         )
 
-    def _ended(self) -> Outcome:
-        """What the end of the process means for the sample that it had; RewardError where it never got so far."""
-        is_killed = self.is_ended
+    def _outcome_of_end(self) -> Outcome:
+        """The outcome of the sample that the process had when it ended.
+
+        RewardError if it ended before it had loaded the score function.
+        """
+        was_killed = self.is_ended
         end = self.stop(is_ending=True)
         if self._is_built_in and end == OVER_CPU_LIMIT:
             return failure("ungradable", "a single operation went beyond the limit of CPU time")
-        if self.is_ready or is_killed:
-            return failure(
-                "skipped" if is_killed or self._may_be_gone else "died", DIED.format(end)
-            )
-        expected = "a process that starts and loads the score function"
+        if was_killed or (self.is_ready and self._may_be_gone):
+            return failure("skipped", DIED.format(end))
+        if self.is_ready:
+            return failure("died", DIED.format(end))
         raise RewardError(
-            "grading process", got=end, expected=expected, fix="Its output above may say why."
+            "grading process",
+            got=end,
+            expected="a process that starts and loads the score function",
+            fix="Its output above may say why.",
         )
 
+    def _begin_sample(self) -> None:
+        self.since = time.monotonic()
+        self._output.room = SAMPLE_BYTES
+
     def _begin_wait(self, timeout_s: float) -> None:
-        self.since, self._room = time.monotonic(), SAMPLE_BYTES
+        self._begin_sample()
         self._until = self.since + (timeout_s if self.is_ready else LOADING_LIMIT_S)
 
     def _wait(self) -> list[int]:
-        """Wait for something to read, and pass on what was printed. Returns what is ready; nothing: it is too late."""
-        limit_s = self._until - time.monotonic()
-        ready = [fd for fd, _ in self._messages.poll(1000 * limit_s)] if limit_s > 0 else []
-        if self._output in ready:
+        """Wait for something to read, and show what was printed.
+
+        Returns:
+            The descriptors that are ready; none if the time is up.
+        """
+        remaining_s = self._until - time.monotonic()
+        if remaining_s <= 0:
+            return []
+        ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
+        # What was printed before an outcome is in the pipe before it, so it is shown first.
+        if self._output.fd in ready_fds:
             self._pass_on()
-        return ready
+        return ready_fds
 
     def _pass_on(self) -> None:
-        # What was printed before an outcome is there before it. One read, since there may be more and more. At its end
-        # the pipe is always ready: it is looked at no more, and that may have been found before.
-        with suppress(BlockingIOError, KeyError):
-            data = os.read(self._output, 1 << 20)
-            self._room -= self._printed.show(data, self._room)
-            if not data:
-                self._messages.unregister(self._output)
+        if self._output.pass_on():
+            # A pipe that has ended is always ready. It may have been unregistered before.
+            with suppress(KeyError):
+                self._messages.unregister(self._output.fd)
 
     def kill(self) -> None:
-        """Kill the process and everything it has started; the thread that leads it sees its pipe end."""
+        """Kill the process and everything it has started.
+
+        The thread that leads it notices the end of the pipe.
+        """
         self.is_ended = True
         self._program.kill()
 
     def stop(self, *, is_ending: bool = False) -> str:
-        """Kill, and free what the driver holds; returns how it ended: by itself within 1 s, if `is_ending`."""
+        """Kill the process, and free what the driver holds of it.
+
+        Args:
+            is_ending: whether it seems to end by itself; then it has 1 s to do so.
+
+        Returns:
+            How it ended, as in "exit status 1" or "signal SIGKILL".
+        """
         was_closed = self._connection.closed
         self.is_ended = True
         end = self._program.close(patience_s=1.0 if is_ending else 0.0)
         if not was_closed:
-            self._room = SAMPLE_BYTES
+            self._output.room = SAMPLE_BYTES
             self._pass_on()
-            os.close(self._output)
+            os.close(self._output.fd)
         return end
 
 
@@ -242,19 +346,18 @@ def main(connection_fd: int) -> None:
     """Serve until the driver closes the pipe."""
     connection = Connection(connection_fd)
     cpu_limit.may_end_process = True
-    with suppress(
-        EOFError, BrokenPipeError, ConnectionResetError
-    ):  # the driver is gone or is done with this process
+    # These say that the driver has ended, or needs this process no more.
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection)
 
 
 def _serve(connection: Connection) -> None:
     function: ScoreFunction = connection.recv()
-    own_pid = os.getpid()
+    pid = os.getpid()
 
     def send(number: int, outcome: Outcome | list[Outcome]) -> None:
-        if os.getpid() != own_pid:
-            # A forked copy that came back: the outcome is its parent's to send.
+        if os.getpid() != pid:
+            # The score function has forked, and this is the copy: the parent sends the outcome.
             os._exit(0)
         connection.send_bytes(pickle.dumps((GRADED, (number, outcome)), pickle.HIGHEST_PROTOCOL))
 
@@ -279,39 +382,46 @@ def _serve_in_turn(
     accepted: frozenset[str],
     send: Send,
 ) -> None:
-    loaded: set[str] = set()
+    """Grade one sample after the other, until the driver closes the pipe."""
+    loaded_graders: set[str] = set()
     while True:
         chunk = connection.recv()
         connection.send((BEGUN, None))
         with waiting("the score of a sample"):
             for number, _, arguments in chunk:
-                name = "" if function.path is not None else grader_name(arguments["data_source"])
-                if name and name not in loaded:
-                    # Outside of any sample's time: libraries such as sympy take seconds to import.
-                    connection.send((LOADING, None))
-                    load_grader(name)
-                    loaded.add(name)
-                    connection.send((READY, None))
-                arguments = {key: value for key, value in arguments.items() if key in accepted}
+                if function.path is None:
+                    grader = grader_name(arguments["data_source"])
+                    if grader not in loaded_graders:
+                        # This costs no sample's time: libraries such as sympy take seconds to
+                        # import.
+                        connection.send((LOADING, None))
+                        load_grader(grader)
+                        loaded_graders.add(grader)
+                        connection.send((READY, None))
+                arguments = _select(arguments, accepted)
                 try:
                     returned = compute_score(**arguments)
-                    if inspect.iscoroutine(
-                        returned
-                    ):  # of a function that is none itself, such as a lambda around one
+                    if inspect.iscoroutine(returned):
+                        # From a function that is no coroutine function, such as a lambda that
+                        # calls one.
                         returned = asyncio.run(returned)
                     outcome = _read(returned, function, arguments)
                 except BaseException as error:
-                    # A score function may call sys.exit, and libraries have limits that are not Exceptions.
+                    # A score function may call sys.exit, and some libraries' limits are no
+                    # Exceptions.
                     outcome = raised(error)
                 send(number, outcome)
 
 
+def _select(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
+    """Leave out the arguments that the score function does not take."""
+    return {name: value for name, value in arguments.items() if name in accepted}
+
+
 def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
-    return (
-        read_outcomes(returned, len(arguments["solution_strs"]))
-        if function.is_batch
-        else read_outcome(returned)
-    )
+    if function.is_batch:
+        return read_outcomes(returned, len(arguments["solution_strs"]))
+    return read_outcome(returned)
 
 
 async def _serve_many(
@@ -321,32 +431,40 @@ async def _serve_many(
     accepted: frozenset[str],
     send: Send,
 ) -> None:
-    """Await the outcomes of samples as they come, until the driver closes the pipe."""
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    """Await the outcomes of many samples at a time, until the driver closes the pipe."""
+    loop = asyncio.get_running_loop()
+    # The loop itself holds its tasks by weak references only.
+    tasks = set[asyncio.Task[None]]()
     ended = loop.create_future()
 
     async def grade(number: int, timeout_s: float, arguments: Arguments) -> None:
-        arguments = {key: value for key, value in arguments.items() if key in accepted}
+        arguments = _select(arguments, accepted)
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 returned = await compute_score(**arguments)
             outcome = _read(returned, function, arguments)
         except BaseException as error:
-            is_late = isinstance(error, TimeoutError) and limit.expired()
-            outcome = failure("timeout", LATE.format(timeout_s)) if is_late else raised(error)
+            # A score function may raise a TimeoutError of its own.
+            if isinstance(error, TimeoutError) and limit.expired():
+                outcome = failure("timeout", LATE.format(timeout_s))
+            else:
+                outcome = raised(error)
         send(number, outcome)
 
     def begin(samples: list[tuple[int, float, Arguments]]) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # the driver is gone
+        # An error says that the driver has ended; `receive` notices that too.
+        with suppress(BrokenPipeError, ConnectionResetError):
             connection.send((BEGUN, None))
-        for sample in samples:
-            tasks.add(task := loop.create_task(grade(*sample)))
+        for number, timeout_s, arguments in samples:
+            task = loop.create_task(grade(number, timeout_s, arguments))
+            tasks.add(task)
             task.add_done_callback(tasks.discard)
 
     def receive() -> None:
         # In a thread, so that the driver can send while a score function blocks the event loop.
-        with suppress(RuntimeError):  # the loop has ended
+        # RuntimeError: the loop has ended.
+        with suppress(RuntimeError):
             try:
                 while True:
                     loop.call_soon_threadsafe(begin, connection.recv())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers: what each takes and gives, their names, and the one that a configuration names.
+"""The interface of reward managers, their registry, and the manager that a configuration names.
 
-A built-in manager is a class in a file of `managers/`, and a name in `BUILT_IN`.
+A built-in manager is a class in a file of `managers/` and a name in `BUILT_IN`.
+
+Shapes: B responses, P prompt positions, T response positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,83 +28,105 @@ if TYPE_CHECKING:
 ManagerClass = TypeVar("ManagerClass", bound=type)
 BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "judge")}
 BUILT_IN |= dict.fromkeys(("batch", "prime", "dapo", "in_process"), BUILT_IN["naive"])
-"""Name -> module."""
+"""Name of a built-in manager -> its module."""
 _classes: dict[str, type] = {}
 
 
 @dataclass
 class RewardOutput:
-    """The rewards of a batch of `B` responses of up to `T` tokens."""
+    """The rewards of a batch of responses."""
 
-    scores: "torch.Tensor"  # [B, T] float32, zero but for the last valid token of each response, where its score stands
-    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score function returned in
-    # addition to the score, None where a sample has no such entry.
+    # [B, T] float32, zero except at the last valid token of each response, which has its score.
+    scores: "torch.Tensor"
+    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score
+    # function returned in addition to the score, None where a sample has no such entry.
     extra: "dict[str, np.ndarray]" = field(default_factory=dict)
-    # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and "reward/extra/NAME", the mean of
-    # each numeric entry.
+    # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and
+    # "reward/extra/NAME", the mean of each numeric entry.
     metrics: "dict[str, Metric]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Grading:
-    """Rewards that are being computed while their caller does something else: `result` waits for them and raises a
-    grader's error; when `cancel` returns, no process of the manager grades them."""
+    """Rewards that are being computed while the caller does something else.
+
+    `result` waits for the rewards and raises a grader's error. When `cancel` returns, no process of
+    the manager works on them any more.
+    """
 
     result: Callable[[], RewardOutput]
     cancel: Callable[[], object]
 
 
 class RewardManager:
-    """Turns responses into rewards. A subclass is registered by name; it has `begin`, or `__call__` alone.
+    """Turns responses into rewards.
 
-    The loop calls `begin` once the responses are there, and joins the `Grading` where it reads the rewards. With
-    `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
+    A subclass is registered by name and implements `begin`, or `__call__` alone. The training loop
+    calls `begin` once the responses are complete, and takes the result of the `Grading` where it
+    needs the rewards. With `rollout.mode=async` each response goes to `grade_one` as soon as it is
+    complete, and `begin` gets the outcomes.
     """
 
-    grades_early: bool = False  # whether there is a `grade_one`
-    notices: Sequence[str] = ()  # sentences that the start of a run prints
+    grades_early: bool = False  # whether `grade_one` is implemented
+    notices: Sequence[str] = ()  # sentences that are printed when a run starts
 
     def __call__(self, data: "DataProto") -> RewardOutput:
-        """Grade the responses of a batch, and wait for their rewards; see `begin`."""
+        """Grade the responses of a batch, as for `begin`, and wait for their rewards."""
         return self.begin(data).result()
 
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        """Begin to grade the responses of a batch; a manager that is only called grades them at the join.
-        Raises RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
-        `reward_model.max_error_rate` of the samples could not be graded.
-        `data`: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model` with
-        a "ground_truth" each, and `extra_info` (optional). Others may be added until the join.
-        `outcomes`: [B] those of `grade_one`, None for a response that is not graded yet."""
+        """Begin to grade the responses of a batch.
+
+        A manager that implements `__call__` alone grades them when the result is taken.
+
+        Args:
+            data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; columns: the data
+                source, `reward_model` with a "ground_truth" each, and optionally `extra_info`.
+                Further fields may be added until the result is taken.
+            outcomes: [B] outcomes of `grade_one`; None for a response that is not graded yet.
+
+        Returns:
+            The handle to wait for the rewards or to cancel them.
+
+        Raises:
+            RewardError: a column or a ground truth is missing. The result raises it too, if more
+                than `reward_model.max_error_rate` of the samples could not be graded.
+        """
         return Grading(partial(self, data), lambda: None)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """Grade one response, given as `data_source`, `solution_str`, `ground_truth` and `extra_info`. What is wrong
-        with it or its grader is part of the outcome; RewardError: none of this data source can be graded."""
+        """Grade one response, given as the entries of `Samples.rows`.
+
+        An error of the response or its grader is part of the outcome. RewardError if no response of
+        its data source can be graded.
+        """
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
-        """Refuse a row whose responses could not be graded, before there are any: RewardError.
-        `rows`: of each row its place (file and number), its data source, and its `reward_model`."""
+        """Check, before anything is generated, that responses to these rows could be graded.
+
+        `rows` has for each row its place (file and number), data source and `reward_model`.
+        RewardError if one cannot be graded.
+        """
 
     def close(self) -> None:
-        """Free what the manager holds, above all its processes."""
+        """Free what the manager holds, its processes above all."""
 
 
 def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
-    """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`."""
+    """Class decorator that makes a manager available as `reward_model.reward_manager=NAME`."""
 
     def add(cls: ManagerClass) -> ManagerClass:
-        taken, home = _classes.get(name, cls), BUILT_IN.get(name, cls.__module__)
-        # A file that is loaded again makes its classes anew.
-        if (taken.__module__, taken.__qualname__) != (
-            cls.__module__,
-            cls.__qualname__,
-        ) or home != cls.__module__:
-            owner = home if taken is cls else f"{taken.__module__}.{taken.__qualname__}"
+        registered = _classes.get(name, cls)
+        # When a file is loaded again, its classes are new objects of the same full name.
+        is_same = _full_name(registered) == _full_name(cls)
+        module = BUILT_IN.get(name, cls.__module__)
+        if not is_same or module != cls.__module__:
+            owner = module if registered is cls else _full_name(registered)
             raise RewardError(
                 f"register({name!r})",
                 got=cls.__qualname__,
-                expected=f"a free name, it is {owner}'s",
+                expected=f"another name, since this one belongs to {owner}",
             )
         _classes[name] = cls
         return cls
@@ -110,60 +134,94 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
     return add
 
 
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def get_reward_manager_cls(name: str) -> type:
-    """The reward manager that is registered as `name`, or that `path/to/file.py:Class` names.
-    Raises RewardError: there is none. ConfigError: the file cannot be imported, or lacks the class."""
+    """Look up a reward manager by its registered name or by `path/to/file.py:Class`.
+
+    RewardError if no manager has that name; ConfigError if the file cannot be imported or does not
+    contain the class.
+    """
     if is_reference(name):
         return referred(name, "reward_model.reward_manager", base=object)
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:
-        expected, file = (
-            f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
-            "actor_rollout_ref.model.external_lib",
+        raise RewardError(
+            "reward_model.reward_manager",
+            got=name,
+            expected=f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
+            fix="For a class of your own write file.py:Class, or put "
+            "@quadriga.rewards.register(name) before it in a file of "
+            "actor_rollout_ref.model.external_lib.",
         )
-        fix = f"Your own class: file.py:Class, or @quadriga.rewards.register(name) in a file of {file}."
-        raise RewardError("reward_model.reward_manager", got=name, expected=expected, fix=fix)
     return _classes[name]
 
 
-class _Called(RewardManager):
-    """A user's manager that has `__call__` and `close`, and is no `RewardManager`."""
+class _CallableManager(RewardManager):
+    """Adapts a user's manager that has `__call__` and `close` but is no `RewardManager`."""
 
     def __init__(self, manager: Any) -> None:
-        self.manager, self.close = manager, manager.close
+        self.manager = manager
+        self.close = manager.close
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         return self.manager(data)
 
 
 def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
-    """The manager that `reward_model.reward_manager` names, ready to grade; the caller closes it."""
+    """Make the manager that `reward_model.reward_manager` names.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: tokenizer of the policy, which decodes the responses.
+
+    Returns:
+        The manager, ready to grade. The caller closes it.
+
+    Raises:
+        RewardError: no manager has that name, or its class takes other arguments.
+        ConfigError: its file cannot be imported, or its options are wrong.
+    """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
+    # verl's managers take the tokenizer first.
     if next(iter(signature(cls).parameters), "") == "tokenizer":
-        where, got = f"reward manager {cls.__qualname__}", f"{cls.__name__}{signature(cls)}"
-        fix = "Change its parameters; one by verl's contract runs with QUADRIGA_VERL=1."
-        raise RewardError(where, got=got, expected=f"{cls.__name__}(config, tokenizer)", fix=fix)
+        raise RewardError(
+            f"reward manager {cls.__qualname__}",
+            got=f"{cls.__name__}{signature(cls)}",
+            expected=f"{cls.__name__}(config, tokenizer)",
+            fix="Change its parameters. A manager written for verl runs with QUADRIGA_VERL=1.",
+        )
     manager = cls(config, tokenizer)
-    return manager if isinstance(manager, RewardManager) else _Called(manager)
+    return manager if isinstance(manager, RewardManager) else _CallableManager(manager)
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """A manager to grade single responses in the rollout's process; the caller closes it. The `num_processes` that
-    generate share `reward_model.num_workers`, at least one each. None where all responses are graded together
-    afterwards: with `rollout.mode=sync`, with a manager that grades batches only or is registered on the driver alone,
-    and where a reward model alone grades."""
+    """Make a manager that grades single responses in a rollout process.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: tokenizer of the policy.
+        num_processes: number of rollout processes; they share `reward_model.num_workers`, with at
+            least one worker each.
+
+    Returns:
+        The manager, which the caller closes. None if all responses are graded together afterwards:
+        with `rollout.mode=sync`, with a manager that only grades batches or is only registered on
+        the driver, and if a reward model alone grades.
+    """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
-    is_known = is_reference(settings.reward_manager) or settings.reward_manager in {
-        *_classes,
-        *BUILT_IN,
-    }
-    if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone or not is_known:
+    if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone:
         return None
-    if not getattr(get_reward_manager_cls(settings.reward_manager), "grades_early", False):
+    name = settings.reward_manager
+    if not is_reference(name) and name not in _classes and name not in BUILT_IN:
         return None
-    share = settings.model_copy(
-        update={"num_workers": max(1, settings.num_workers // num_processes)}
-    )
-    return load_reward_manager(config.model_copy(update={"reward_model": share}), tokenizer)
+    if not getattr(get_reward_manager_cls(name), "grades_early", False):
+        return None
+
+    num_workers = max(1, settings.num_workers // num_processes)
+    settings = settings.model_copy(update={"num_workers": num_workers})
+    return load_reward_manager(config.model_copy(update={"reward_model": settings}), tokenizer)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch of token ids to samples that score functions read, and from their outcomes to the batch's rewards.
+"""From a batch of token ids to samples that score functions read, and from outcomes to rewards.
 
-    batch ── read_samples ──> samples ── submit ──> Round, graded elsewhere ── outcomes ──> collect ──> RewardOutput
+    batch ── read_samples ──> samples ── submit ──> Round, graded elsewhere ── outcomes
+          ── collect ──> RewardOutput
 
-Too many samples without a grade stop the run. B sequences, P prompt positions, T response positions.
+The run stops if too many samples have no grade.
+
+Shapes: B responses, P prompt positions, T response positions.
 """
 
 import logging
@@ -30,13 +33,22 @@ from quadriga.rewards.scoring import POLICY_TEXT
 
 logger = logging.getLogger(__name__)
 OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
-"""Columns of a conversation that score functions find in `extra_info`, whether it is graded alone or in its batch."""
+"""Columns of a conversation that are added to the `extra_info` of score functions.
+
+They are the same whether a response is graded on its own or with its batch."""
 
 ERROR_COLUMN = "reward_error"
 
 
 class Samples(NamedTuple):
-    """Decoded responses, arguments of each; `lengths` [B] int64 in tokens; T; the rows' `places` in data files."""
+    """Decoded responses.
+
+    Attributes:
+        rows: [B] facts of each response, from which the arguments of score functions are chosen.
+        lengths: [B] int64, valid tokens of each response.
+        response_length: T.
+        places: [B] place of each row in its data file.
+    """
 
     rows: list[dict[str, Any]]
     lengths: torch.Tensor
@@ -45,57 +57,70 @@ class Samples(NamedTuple):
 
 
 class SampleManager(RewardManager):
-    """Base of the managers that make a score of each response and put it on its last token.
-    Raises ConfigError: `reward_model.reward_kwargs` holds what the manager does not know."""
+    """Base class of the managers that put one score per response on its last token.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: tokenizer that decodes the responses.
+
+    Raises:
+        ConfigError: `reward_model.reward_kwargs` holds an option that the manager does not have.
+    """
 
     options: tuple[str, ...] = ()  # names that `reward_model.reward_kwargs` may hold
-    needs_truths: bool = (
-        True  # whether each row must have a ground truth; None stands for one that is not needed
-    )
+    # Whether each row must have a ground truth. It may be None if the grader needs none.
+    needs_truths: bool = True
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model
-        self._tokenizer, self._reward_fn_key = tokenizer, config.data.reward_fn_key
-        if unknown := [name for name in self.settings.reward_kwargs if name not in self.options]:
+        self._tokenizer = tokenizer
+        self._reward_fn_key = config.data.reward_fn_key
+        unknown = [name for name in self.settings.reward_kwargs if name not in self.options]
+        if unknown:
             known = ", ".join(self.options) or "it has none"
-            expected = f"options of the reward manager {self.settings.reward_manager} ({known})"
-            fix = "Arguments of your own score function belong to custom_reward_function.reward_kwargs."
             raise ConfigError(
-                "reward_model.reward_kwargs", got=", ".join(unknown), expected=expected, fix=fix
+                "reward_model.reward_kwargs",
+                got=", ".join(unknown),
+                expected=f"options of the reward manager {self.settings.reward_manager} ({known})",
+                fix="Arguments of your own score function belong in "
+                "custom_reward_function.reward_kwargs.",
             )
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         samples = read_samples(
             data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths
         )
-        found = [None] * len(samples.rows) if outcomes is None else list(outcomes)
-        missing = [row for row, outcome in enumerate(found) if outcome is None]
-        rate = self.settings.max_error_rate
+        num_samples = len(samples.rows)
+        early_outcomes = [None] * num_samples if outcomes is None else list(outcomes)
+        missing = [row for row, outcome in enumerate(early_outcomes) if outcome is None]
+        max_error_rate = self.settings.max_error_rate
         work = self.submit(
-            [samples.rows[row] for row in missing], allowed_failures(len(samples.rows), rate)
+            [samples.rows[row] for row in missing], allowed_failures(num_samples, max_error_rate)
         )
 
         def result() -> RewardOutput:
             with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
-                graded = dict(zip(missing, work.result(), strict=True))
-            complete = [outcome or graded[row] for row, outcome in enumerate(found)]
-            return collect(samples, self.shaped(complete, samples), rate)
+                late_outcomes = dict(zip(missing, work.result(), strict=True))
+            complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
+            return collect(samples, self.shaped(complete, samples), max_error_rate)
 
         return Grading(result, work.cancel)
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
-        for place, source, reward_model in rows if self.needs_truths else ():
-            if ground_truth(reward_model, place) is None and not self.grades_without_truth(source):
-                expected, fix = (
-                    "one that the data source's grader can compare with",
-                    "Correct the data file.",
-                )
+        if not self.needs_truths:
+            return
+        for place, data_source, reward_model in rows:
+            truth = ground_truth(reward_model, place)
+            if truth is None and not self.grades_without_truth(data_source):
                 raise RewardError(
-                    f"{place}, column 'reward_model'", "the ground truth None", expected, fix
+                    f"{place}, column 'reward_model'",
+                    got="the ground truth None",
+                    expected="one that the data source's grader can compare with",
+                    fix="Correct the data file.",
                 )
 
     def grades_without_truth(self, data_source: Any) -> bool:
-        """Whether None may be meant as the ground truth of rows of a data source."""
+        """Whether rows of a data source may have None as their ground truth."""
         return True
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
@@ -109,178 +134,284 @@ class SampleManager(RewardManager):
         return round_.result()[0]
 
     def grade_all(self, samples: Samples) -> list[Outcome]:
-        """The outcomes of all samples; RewardError where too many could not be graded."""
-        rate = self.settings.max_error_rate
-        work = self.submit(samples.rows, allowed_failures(len(samples.rows), rate))
-        with waiting(f"the grades of {len(samples.rows)} responses", detail=work.progress):
+        """Grade all samples and wait; RewardError if too many could not be graded."""
+        max_error_rate = self.settings.max_error_rate
+        num_samples = len(samples.rows)
+        work = self.submit(samples.rows, allowed_failures(num_samples, max_error_rate))
+        with waiting(f"the grades of {num_samples} responses", detail=work.progress):
             outcomes = work.result()
-        _report_failures(samples, outcomes, rate)
+        _report_failures(samples, outcomes, max_error_rate)
         return outcomes
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        """Begin to grade `Samples.rows`; the round ends once more than `max_failures` have failed."""
+        """Begin to grade samples.
+
+        Args:
+            rows: entries of `Samples.rows`.
+            max_failures: end the round once more samples than this have failed. None: never.
+
+        Returns:
+            The round, whose outcomes are in the order of the rows.
+        """
         raise NotImplementedError
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """The outcomes with what the manager adds to the grades."""
+        """Add to the grades what depends on more than the grader, such as a length penalty.
+
+        Args:
+            outcomes: [B] outcome of each sample.
+            samples: the samples.
+
+        Returns:
+            [B] outcomes; here the given ones.
+        """
         return outcomes
 
 
 def read_samples(
     data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True
 ) -> Samples:
-    """Decode the valid tokens of each response, special tokens left out, and gather its columns. `data` is as for
-    `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the ground truth is None
-    in all rows. Raises RewardError: a column or a ground truth is missing."""
+    """Decode the valid tokens of each response and gather its columns.
+
+    Args:
+        data: batch as for `RewardManager.begin`.
+        tokenizer: decodes the responses, with and without special tokens.
+        reward_fn_key: name of the column with the data source.
+        needs_truths: whether the rows have ground truths; if not, all are None.
+
+    Returns:
+        The samples, in the order of the batch.
+
+    Raises:
+        RewardError: a column or a ground truth is missing.
+    """
     columns = data.non_tensor_batch
-    there = sorted(map(str, [*columns, *(() if data.batch is None else data.batch.keys())]))
-    origins = dict.fromkeys(("responses", "attention_mask"), "generate_sequences writes it")
-    origins[reward_fn_key] = "data.reward_fn_key names it"
-    if needs_truths:
-        origins["reward_model"] = "the data set's rows bring it, as {'ground_truth': ...}"
-    for key, origin in origins.items():
-        if key not in there:
-            got = f"only the columns {', '.join(there) or 'none'}"
-            raise RewardError(f"reward batch column {key}", got=got, expected=f"this one; {origin}")
+    _check_columns(data, reward_fn_key, needs_truths=needs_truths)
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
-    # The attention mask, not the response mask: what a tool or the user said in between belongs to `solution_str`.
-    valid = (
-        data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
-    )
+    valid = responses
+    if response_length:
+        # The attention mask, not the response mask: what tools or users said between the policy's
+        # turns belongs to `solution_str`.
+        valid = data.batch["attention_mask"].cpu()[:, -response_length:]
     lengths = valid.long().sum(dim=-1)
+    masks = None
+    if "response_mask" in data.batch.keys():
+        masks = data.batch["response_mask"].cpu().numpy()
+
+    # Arrays are decoded much faster than tensors.
     token_ids = [
         row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)
     ]
+    special_texts = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    unknown_places = [f"row {row} of the batch" for row in range(len(token_ids))]
+    places = list(columns.get("source_row", unknown_places))
+
     rows = []
-    places = list(
-        columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))])
-    )
-    masks = (
-        data.batch["response_mask"].cpu().numpy() if "response_mask" in data.batch.keys() else None
-    )
-    whole = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
-    for row, text in enumerate(
-        tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    ):  # quick with arrays
-        truth = ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
+    for row, text in enumerate(texts):
+        truth = None
+        if needs_truths:
+            truth = ground_truth(columns["reward_model"][row], places[row])
         facts = {
             "data_source": columns[reward_fn_key][row],
             "solution_str": text,
             "ground_truth": truth,
-        }
-        facts |= {
             "extra_info": _extra_info(columns, row),
-            "solution_with_special_tokens": whole[row],
+            "solution_with_special_tokens": special_texts[row],
         }
-        if masks is not None and not (mask := masks[row][: lengths[row]]).all():
-            facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
+        if masks is not None:
+            mask = masks[row][: lengths[row]]
+            if not mask.all():
+                facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
         if "solution_messages" in columns:
             facts["solution_messages"] = columns["solution_messages"][row]
         rows.append(facts)
     return Samples(rows, lengths, response_length, places)
 
 
+def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -> None:
+    """Raise RewardError if the batch lacks a field that is needed for grading."""
+    names = [*data.non_tensor_batch]
+    if data.batch is not None:
+        names += data.batch.keys()
+    names = sorted(map(str, names))
+    origins = {
+        "responses": "generate_sequences writes it",
+        "attention_mask": "generate_sequences writes it",
+        reward_fn_key: "data.reward_fn_key names it",
+    }
+    if needs_truths:
+        origins["reward_model"] = "the rows of the data set have it, as {'ground_truth': ...}"
+    for name, origin in origins.items():
+        if name not in names:
+            raise RewardError(
+                f"reward batch column {name}",
+                got=f"only the columns {', '.join(names) or 'none'}",
+                expected=f"this one; {origin}",
+            )
+
+
 def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
-    """A row's `extra_info`, with what its conversation adds to it."""
+    """A row's `extra_info` with the columns of its conversation."""
     extra_info = columns["extra_info"][row] if "extra_info" in columns else None
     if extra_info is None:
         extra_info = {}
-    of_conversation = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
-    return {**extra_info, **of_conversation} if of_conversation else extra_info
+    conversation = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
+    return {**extra_info, **conversation} if conversation else extra_info
 
 
 def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
-    """What the policy itself wrote of a response: the runs of tokens whose mask is 1, each on lines of its own."""
-    runs = groupby(zip(token_ids, mask, strict=True), key=lambda pair: bool(pair[1]))
-    texts = [[int(token) for token, _ in pairs] for is_own, pairs in runs if is_own]
-    return "\n".join(tokenizer.batch_decode(texts, skip_special_tokens=True))
+    """The text of a response that the policy itself wrote.
+
+    Args:
+        tokenizer: decodes the tokens; special tokens are left out.
+        token_ids: valid tokens of the response.
+        mask: for each of them, 1 if the policy wrote it.
+
+    Returns:
+        Each run of tokens whose mask is 1, joined by line ends.
+    """
+    runs = []
+    for is_policy, pairs in groupby(zip(token_ids, mask, strict=True), lambda pair: bool(pair[1])):
+        if is_policy:
+            runs.append([int(token) for token, _ in pairs])
+    return "\n".join(tokenizer.batch_decode(runs, skip_special_tokens=True))
 
 
 def ground_truth(reward_model: Any, place: str, column: str = "reward_model") -> Any:
-    """The ground truth in a row's `reward_model`; RewardError, with the row's place and column, if it has none."""
+    """Read the ground truth of a row.
+
+    Args:
+        reward_model: the row's entry, a dict with "ground_truth".
+        place: file and number of the row, for the error.
+        column: name of the column, for the error.
+
+    Returns:
+        The ground truth; None is returned as it is, since some graders need no truth.
+
+    Raises:
+        RewardError: there is no ground truth, or it is NaN, which stands for a missing entry.
+    """
     got = repr(reward_model)
     if isinstance(reward_model, dict):
         truth = reward_model.get("ground_truth")
-        # NaN is a table's word for what is missing. None may be meant: some graders want no truth.
-        is_missing = isinstance(truth, float) and math.isnan(truth)
-        if "ground_truth" in reward_model and not is_missing:
+        if isinstance(truth, float) and math.isnan(truth):
+            got = "the ground truth NaN"
+        elif "ground_truth" in reward_model:
             return truth
-        got = (
-            "the ground truth NaN"
-            if is_missing
-            else f"a dict with {', '.join(map(str, reward_model)) or 'no key'}"
-        )
+        else:
+            got = f"a dict with {', '.join(map(str, reward_model)) or 'no key'}"
     raise RewardError(
-        f"{place}, column {column!r}", got, "a dict with 'ground_truth'", "Correct the data file."
+        f"{place}, column {column!r}",
+        got=got,
+        expected="a dict with 'ground_truth'",
+        fix="Correct the data file.",
     )
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:
-    """How many of so many samples may fail."""
-    # 0.29 * 100 is 28.999999999999996, and 29 of 100 are not more than 0.29.
+    """The largest number of samples that may fail.
+
+    Args:
+        num_samples: number of samples in the batch.
+        max_error_rate: largest share of them that may fail.
+
+    Returns:
+        The number, rounded down.
+    """
+    # 0.29 * 100 is 28.999999999999996, but 29 of 100 are not more than 0.29.
     return math.floor(num_samples * max_error_rate + 1e-9)
 
 
 def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> RewardOutput:
-    """The rewards of a batch, from the outcome of each of its samples.
-    Raises RewardError: a larger share than `max_error_rate` has failed; it ends with the first failure's own traceback.
+    """Assemble the rewards of a batch from the outcomes of its samples.
+
+    Args:
+        samples: the samples.
+        outcomes: [B] outcome of each of them.
+        max_error_rate: largest share of samples that may have no grade.
+
+    Returns:
+        Scores [B, T], the columns to store, and the metrics.
+
+    Raises:
+        RewardError: more samples have failed, with the first failure's own traceback; or a score
+            function returned an entry that is named like a column of the batch.
     """
     _report_failures(samples, outcomes, max_error_rate)
     scores = torch.zeros(len(outcomes), samples.response_length, dtype=torch.float32)
     if samples.response_length:
-        # A response without a single token keeps its score at the first position, where no mask lets it into a loss.
+        # A response without tokens has its score at position 0, where its mask keeps it out of
+        # any loss.
         last = (samples.lengths - 1).clamp(min=0)
-        found = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
-        scores[torch.arange(len(outcomes)), last] = found
+        sample_scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
+        scores[torch.arange(len(outcomes)), last] = sample_scores
+
+    metrics = _error_metrics(outcomes)
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
-    num_errors = sum(map(bool, extra[ERROR_COLUMN]))
-    reasons = [outcome.extra.get(UNGRADABLE) for outcome in outcomes]
-    num_ungradable = sum(isinstance(reason, str) and reason != "" for reason in reasons)
-    metrics = {
-        "reward/errors": Metric(num_errors, "sum"),
-        "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
-        "reward/ungradable": Metric(num_ungradable, "sum"),
-        "reward/error_rate": Metric(
-            num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)
-        ),
-    }
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
-    if taken := names.keys() & {ERROR_COLUMN, *FIELDS}:
-        got, expected = (
-            f"{', '.join(sorted(taken))} in the dict it returned",
-            "names that no column of the batch has",
-        )
+    taken_names = names.keys() & {ERROR_COLUMN, *FIELDS}
+    if taken_names:
         raise RewardError(
-            "score function", got=got, expected=expected, fix="Rename the entry, or leave it out."
+            "score function",
+            got=f"{', '.join(sorted(taken_names))} in the dict it returned",
+            expected="names that no column of the batch has",
+            fix="Rename the entry, or leave it out.",
         )
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
         if values and all(isinstance(value, Real) for value in values):
-            metrics[f"reward/extra/{name}"] = Metric(
-                math.fsum(values) / len(values), "mean", weight=len(values)
-            )
+            mean = math.fsum(values) / len(values)
+            metrics[f"reward/extra/{name}"] = Metric(mean, "mean", weight=len(values))
     return RewardOutput(scores, extra, metrics)
 
 
+def _error_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+    num_errors = 0
+    num_timeouts = 0
+    num_ungradable = 0
+    for outcome in outcomes:
+        num_errors += bool(outcome.error)
+        num_timeouts += outcome.kind == "timeout"
+        # A user's function may return an entry of this name and any type.
+        reason = outcome.extra.get(UNGRADABLE)
+        num_ungradable += isinstance(reason, str) and reason != ""
+    error_rate = num_errors / max(len(outcomes), 1)
+    return {
+        "reward/errors": Metric(num_errors, "sum"),
+        "reward/timeouts": Metric(num_timeouts, "sum"),
+        "reward/ungradable": Metric(num_ungradable, "sum"),
+        "reward/error_rate": Metric(error_rate, "mean", weight=len(outcomes)),
+    }
+
+
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
-    failed = [
-        row for row, outcome in enumerate(outcomes) if outcome.error and outcome.kind != "skipped"
-    ]
+    """Log samples that could not be graded; RewardError if there are too many of them."""
+    failed = []
+    has_skipped = False
+    for row, outcome in enumerate(outcomes):
+        if outcome.kind == "skipped":
+            has_skipped = True
+        elif outcome.error:
+            failed.append(row)
     if not failed:
         return
+
     first = failed[0]
-    found = f"{len(failed)} of {len(outcomes)} samples could not be graded"
-    source = f"{samples.places[first]}, of data source {samples.rows[first]['data_source']}"
-    cause = f"The first, {source}: {outcomes[first].error}"
+    data_source = samples.rows[first]["data_source"]
+    summary = f"{len(failed)} of {len(outcomes)} samples could not be graded"
+    cause = (
+        f"The first, {samples.places[first]}, of data source {data_source}: {outcomes[first].error}"
+    )
     if len(failed) > allowed_failures(len(outcomes), max_error_rate):
-        got = (
-            f"{found} (grading stopped there)"
-            if any(outcome.kind == "skipped" for outcome in outcomes)
-            else found
-        )
+        if has_skipped:
+            summary += " (grading stopped there)"
         raise RewardError(
-            "reward", got, f"at most {max_error_rate:.0%} (reward_model.max_error_rate)", cause
+            "reward",
+            got=summary,
+            expected=f"at most {max_error_rate:.0%} (reward_model.max_error_rate)",
+            fix=cause,
         )
-    logger.warning("%s and count as 0. %s", found, cause)
+    logger.warning("%s and count as 0. %s", summary, cause)

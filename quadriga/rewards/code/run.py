@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two places where a program runs on its tests: this machine, contained, or a Sandbox Fusion server.
+"""Running a program on its tests: contained on this machine, or on a Sandbox Fusion server.
 
-Here a supervisor runs the tests of one problem (`supervisor.py`). A server (github.com/bytedance/SandboxFusion) gets
-one POST to `/run_code` a test and contains programs by itself; what it does not limit (output, its network) is in its
-documentation. There a call of a function is a program that calls it and prints the result behind a mark.
+Here a supervisor runs the tests of one problem (`supervisor.py`).
+
+A server (github.com/bytedance/SandboxFusion) gets one POST to `/run_code` per test and contains
+programs itself; its documentation says what it does not limit (output, its network). To call a
+function, the program that is sent calls it and prints the result after a mark.
 """
 
 import json
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from select import select
 from typing import Any, NamedTuple
@@ -26,19 +28,32 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
-# An editable installation is found by the site's start-up files, which the supervisor goes without.
+# Given to the supervisor as its import path. It starts without the site's start-up files, which
+# would find an editable installation.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
+# Status of a run on the server -> `Run.status`.
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
-_QUEUE_S = 60.0  # what the server may take in addition to the program's own time
-# An error of the server's own may pass; then it is not the program's.
+_QUEUE_S = 60.0  # time that the server may take in addition to the program's own
+# An error of the server itself may be temporary: it is asked again before the run is an error.
 _MAX_SANDBOX_ERRORS = 3
 _MAX_ATTEMPTS = 4
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LC_ALL": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class Case(NamedTuple):
-    """One test: what the program is given, and the output that is expected (which it never gets)."""
+    """A test of a program.
+
+    Attributes:
+        given: what the program gets: {"input": text}, or {"function": name, "arguments": list}.
+        expected: the right output or result, which the program never gets.
+    """
 
     given: dict[str, Any]
     expected: Any
@@ -50,53 +65,84 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What became of one test."""
+    """The outcome of one test, before its output is compared.
+
+    Attributes:
+        index: position of the test.
+        status: "ok" if the program ended by itself with exit status 0; else "error" (another exit
+            status), "crash" (a signal), "network", or the limit that ended it ("time", "wall",
+            "output", "folder").
+        code: exit status; negative: number of the signal.
+        cpu_s: CPU time in seconds.
+        stdout: its standard output.
+        stderr: its standard error.
+        result: result of its function, as JSON.
+        refused: names of the system calls that containment refused it.
+    """
 
     index: int
-    # "ok" where the program ended by itself with exit status 0; else "error" (another status), "crash" (a signal), the
-    # limit that ended it ("time", "wall", "output", "folder"), or "network".
     status: str
     code: int
     cpu_s: float
     stdout: str
     stderr: str
     result: str
-    refused: str = ""  # names of the system calls that containment refused it
+    refused: str = ""
 
 
 @cache
 def require_containment() -> None:
-    """Check, once a process, that programs can be contained here; RewardError: none runs then."""
+    """Check, once per process, that programs can be contained here; RewardError if they cannot."""
     reason = containment.missing()
     if reason:
-        fix = "Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url."
         raise RewardError(
-            "grader code", reason, "a system on which a model's program can be contained", fix
+            "grader code",
+            got=reason,
+            expected="a system on which a model's program can be contained",
+            fix=f"Run programs on a Sandbox Fusion server: {_URL}.",
         )
 
 
 @cache
 def can_mount() -> bool:
-    """Whether a supervisor can have file systems of its own here, tried once a process; many containers forbid it."""
+    """Whether a supervisor can mount file systems here. Many containers forbid it.
+
+    This is tried once per process, in a process of its own.
+    """
     with own_folder() as folder:
-        command = (
-            "import sys; sys.path[:] = sys.argv[2:]; from quadriga.rewards.code import containment as c; "
+        code = (
+            "import sys; sys.path[:] = sys.argv[2:]; "
+            "from quadriga.rewards.code import containment as c; "
             "c.mount_memory(sys.argv[1:2], c.Limits())"
         )
-        tried = [sys.executable, "-I", "-S", "-c", command, folder, _PACKAGE_FOLDER, *sys.path]
-        return subprocess.run(tried, capture_output=True).returncode == 0
+        command = [sys.executable, "-I", "-S", "-c", code, folder, _PACKAGE_FOLDER, *sys.path]
+        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def run_cases(
     program: str, cases: Sequence[Case], limits: Limits, *, parallel: int = 1, total_s: float = 8.0
 ) -> Iterator[Run]:
-    """Run a Python program on each test, `parallel` at a time; runs come as they end.
+    """Run a Python program on each test, contained on this machine.
 
-    Closing the iterator ends the rest; tests that have not ended after `total_s` seconds for all of them do not come.
-    Raises RewardError: programs cannot be contained here, or the supervisor failed."""
+    Args:
+        program: text of the program.
+        cases: the tests.
+        limits: limits of one test.
+        parallel: number of tests to run at the same time.
+        total_s: seconds for all tests together; tests that have not ended by then are left out.
+
+    Returns:
+        Iterator over the runs, in the order in which they end. Closing it ends the other tests.
+
+    Raises:
+        RewardError: programs cannot be contained here, or the supervisor failed.
+    """
     require_containment()
     deadline = time.monotonic() + total_s
+    # The program may import what the interpreter's own folders have, and nothing of the run.
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
+    inside_prefix = tuple(f"{prefix}{os.sep}" for prefix in prefixes)
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path]
     with own_folder() as folder:
         job = {
             "grader": os.getpid(),
@@ -106,29 +152,19 @@ def run_cases(
             "parallel": parallel,
             "folder": folder,
             "is_in_memory": can_mount(),
-            # What a program may import from: the interpreter's own folders, and nothing of the run's.
-            "path": [
-                path
-                for path in sys.path
-                if path.startswith(tuple(f"{prefix}{os.sep}" for prefix in prefixes))
-            ],
+            "path": [path for path in sys.path if path.startswith(inside_prefix)],
             "readable": prefixes,
         }
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={
-                "PATH": "/usr/bin:/bin",
-                "LC_ALL": "C.UTF-8",
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
+            env=_ENVIRONMENT,
         ) as process:
             assert process.stdin is not None
             try:
-                # Where it has died already, the end of its output, read next, tells.
+                # If the supervisor has died already, the end of its output, read next, shows it.
                 with suppress(BrokenPipeError), process.stdin as stream:
                     stream.write(json.dumps(job).encode())
                 yield from _runs(process, len(cases), deadline)
@@ -138,33 +174,39 @@ def run_cases(
 
 
 def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[Run]:
+    """Read the supervisor's reports, one per test, until the deadline."""
     assert process.stderr is not None
-    for num_seen in range(num_cases):
+    for num_read in range(num_cases):
         try:
-            index, status, code, cpu_s, *sizes = HEADER.unpack(
-                _read(process, HEADER.size, deadline)
-            )
+            header = _read(process, HEADER.size, deadline)
+            index, status, code, cpu_s, *sizes = HEADER.unpack(header)
             streams = [_read(process, size, deadline).decode("utf-8", "replace") for size in sizes]
         except TimeoutError:
             return
         except EOFError:
-            said = process.stderr.read().decode("utf-8", "replace").strip()
-            got = f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}"
+            output = process.stderr.read().decode("utf-8", "replace").strip()
+            output = output[-2000:] or "it printed nothing"
             raise RewardError(
-                "supervisor of a program's tests", got=got, expected="an outcome for each"
+                "supervisor of a program's tests",
+                got=f"its end after {num_read} of {num_cases} tests: {output}",
+                expected="an outcome for each",
             ) from None
         yield Run(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
 
 def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
-    """So many bytes of its standard output; TimeoutError at the deadline, EOFError where it ends before."""
+    """Read `size` bytes of a process's standard output.
+
+    TimeoutError at the deadline, EOFError if the output ends before.
+    """
     assert process.stdout is not None
-    content, num_read = bytearray(size), 0
+    content = bytearray(size)
     view = memoryview(content)
-    # The deadline comes first: a supervisor that always has something to say would never let it be seen.
+    num_read = 0
     while num_read < size:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not select([process.stdout], [], [], left_s)[0]:
+        # First of all, since a supervisor may always have something to say.
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 or not select([process.stdout], [], [], remaining_s)[0]:
             raise TimeoutError
         num_new = os.readv(process.stdout.fileno(), [view[num_read:]])
         if not num_new:
@@ -182,13 +224,24 @@ def run_remotely(
     language: str = "python",
     parallel: int = 2,
 ) -> Iterator[Run]:
-    """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
-    Raises RewardError: the server does not answer, or reports an error of its own each time.
-    `cases`: the tests; calls of functions in Python only.
-    `limits`: of one test; `time_s` and `memory_megabytes` are sent, the others are the server's.
-    `url`: of the server; `/run_code` is added if it is not there.
-    `language`: as the server names it.
-    `parallel`: requests at the same time."""
+    """Run a program on each test, on a Sandbox Fusion server.
+
+    Args:
+        program: text of the program.
+        cases: the tests; calls of functions only in Python.
+        limits: limits of one test; `time_s`, `wall_s` (to compile) and `memory_megabytes` are sent,
+            the others are the server's.
+        url: address of the server; `/run_code` is added if it is missing.
+        language: language of the program, as the server calls it.
+        parallel: number of requests at the same time.
+
+    Returns:
+        Iterator over the runs, in the order in which they end.
+
+    Raises:
+        ValueError: a test calls a function in another language than Python.
+        RewardError: the server does not answer, or reports an error of its own each time.
+    """
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(
             f"grader code: got function calls in {language!r}, expected them in 'python' only"
@@ -197,15 +250,17 @@ def run_remotely(
     server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
     pool = ThreadPoolExecutor(parallel)
     try:
-        run_one = partial(pool.submit, _run_one, server, program, limits, language)
-        waiting = [run_one(index, case) for index, case in enumerate(cases)]
-        for future in as_completed(waiting):
+        futures = [
+            pool.submit(_run_remote_case, server, program, limits, language, index, case)
+            for index, case in enumerate(cases)
+        ]
+        for future in as_completed(futures):
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_one(
+def _run_remote_case(
     server: HTTPClient, program: str, limits: Limits, language: str, index: int, case: Case
 ) -> Run:
     body = {
@@ -218,31 +273,39 @@ def _run_one(
         "files": {},
         "fetch_files": [],
     }
+    timeout_s = limits.wall_s + limits.time_s + _QUEUE_S
     reply: dict[str, Any] = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
-        reply = server.call_until(
-            body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S, max_attempts=_MAX_ATTEMPTS
-        )
+        reply = server.call_until(body, timeout_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
         if reply.get("status") != "SandboxError":
             break
     else:
         raise RewardError(
             server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed"
         )
-    # The first part that failed, or else the run itself.
-    part = reply.get("compile_result")
-    if not part or (part.get("status") == "Finished" and part.get("return_code") == 0):
-        part = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
-    code, status = part.get("return_code") or 0, _STATUS.get(str(part.get("status")), "error")
-    stdout, _, result = (part.get("stdout") or "").partition(_MARK)
-    status, cpu_s = (
-        "error" if status == "ok" and code else status,
-        part.get("execution_time") or 0.0,
+
+    # A compilation that failed is the outcome; else the run is.
+    step = reply.get("compile_result")
+    if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
+        step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
+    code = step.get("return_code") or 0
+    status = _STATUS.get(str(step.get("status")), "error")
+    if status == "ok" and code:
+        status = "error"
+    stdout, _, result = (step.get("stdout") or "").partition(_MARK)
+    return Run(
+        index=index,
+        status=status,
+        code=code,
+        cpu_s=step.get("execution_time") or 0.0,
+        stdout=stdout,
+        stderr=step.get("stderr") or "",
+        result=result.strip(),
     )
-    return Run(index, status, code, cpu_s, stdout, part.get("stderr") or "", result.strip())
 
 
 def _with_call(program: str, case: Case) -> str:
+    """Append to a program the call of its function, and the output of the result."""
     name = case.given["function"]
     arguments = json.dumps(case.given["arguments"])
     return (

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of one supervisor: it runs the tests of one problem, each in a contained process of its own.
+"""The program of a supervisor, which runs the tests of one problem, each in a contained process.
 
-It is a fresh interpreter without the site's start-up files (`COMMAND`), with an empty environment. It never runs a
-line of the model's, and it gets the inputs only: the expected outputs never reach it.
+It is a fresh interpreter without the site's start-up files (`COMMAND`), with a small environment.
+It never runs a line that the model wrote, and it gets only the inputs: the expected outputs never
+reach it.
 
     grader                       supervisor                    process of a test
       | -- the job, as JSON -----> |                              |
-      |                            | -- fork -------------------> |  gives everything up (`containment`), then runs
-      |                            | <--- what it was refused --- |  waits for the answer
+      |                            | -- fork -------------------> |  gives up its rights, then runs
+      |                            |                              |  the program (`containment`)
+      |                            | <--- a refused system call - |  waits for the answer
       |                            | <----------- its end ------- |
-      | <-- one outcome a test --- |  status and streams          |
+      | <-- an outcome per test -- |  status and streams          |
       |                            |  ... `parallel` at a time
 
-    supervisor   waits for the ends of processes, 50 ms at most; a process past its wall time or with too full a folder
-                 is killed. SIGKILL only, so nothing can be ignored. It never waits for the grader: while that has not
-                 read all outcomes, no further test is started.
-    everything   ends with the supervisor, which ends with the grader: the kernel kills a child whose parent is gone.
+    supervisor   waits for the end of a process, 50 ms at most; kills a process after its wall time
+                 or with too full a folder. It only uses SIGKILL, which cannot be ignored. It never
+                 waits for the grader: until that has read all outcomes, it starts no further test.
+    everything   ends with the supervisor, which ends with the grader: the kernel kills a child
+                 whose parent is gone.
 
-Streams are files in memory, not pipes: they need no reader, and the limit on a file's size bounds them. They travel as
-they are, each after its length (`HEADER`): nothing in them is read before the grader has them apart.
+Streams are files in memory, not pipes: they need no reader, and the limit on the size of files
+applies to them. They are sent as they are, after their lengths (`HEADER`): their content is not
+interpreted before the grader has separated them.
 """
 
 import io
@@ -40,21 +44,22 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import MEGABYTE, NETWORK_SIGNAL, Limits
 from quadriga.rewards.code.system_calls import refuse_call
 
-COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
+COMMAND = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from quadriga.rewards.code.supervisor import main; main()"
+)
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-RESULT_FD = (
-    3  # where a function's result goes: not to the standard output, where the program may print
-)
+# Where the result of a function goes. The program may print to its standard output.
+RESULT_FD = 3
 
 HEADER = struct.Struct("=I8sid4Q")
-"""Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams and of the
-names of the system calls that it was refused."""
+"""Sent before each test's streams: index, status, exit code, CPU seconds, and the bytes of the
+three streams and of the names of refused system calls."""
 
-_NOTICE_FD = (
-    4  # where a process says that it is contained, just before it closes it and the program begins
-)
-# So many are told; then the kernel refuses by itself (ENOSYS), and no program can keep a supervisor busy.
+# Where a process says that it is contained, just before it closes it and the program begins.
+_NOTICE_FD = 4
+# After so many the kernel refuses by itself (ENOSYS), so that no program keeps a supervisor busy.
 _MAX_REFUSALS = 8
 
 _POLL_S = 0.05
@@ -62,43 +67,68 @@ _ERROR_BYTES = 8000
 
 
 class _Running:
-    """One test under way: its process, its streams, its folder, when its time is up, and what it has been refused."""
+    """A test under way.
 
-    # Not a data class: importing their module takes a fifth of a supervisor's start.
+    Attributes:
+        index: position of the test.
+        pid: its process.
+        pid_fd: descriptor that is ready when the process has ended.
+        streams: files in memory for its standard output, standard error and result.
+        folder: its folder.
+        deadline: end of its wall time, by `time.monotonic`.
+        is_contained: whether it has given up its rights; the program begins afterwards.
+        listener: descriptor for its refused system calls.
+        refused: names of these calls.
+    """
+
+    # No dataclass: importing `dataclasses` takes a fifth of a supervisor's start.
     def __init__(
         self, index: int, pid: int, streams: tuple[int, int, int], folder: Path, deadline: float
     ) -> None:
-        self.index, self.pid, self.pid_fd = index, pid, os.pidfd_open(pid)
-        self.streams, self.folder, self.deadline = streams, folder, deadline
+        self.index = index
+        self.pid = pid
+        self.pid_fd = os.pidfd_open(pid)
+        self.streams = streams
+        self.folder = folder
+        self.deadline = deadline
         self.is_contained = False
         self.listener: int | None = None
         self.refused: list[str] = []
 
 
 def main() -> None:
-    """Run the job on the standard input; in the process of a test, run the program."""
+    """Run the job that is on the standard input; in the process of a test, run the program."""
     job = json.load(sys.stdin.buffer)
     supervisor = Supervisor(job)
-    # Not earlier: who takes a user namespace loses it.
+    # Not earlier: a process that enters a user namespace loses this setting.
     containment.die_with_parent(job["grader"])
     case = supervisor.run()
     if case is not None:
-        # The process of a test comes out here, and ends as any program does: threads are joined, exit handlers run.
+        # This is the process of a test. It ends as any program: threads are joined, exit handlers
+        # run.
         execute(job["program"], case)
 
 
 def execute(program: str, case: dict[str, Any]) -> None:
-    """Run the program as `__main__`; with a case for a function, call it and write the result to `RESULT_FD`."""
+    """Run a program as `__main__`.
+
+    Args:
+        program: text of the program.
+        case: what the program gets, as in `Case.given`. If it names a function, the function is
+            called and its result is written to `RESULT_FD`, as JSON.
+    """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    # A program may annotate and import as it likes, as if it stood in a file.
+    # The program must not inherit this file's `__future__` statements.
     exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
     if "function" not in case:
         return
     name = case["function"]
-    if not hasattr(module, name) and not hasattr(module, "Solution"):
-        raise NameError(f"the program has neither a function {name!r} nor a class Solution")
-    owner = module if hasattr(module, name) else module.Solution()
+    owner: Any = module
+    if not hasattr(module, name):
+        if not hasattr(module, "Solution"):
+            raise NameError(f"the program has neither a function {name!r} nor a class Solution")
+        owner = module.Solution()
     result = getattr(owner, name)(*case["arguments"])
     with open(RESULT_FD, "wb", closefd=False) as stream:
         stream.write(json.dumps(result, default=_as_json).encode())
@@ -113,7 +143,7 @@ def _as_json(value: Any) -> Any:
 
 
 class Supervisor:
-    """Runs the tests of one job, each in a contained process, and returns their results."""
+    """Runs the tests of one job, each in a contained process, and sends their outcomes."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._cases = job["cases"]
@@ -124,7 +154,7 @@ class Supervisor:
         self._readable = job["readable"]
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, _Running] = {}
-        # Each is one test's at a time, and empty between two.
+        # Folders that no test uses at the moment, all empty.
         self._folders = [Path(job["folder"], str(number)) for number in range(self._parallel)]
         for folder in self._folders:
             folder.mkdir()
@@ -132,13 +162,18 @@ class Supervisor:
             containment.mount_memory(self._folders, self._limits)
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
-        # From the processes of all tests: each message is whole.
+        # The processes of all tests share it, so messages must keep their bounds.
         self._notices, self._notice = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._notices.setblocking(False)
         self._selector.register(self._notices, selectors.EVENT_READ)
 
     def run(self) -> dict[str, Any] | None:
-        """None when all tests have ended; in the process of a test, which leaves by here too, its case."""
+        """Run all tests.
+
+        Returns:
+            None when all tests have ended. The process of a test returns from here too, with its
+            case.
+        """
         for index, case in enumerate(self._cases):
             while len(self._running) >= self._parallel or self._unsent:
                 self._wait()
@@ -149,66 +184,66 @@ class Supervisor:
         return None
 
     def _start(self, index: int, case: dict[str, Any]) -> int:
+        """Fork the process of a test; returns its number, and 0 in the process itself."""
         folder = self._folders.pop()
-        out, error, result = map(_memory_file, ("stdout", "stderr", "result"))
-        streams = (out, error, result)
-        given = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
+        streams = (_memory_file("stdout"), _memory_file("stderr"), _memory_file("result"))
+        stdin = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
         pid = os.fork()
         if pid == 0:
-            self._become_test(index, folder, (given, *streams, self._notice.fileno()))
+            self._become_test(index, folder, (stdin, *streams, self._notice.fileno()))
             return 0
-        os.close(given)
+        os.close(stdin)
         running = _Running(index, pid, streams, folder, time.monotonic() + self._limits.wall_s)
         self._running[index] = running
         self._selector.register(running.pid_fd, selectors.EVENT_READ, running)
         return pid
 
-    def _become_test(self, index: int, folder: Path, streams: tuple[int, ...]) -> None:
-        # First out of the way of the numbers that the streams have, and of those that they are to have.
-        first_free = max(streams) + len(streams)
-        aside = [os.dup2(fd, first_free + number) for number, fd in enumerate(streams)]
-        # Before their numbers are others': they would close those when they are freed.
+    def _become_test(self, index: int, folder: Path, fds: tuple[int, ...]) -> None:
+        """Make this process that of a test: its streams, its folder, and containment.
+
+        `fds` become descriptors 0 to 4: standard input, output and error, the result, the notice.
+        """
+        # First move them away from both their old and their new numbers.
+        first_free = max(fds) + len(fds)
+        moved_fds = [os.dup2(fd, first_free + number) for number, fd in enumerate(fds)]
+        # Before their numbers are taken: these objects would close the new descriptors when freed.
         for owner in (self._selector, self._notices, self._notice):
             owner.close()
-        for number, fd in enumerate(aside):
+        for number, fd in enumerate(moved_fds):
             os.dup2(fd, number)
-        os.closerange(len(aside), 4096)
+        os.closerange(len(moved_fds), 4096)
+
         os.chdir(folder)
-        # Python ignores it: a program that prints without end would go on through its own errors.
+        # Python ignores this signal: a program that prints without end would handle the error and
+        # go on.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.argv[:] = ["solution.py"]
         sys.path[:] = [str(folder), *self._path]
         os.environ.update(HOME=str(folder), TMPDIR=str(folder))
-        stdin, stdout, stderr = (
-            io.FileIO(0, "r", False),
-            io.FileIO(1, "w", False),
-            io.FileIO(2, "w", False),
-        )
-        sys.stdin = sys.__stdin__ = io.TextIOWrapper(
-            io.BufferedReader(stdin), "utf-8", "surrogateescape"
-        )
-        sys.stdout = sys.__stdout__ = io.TextIOWrapper(
-            io.BufferedWriter(stdout), "utf-8", "surrogateescape"
-        )
-        errors = io.BufferedWriter(stderr)
+        stdin = io.BufferedReader(io.FileIO(0, "r", False))
+        stdout = io.BufferedWriter(io.FileIO(1, "w", False))
+        stderr = io.BufferedWriter(io.FileIO(2, "w", False))
+        sys.stdin = sys.__stdin__ = io.TextIOWrapper(stdin, "utf-8", "surrogateescape")
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(stdout, "utf-8", "surrogateescape")
         sys.stderr = sys.__stderr__ = io.TextIOWrapper(
-            errors, "utf-8", "backslashreplace", line_buffering=True
+            stderr, "utf-8", "backslashreplace", line_buffering=True
         )
+
         listener = containment.confine(
             str(folder), self._limits, self._readable, may_remove=self._is_in_memory
         )
+        listeners = [] if listener is None else [listener]
         with socket.socket(fileno=_NOTICE_FD) as notice:
-            socket.send_fds(
-                notice, [index.to_bytes(4, "little")], [] if listener is None else [listener]
-            )
+            socket.send_fds(notice, [index.to_bytes(4, "little")], listeners)
         if listener is not None:
             os.close(listener)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "quadriga"]:
-            # A program has no business with them, and may have modules of the same name.
-            del sys.modules[name]
+        # A program has no business with these, and may have modules of the same name.
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "quadriga":
+                del sys.modules[name]
 
     def _wait(self) -> None:
-        """Until a test has ended, or 50 ms: report what has ended, kill what is over its limits."""
+        """Wait for an event, 50 ms at most; report tests that have ended or exceed a limit."""
         for key, _ in self._selector.select(_POLL_S):
             if key.fd == 1:
                 self._send()
@@ -220,32 +255,33 @@ class Supervisor:
                 self._refuse(key.data)
         now = time.monotonic()
         for running in list(self._running.values()):
-            over = (
-                "wall"
-                if now > running.deadline
-                else "folder"
-                if self._is_full(running.folder)
-                else ""
-            )
-            if over:
-                os.kill(running.pid, signal.SIGKILL)
-                self._report(running, over)
+            if now > running.deadline:
+                exceeded = "wall"
+            elif self._is_full(running.folder):
+                exceeded = "folder"
+            else:
+                continue
+            os.kill(running.pid, signal.SIGKILL)
+            self._report(running, exceeded)
 
     def _take_notices(self) -> None:
-        """Of processes that they are contained, with the listeners of the calls that they will be refused."""
+        """Read which processes are contained, and take the listeners for their refused calls."""
         with suppress(BlockingIOError):
             while True:
                 message, listeners, _, _ = socket.recv_fds(self._notices, 4, 1)
                 running = self._running[int.from_bytes(message, "little")]
                 running.is_contained = True
-                for running.listener in listeners:
-                    self._selector.register(running.listener, selectors.EVENT_READ, running)
+                for listener in listeners:
+                    running.listener = listener
+                    self._selector.register(listener, selectors.EVENT_READ, running)
 
     def _refuse(self, running: _Running) -> None:
         assert running.listener is not None
         name = refuse_call(running.listener)
-        running.refused += [name] if name else []
-        # A process gives up its memory for milliseconds after its last call: its listener would be ready all the time.
+        if name:
+            running.refused.append(name)
+        # None: the process has made its last call. Its listener stays ready for the milliseconds in
+        # which it frees its memory.
         if name is None or len(running.refused) >= _MAX_REFUSALS:
             self._stop_listening(running)
 
@@ -257,49 +293,59 @@ class Supervisor:
 
     def _is_full(self, folder: Path) -> bool:
         if self._is_in_memory:
-            # The file system itself is full then.
+            # The kernel keeps to the limits.
             return False
-        num_files = size = 0
+        num_files = 0
+        size = 0
         with os.scandir(folder) as entries:
             for entry in entries:
                 num_files += 1
                 try:
                     size += 512 * entry.stat(follow_symlinks=False).st_blocks
                 except FileNotFoundError:
-                    # The program has removed it in between.
+                    # The program has removed it in the meantime.
                     continue
         return num_files > self._limits.num_files or size > self._limits.folder_megabytes * MEGABYTE
 
-    def _report(self, running: _Running, over: str) -> None:
-        _, status, usage = os.wait4(running.pid, 0)
-        over = over or ("folder" if self._is_full(running.folder) else "")
+    def _report(self, running: _Running, exceeded: str) -> None:
+        """Queue the outcome of a test that has ended, and send what can be sent.
+
+        `exceeded` is the limit for which it was killed, "wall" or "folder"; "" if it was not.
+        """
+        _, wait_status, usage = os.wait4(running.pid, 0)
+        if not exceeded and self._is_full(running.folder):
+            exceeded = "folder"
         self._take_notices()
         self._stop_listening(running)
         self._selector.unregister(running.pid_fd)
         del self._running[running.index]
         stdout, stderr, result = map(_content, running.streams)
         stderr = stderr[-_ERROR_BYTES:]
-        if not running.is_contained and not over:
-            said = stderr.decode("utf-8", "replace")
+        if not running.is_contained and not exceeded:
+            reason = stderr.decode("utf-8", "replace")
             raise RuntimeError(
-                f"a test's process could not be contained, and its program has not run: {said}"
+                f"a test's process could not be contained, and its program has not run: {reason}"
             )
         os.close(running.pid_fd)
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)
         self._folders.append(running.folder)
+
         cpu_s = usage.ru_utime + usage.ru_stime
-        ended = _status(status, over, cpu_s, self._limits)
-        # What it printed counts only where it ended well.
-        streams = (stdout, stderr, result) if ended == "ok" else (b"", stderr, b"")
-        streams += (", ".join(dict.fromkeys(running.refused)).encode(),)
-        code = os.waitstatus_to_exitcode(status)
-        head = HEADER.pack(running.index, ended.encode(), code, cpu_s, *map(len, streams))
-        self._unsent.extend(memoryview(part) for part in (head, *streams) if part)
+        code = os.waitstatus_to_exitcode(wait_status)
+        status = _status(code, exceeded, cpu_s, self._limits)
+        if status != "ok":
+            # Output counts only if the program ended well.
+            stdout = b""
+            result = b""
+        refused = ", ".join(dict.fromkeys(running.refused)).encode()
+        streams = (stdout, stderr, result, refused)
+        header = HEADER.pack(running.index, status.encode(), code, cpu_s, *map(len, streams))
+        self._unsent.extend(memoryview(part) for part in (header, *streams) if part)
         self._send()
 
     def _send(self) -> None:
-        """What the grader's pipe takes without waiting; the rest when it has room again."""
+        """Send what the grader's pipe takes without waiting; the rest when it has room again."""
         is_waiting = 1 in self._selector.get_map()
         while self._unsent:
             try:
@@ -315,16 +361,21 @@ class Supervisor:
             self._selector.unregister(1)
 
 
-def _status(status: int, over: str, cpu_s: float, limits: Limits) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    # The kernel counts CPU time by ticks: its SIGKILL at the limit may come a little before.
-    is_out_of_time = code == -signal.SIGKILL and not over and cpu_s >= 0.9 * limits.time_s
+def _status(code: int, exceeded: str, cpu_s: float, limits: Limits) -> str:
+    """The status of a test (`Run.status`), from its exit code and the limit that it exceeded."""
+    # The kernel counts CPU time in ticks, so its SIGKILL at the limit may come a little earlier.
+    is_out_of_time = code == -signal.SIGKILL and not exceeded and cpu_s >= 0.9 * limits.time_s
     if cpu_s >= limits.time_s or is_out_of_time:
         return "time"
-    if over or code == 0:
-        return over or "ok"
-    by_signal = {-signal.SIGXFSZ: "output", -NETWORK_SIGNAL: "network"}
-    return by_signal.get(code, "crash" if code < 0 else "error")
+    if exceeded:
+        return exceeded
+    if code == 0:
+        return "ok"
+    if code == -signal.SIGXFSZ:
+        return "output"
+    if code == -NETWORK_SIGNAL:
+        return "network"
+    return "crash" if code < 0 else "error"
 
 
 def _memory_file(name: str, content: bytes = b"") -> int:
@@ -336,7 +387,7 @@ def _memory_file(name: str, content: bytes = b"") -> int:
 
 
 def _content(fd: int) -> bytes:
-    # A program may have moved the end of its own stream, but never past the limit on files.
+    # A program may have changed the size of its own stream, but never beyond the limit on files.
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
     return content

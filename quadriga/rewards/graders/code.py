@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs (CodeContests, APPS, Codeforces, TACO), run on their tests under limits, or on a Sandbox Fusion server.
+"""Programs (CodeContests, APPS, Codeforces, TACO), run on their tests here or on a server.
 
-The last fenced block of the response is the program; the whole response where there is none. A ground truth is a dict,
-or JSON text of one, as the data sets have it:
+The last fenced block of the response is the program; the whole response if there is none. A ground
+truth is a dict, or JSON text of one, as the data sets have it:
 
-    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                     standard input and output
-    {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}          a call of a function a test
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}             standard input and output
+    {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}  a call of a function per test
 
-An input of a call is the list of its arguments, or text with one argument in JSON a line; an output is the result, or
-its JSON text, or (in APPS) the result in a list of one.
+The input of a call is the list of its arguments, or text with one argument in JSON per line. The
+output of a call is the result, or its JSON text, or (in APPS) a list with the result alone.
 
-A test passes if the program ends by itself, with exit status 0, and prints (or its function returns) what is expected.
-A test that ends at a limit of time, and one that opens a socket, ends the problem: the tests after it are not run and
-have not passed.
+A test passes if the program ends by itself, with exit status 0, and prints (or its function
+returns) what is expected. A test that reaches a time limit, and one that opens a socket, ends the
+problem: the tests after it are not run and have not passed.
 
-Besides the score it returns "pass_rate" (share of the tests that passed), "num_tests", and "reason": in words, the
-first failure, "" where all passed.
+In addition to the score, the result has "pass_rate" (share of the tests that passed), "num_tests",
+and "reason", the first failure in words ("" if all passed).
 """
 
 import gc
@@ -38,7 +38,9 @@ _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
 LONGEST_REASON = 300
 TOLERANCE = 1e-6
 _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-# A limit that a program meets as an error of its own, by the beginning of the last line that it leaves.
+_MAX_SHOWN_CHARS = 80
+# A program meets some limits as an error of its own. By the beginning of the last line of its
+# standard error:
 _FOLDER = "folder limit: more than {0.folder_megabytes} MB or {0.num_files} files"
 _LIMIT_OF_ERROR = {
     "OSError: [Errno 28]": _FOLDER,
@@ -60,67 +62,97 @@ def compute_score(
     language: str = "python",
     **limits: float,
 ) -> dict[str, Any]:
-    """The share of the tests that pass, or, without partial credit, 1 if all do and 0 if not.
-    `parallel`: tests at the same time.
-    `total_s`: seconds for all tests together; keep it below reward_model.timeout_s.
-    `sandbox_url`: address of a Sandbox Fusion server. None: programs run on this machine, contained.
-    `language`: of the programs; other than "python" needs `sandbox_url`.
-    `limits`: of one test, the fields of `Limits`.
-    Raises ValueError: the ground truth holds no tests, or there is no such option.
-    Raises RewardError: programs cannot be contained here, or the server does not answer."""
-    known = Limits._fields
-    if unknown := [name for name in limits if name not in known]:
+    """Score a program by the share of the tests that pass.
+
+    Args:
+        solution_str: the response, with the program.
+        ground_truth: the tests, see the top of this file.
+        extra_info: not used.
+        use_partial_credit: if not, the score is 1 if all tests pass and 0 otherwise.
+        parallel: number of tests to run at the same time.
+        total_s: seconds for all tests together; keep it below `reward_model.timeout_s`.
+        sandbox_url: address of a Sandbox Fusion server. None: programs run contained on this
+            machine.
+        language: language of the programs; one other than "python" needs `sandbox_url`.
+        **limits: limits of one test, the fields of `Limits`.
+
+    Returns:
+        "score", "pred" (None), "pass_rate", "num_tests" and "reason".
+
+    Raises:
+        ValueError: the ground truth has no tests, or an option is unknown.
+        RewardError: programs cannot be contained here, or the server does not answer.
+    """
+    unknown = [name for name in limits if name not in Limits._fields]
+    if unknown:
         raise ValueError(
-            f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(known)})"
+            f"grader code: got the options {', '.join(unknown)}, "
+            f"expected limits ({', '.join(Limits._fields)})"
         )
-    checked = Limits(**limits)
     if language != "python" and sandbox_url is None:
         raise ValueError(
-            f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set"
+            f"grader code: got language {language!r}, "
+            "expected 'python' where sandbox_url is not set"
         )
+    test_limits = Limits(**limits)
     cases = read_cases(ground_truth)
     program = extract_program(solution_str)
     if not program.strip():
         return _graded(0, len(cases), "the response holds no program", use_partial_credit)
     if sandbox_url is None:
-        runs = run_cases(program, cases, checked, parallel=parallel, total_s=total_s)
+        runs = run_cases(program, cases, test_limits, parallel=parallel, total_s=total_s)
     else:
         runs = run_remotely(
-            program, cases, checked, url=sandbox_url, language=language, parallel=parallel
+            program, cases, test_limits, url=sandbox_url, language=language, parallel=parallel
         )
-    num_passed, failures = 0, {}
+
+    num_passed = 0
+    failures: dict[int, str] = {}
     try:
         for run in runs:
-            failure = why_failed(run, cases[run.index], checked)
-            num_passed += not failure
-            if failure:
-                failures[run.index] = failure + (
-                    f" (containment refused {run.refused})" if run.refused else ""
-                )
+            failure = why_failed(run, cases[run.index], test_limits)
+            if not failure:
+                num_passed += 1
+            else:
+                if run.refused:
+                    failure += f" (containment refused {run.refused})"
+                failures[run.index] = failure
             if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
                 break
         else:
             if num_passed + len(failures) < len(cases):
+                # The last of all failures, since it is of no single test.
                 failures[len(cases)] = (
                     f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
                 )
     finally:
         runs.close()
-    first = min(failures, default=-1)
-    place = f"test {first + 1} of {len(cases)}: " if 0 <= first < len(cases) else ""
-    return _graded(
-        num_passed, len(cases), f"{place}{failures[first]}" if failures else "", use_partial_credit
-    )
+    reason = ""
+    if failures:
+        first = min(failures)
+        reason = failures[first]
+        if first < len(cases):
+            reason = f"test {first + 1} of {len(cases)}: {reason}"
+    return _graded(num_passed, len(cases), reason, use_partial_credit)
 
 
 def extract_program(solution_str: str) -> str:
-    """The program of a response: its last fenced block, closed or not; the whole response where there is none."""
+    """Take the program from a response: its last fenced block, closed or not, or all of it."""
     blocks = list(_FENCE.finditer(solution_str))
     return blocks[-1]["program"] if blocks else solution_str
 
 
 def why_failed(run: Run, case: Case, limits: Limits) -> str:
-    """In words, why a test has not passed; "" if it has."""
+    """The reason why a test has not passed.
+
+    Args:
+        run: outcome of the test.
+        case: the test.
+        limits: limits of the test.
+
+    Returns:
+        The reason in words; "" if the test has passed.
+    """
     if run.status != "ok":
         return _ended(run, limits)
     if not case.is_call:
@@ -132,7 +164,7 @@ def why_failed(run: Run, case: Case, limits: Limits) -> str:
     try:
         result = _read_json(run.result)
     except (ValueError, RecursionError) as error:
-        # The program has written there by itself.
+        # The program itself has written to the result's descriptor.
         return f"its function's result cannot be read: {_short(run.result)} ({error})"
     if is_same_result(result, case.expected):
         return ""
@@ -140,19 +172,22 @@ def why_failed(run: Run, case: Case, limits: Limits) -> str:
 
 
 def _ended(run: Run, limits: Limits) -> str:
+    """The reason why a program did not end well."""
     lines = run.stderr.strip().splitlines()
     error = lines[-1][-LONGEST_REASON:] if lines else ""
     if run.status == "error":
         for beginning, limit in _LIMIT_OF_ERROR.items():
             if error.startswith(beginning):
                 return f"{limit.format(limits)}: {error}"
+    if run.status == "crash":
+        reason = f"it was ended by signal {-run.code}"
+        return f"{reason}: {error}" if error else reason
     reasons = {
         "time": f"time limit: {limits.time_s:g} s of CPU time",
         "wall": f"time limit: {limits.wall_s:g} s by the clock",
         "output": f"output limit: more than {limits.output_megabytes} MB in one stream or file",
         "folder": _FOLDER.format(limits),
         "network": "network: it tried to open a socket and was killed",
-        "crash": f"it was ended by signal {-run.code}" + (f": {error}" if error else ""),
     }
     return reasons.get(run.status, f"error: {error or f'exit status {run.code}'}")
 
@@ -161,9 +196,8 @@ def _graded(
     num_passed: int, num_tests: int, reason: str, use_partial_credit: bool
 ) -> dict[str, Any]:
     share = num_passed / num_tests
-    score = share if use_partial_credit else float(num_passed == num_tests)
     return {
-        "score": score,
+        "score": share if use_partial_credit else float(num_passed == num_tests),
         "pred": None,
         "pass_rate": share,
         "num_tests": num_tests,
@@ -172,9 +206,10 @@ def _graded(
 
 
 def _read_json(text: str) -> Any:
-    """The value; ValueError or RecursionError where the text is none that Python reads."""
+    """Read a JSON value; ValueError or RecursionError if Python cannot read the text."""
     was_collecting = gc.isenabled()
-    # There are no cycles in it, and to look for them again and again makes millions of empty lists take seconds.
+    # The value has no cycles, and looking for them again and again takes seconds for millions of
+    # empty lists.
     gc.disable()
     try:
         return json.loads(text)
@@ -184,12 +219,18 @@ def _read_json(text: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value[:81] if isinstance(value, str) else value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    """The beginning of a value's text, for a reason."""
+    if isinstance(value, str):
+        value = value[: _MAX_SHOWN_CHARS + 1]
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """The tests of a problem; ValueError where the ground truth has none of the forms above."""
+    """Read the tests of a problem.
+
+    ValueError if the ground truth has none of the forms at the top of this file.
+    """
     tests = ground_truth
     if isinstance(tests, str):
         try:
@@ -199,59 +240,85 @@ def read_cases(ground_truth: Any) -> list[Case]:
                 f"ground truth: got text that is not JSON ({error}), expected tests as JSON"
             ) from error
     if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
-        got = (
-            f"the keys {sorted(map(str, tests))}"
-            if isinstance(tests, Mapping)
-            else type(tests).__name__
-        )
+        got = type(tests).__name__
+        if isinstance(tests, Mapping):
+            got = f"the keys {sorted(map(str, tests))}"
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
-    inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+    inputs = list(tests["inputs"])
+    outputs = list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(
-            f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, expected one of each"
+            f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, "
+            "expected one of each"
         )
-    name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
-    if name:
-        cases = [
-            Case({"function": name, "arguments": _arguments(given)}, output)
-            for given, output in pairs
-        ]
-        try:
-            json.dumps([case.given for case in cases])
-            json.dumps(outputs, default=methodcaller("tolist"))
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            got = f"calls that JSON cannot hold ({error})"
-            raise ValueError(f"ground truth: got {got}, expected JSON values") from error
+    name = tests.get("fn_name")
+    cases = []
+    for value, output in zip(inputs, outputs, strict=True):
+        if name:
+            cases.append(Case({"function": name, "arguments": _arguments(value)}, output))
+        else:
+            cases.append(Case({"input": _text(value)}, _text(output)))
+    if not name:
         return cases
-    return [Case({"input": _text(given)}, _text(output)) for given, output in pairs]
+    try:
+        json.dumps([case.given for case in cases])
+        json.dumps(outputs, default=methodcaller("tolist"))
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"ground truth: got calls that JSON cannot hold ({error}), expected JSON values"
+        ) from error
+    return cases
 
 
 def is_same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs are the same, blanks at the ends of lines and empty lines at the end aside. Where the
-    expected word is a number with a decimal point, one within 1e-6 of it (absolutely or relatively) is the same."""
-    lines, wanted = (text.rstrip().splitlines() for text in (printed, expected))
-    if len(lines) != len(wanted):
+    """Whether a program's output is the expected one.
+
+    Blanks at the ends of lines and empty lines at the end do not count. For an expected number with
+    a decimal point, one within 1e-6 of it (absolutely or relatively) is the same.
+
+    Args:
+        printed: output of the program.
+        expected: output of the test.
+
+    Returns:
+        Whether they are the same.
+    """
+    lines = printed.rstrip().splitlines()
+    expected_lines = expected.rstrip().splitlines()
+    if len(lines) != len(expected_lines):
         return False
-    for line, want in zip(lines, wanted, strict=True):
-        words = want.split()
-        # One word more than is wanted tells enough.
-        got = line.split(maxsplit=len(words))
-        if got != words and not (len(got) == len(words) and all(map(_is_same_word, got, words))):
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        expected_words = expected_line.split()
+        # One word too many is enough to see that the line is longer.
+        words = line.split(maxsplit=len(expected_words))
+        if words == expected_words:
+            continue
+        if len(words) != len(expected_words) or not all(map(_is_same_word, words, expected_words)):
             return False
     return True
 
 
 def is_same_result(result: Any, expected: Any) -> bool:
-    """Whether a function's result is the expected one, as `==` in Python; numbers with a fraction within 1e-6."""
+    """Whether a function's result is the expected one.
+
+    They are compared as by `==` in Python, but numbers with a fraction may differ by 1e-6.
+
+    Args:
+        result: result of the function, read from JSON.
+        expected: output of the test: the result, its JSON text, or a list with the result alone.
+
+    Returns:
+        Whether they are the same.
+    """
     readings = [expected]
     if isinstance(expected, str):
-        # Text that is not JSON stands for itself.
+        # Text that is not JSON is the result itself.
         with suppress(ValueError, RecursionError):
             readings.append(_read_json(expected))
-    alone = [
-        reading[0] for reading in readings if isinstance(reading, Sequence) and len(reading) == 1
-    ]
-    return any(_is_same_value(result, reading) for reading in readings + alone)
+    for reading in list(readings):
+        if isinstance(reading, Sequence) and len(reading) == 1:
+            readings.append(reading[0])
+    return any(_is_same_value(result, reading) for reading in readings)
 
 
 def _is_same_word(word: str, expected: str) -> bool:
@@ -262,50 +329,51 @@ def _is_same_word(word: str, expected: str) -> bool:
     try:
         return _is_close(float(word), float(expected))
     except ValueError:
-        # One of them is a word.
+        # One of them is no number.
         return False
 
 
 def _is_same_value(value: Any, expected: Any) -> bool:
-    # Not by recursion: lists may lie in lists deeper than Python's stack.
+    # Not recursive, because lists may be nested more deeply than Python's stack allows.
     pairs = [(value, expected)]
     while pairs:
         value, expected = pairs.pop()
-        # Arrays and numbers of NumPy, as tables of ground truths may hold them.
-        expected = expected.tolist() if hasattr(expected, "tolist") else expected
+        if hasattr(expected, "tolist"):
+            # An array or a number of NumPy, from a table of ground truths.
+            expected = expected.tolist()
         if isinstance(expected, list | tuple):
             if not isinstance(value, list) or len(value) != len(expected):
                 return False
             pairs += zip(value, expected, strict=True)
         elif isinstance(expected, Mapping):
-            keys = {str(key): entry for key, entry in expected.items()}
-            if not isinstance(value, Mapping) or value.keys() != keys.keys():
+            # JSON has only strings as keys.
+            entries = {str(key): entry for key, entry in expected.items()}
+            if not isinstance(value, Mapping) or value.keys() != entries.keys():
                 return False
-            pairs += [(value[key], entry) for key, entry in keys.items()]
+            pairs += [(value[key], entry) for key, entry in entries.items()]
         elif not _is_same_scalar(value, expected):
             return False
     return True
 
 
 def _is_same_scalar(value: Any, expected: Any) -> bool:
-    if isinstance(value, float) or isinstance(expected, float):
-        try:
-            return (
-                isinstance(value, int | float)
-                and isinstance(expected, int | float)
-                and _is_close(value, expected)
-            )
-        except OverflowError:
-            # An integer beyond every float.
-            return False
-    return value == expected
+    if not isinstance(value, float) and not isinstance(expected, float):
+        return value == expected
+    if not isinstance(value, int | float) or not isinstance(expected, int | float):
+        return False
+    try:
+        return _is_close(value, expected)
+    except OverflowError:
+        # An integer that is larger than any float.
+        return False
 
 
 def _text(value: Any) -> str:
+    """Read the input or output of a program: text, or a list of lines."""
     if not isinstance(value, str | list | tuple):
-        kind = type(value).__name__
         raise ValueError(
-            f"ground truth: got {kind} as a test's input or output, expected text or lines"
+            f"ground truth: got {type(value).__name__} as a test's input or output, "
+            "expected text or lines"
         )
     try:
         text = value if isinstance(value, str) else "\n".join(map(str, value))
@@ -317,16 +385,18 @@ def _text(value: Any) -> str:
     return text
 
 
-def _arguments(given: Any) -> list[Any]:
-    if isinstance(given, str):
+def _arguments(value: Any) -> list[Any]:
+    """Read the arguments of a call: a list, or text with one in JSON per line."""
+    if isinstance(value, str):
         try:
-            return [json.loads(line) for line in given.splitlines() if line.strip()]
+            return [json.loads(line) for line in value.splitlines() if line.strip()]
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"ground truth: got the arguments {given[:80]!r}, expected JSON, one a line"
+                f"ground truth: got the arguments {value[:80]!r}, expected JSON, one per line"
             ) from error
-    if isinstance(given, list | tuple):
-        return list(given)
+    if isinstance(value, list | tuple):
+        return list(value)
     raise ValueError(
-        f"ground truth: got {type(given).__name__} as a test's arguments, expected a list or JSON text"
+        f"ground truth: got {type(value).__name__} as a test's arguments, "
+        "expected a list or JSON text"
     )

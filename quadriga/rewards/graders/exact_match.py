@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The response is the answer, word for word, blanks at its ends and runs of blanks aside."""
+"""The response as a whole is the answer, except for blanks at its ends and runs of blanks."""
 
 from typing import Any
 
@@ -11,12 +11,25 @@ def compute_score(
     *,
     ignore_case: bool = False,
 ) -> dict[str, Any]:
-    """1 if the response equals the ground truth, or one of them where several are accepted, else 0."""
+    """Score 1 if the response equals a right answer, else 0.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right answer, or a list of them.
+        extra_info: not used.
+        ignore_case: whether upper and lower case are the same.
+
+    Returns:
+        "score" and "pred", the response as it was compared.
+
+    Raises:
+        ValueError: the ground truth is neither a text nor a list of texts.
+    """
     accepted = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
     if not accepted or not all(isinstance(answer, str) for answer in accepted):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected a text or a list of texts")
-    plain = [
-        " ".join(text.casefold().split() if ignore_case else text.split())
-        for text in (solution_str, *accepted)
-    ]
-    return {"score": float(plain[0] in plain[1:]), "pred": plain[0]}
+    texts = [solution_str, *accepted]
+    if ignore_case:
+        texts = [text.casefold() for text in texts]
+    response, *answers = (" ".join(text.split()) for text in texts)
+    return {"score": float(response in answers), "pred": response}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry with pictures (Geometry3K): the answer by its meaning, and a little for the form.
+"""Geometry with pictures (Geometry3K): the meaning of the answer, and to a small part its form.
 
     score = (1 - format_weight) * acc + format_weight * format
 
-acc: the last `\\boxed{...}` means the same as the ground truth, see `graders/math.py`. format: the response is
-`<think>...</think>` followed by something with a box. Both are returned, and logged apart.
+acc     whether the last `\\boxed{...}` means the same as the ground truth (`graders/math.py`)
+format  whether the response is `<think>...</think>` followed by text with a box
+
+Both are returned and logged separately.
 """
 
 from typing import Any
@@ -20,15 +22,31 @@ def compute_score(
     *,
     format_weight: float = 0.1,
 ) -> dict[str, Any]:
-    """The weighted sum of "acc" and "format". Raises ValueError, and returns "ungradable": see `graders/math.py`."""
+    """Score the meaning and the form of the answer.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right answer, as for `graders/math.py`.
+        extra_info: not used.
+        format_weight: weight of the form, from 0 to 1.
+
+    Returns:
+        "score", "acc", "format", "pred", and "ungradable" as for `graders/math.py`.
+
+    Raises:
+        ValueError: the ground truth is not mathematics, or too hard to evaluate.
+    """
     answer = math.compute_score(solution_str, ground_truth, extra_info)
-    # Without a box the reader of mathematics would take any number of the text.
-    acc = answer["score"] if "\\boxed" in solution_str else 0.0
+    acc = 0.0
+    pred = None
+    # Without a box, `math` accepts any number of the text.
+    if "\\boxed" in solution_str:
+        acc = answer["score"]
+        pred = answer["pred"]
     thought, _, rest = solution_str.partition("</think>")
-    has_form = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+    has_format = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
     score = weighted(
-        {"acc": acc, "format": float(has_form)},
+        {"acc": acc, "format": float(has_format)},
         {"acc": 1.0 - format_weight, "format": format_weight},
     )
-    pred = answer["pred"] if "\\boxed" in solution_str else None
     return {**score, "pred": pred, "ungradable": answer["ungradable"]}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grade-school word problems (GSM8K): a number as the answer.
+"""Grade-school word problems (GSM8K), whose answer is a number.
 
-"strict" wants the number behind `####`, the data set's own form; "flexible" takes the last number of the response.
+The method "strict" takes the number after `####`, as the data set writes it; "flexible" takes the
+last number of the response.
 """
 
 from decimal import Decimal
@@ -15,7 +16,18 @@ MARK = "####"
 def extract_solution(
     solution_str: str, method: Literal["strict", "flexible"] = "strict"
 ) -> Decimal | None:
-    """The number that a response gives as its answer, or None."""
+    """Read the number that a response gives as its answer.
+
+    Args:
+        solution_str: the response.
+        method: "strict" or "flexible".
+
+    Returns:
+        The number, or None if there is none.
+
+    Raises:
+        ValueError: the method is unknown.
+    """
     if method == "strict":
         _, mark, tail = solution_str.rpartition(MARK)
         return leading_number(tail) if mark else None
@@ -33,9 +45,25 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`score` for the right number, `format_score` for a wrong one in the right form, 0 where no number is found.
-    The ground truth is the number, or the data set's whole worked answer that ends in `#### number`."""
+    """Score the number that the response gives; 0 if it gives none.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the number, or the worked answer of the data set, which ends in
+            `#### number`.
+        extra_info: not used.
+        method: "strict" or "flexible".
+        format_score: score of a wrong number.
+        score: score of the right number.
+
+    Returns:
+        "score" and "pred".
+
+    Raises:
+        ValueError: the ground truth is no number, or the method is unknown.
+    """
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
-    if (answer := extract_solution(solution_str, method)) is None:
+    answer = extract_solution(solution_str, method)
+    if answer is None:
         return {"score": 0.0, "pred": None}
     return {"score": score if answer == truth else format_score, "pred": plain_text(answer)}

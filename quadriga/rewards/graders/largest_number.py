@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's task, "Which is the largest: 27, 82 or 18?": the last number of the response must be the one."""
+"""The quickstart's task, "Which is the largest: 27, 82 or 18?": the last number is the answer."""
 
 from typing import Any
 
@@ -9,6 +9,19 @@ from quadriga.rewards.graders.reading import find_numbers, plain_text, true_numb
 def compute_score(
     solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 if the last number of the response equals the ground truth, else 0."""
-    truth, answer = true_number(ground_truth), next(reversed(find_numbers(solution_str)), None)
+    """Score 1 if the last number of the response equals the ground truth, else 0.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right number.
+        extra_info: not used.
+
+    Returns:
+        "score" and "pred".
+
+    Raises:
+        ValueError: the ground truth is no number.
+    """
+    truth = true_number(ground_truth)
+    answer = next(reversed(find_numbers(solution_str)), None)
     return {"score": float(answer == truth), "pred": plain_text(answer)}

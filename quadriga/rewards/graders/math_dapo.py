@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DAPO's mathematics (arXiv:2503.14476): the answer behind the last "Answer:", right 1, wrong -1.
+"""DAPO's mathematics (arXiv:2503.14476): the answer after the last "Answer:", right 1, wrong -1.
 
-Where there is no such line, the last `\\boxed{...}` counts. Two answers are the same
+Without such a line the last `\\boxed{...}` counts. Two answers are the same
 
-1. if their texts are, blanks, `$`, units of text, `\\left` and the like aside, or their numbers are; and if not,
-2. if they mean the same to math-verify (`graders/math.py`). Without the package, or with `use_symbols=False`, only 1
-   counts.
+1. if their texts are the same, except for blanks, `$`, units as text, `\\left` and the like, or if
+   their numbers are the same; else
+2. if they mean the same to math-verify (`graders/math.py`). Without this package, or with
+   `use_symbols=False`, only 1 counts.
 """
 
 import re
@@ -14,7 +15,8 @@ from typing import Any
 
 from quadriga.rewards.graders.reading import find_numbers, last_box, plain_math
 
-if HAS_SYMBOLS := find_spec("math_verify") is not None:
+HAS_SYMBOLS = find_spec("math_verify") is not None
+if HAS_SYMBOLS:
     from quadriga.rewards.graders import math as symbols
 
 _TAIL_CHARS = 2000
@@ -35,14 +37,26 @@ def compute_score(
     wrong_score: float = -1.0,
     use_symbols: bool = True,
 ) -> dict[str, Any]:
-    """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0, "ungradable" as in `graders/math.py`.
+    """Score 1 for the right answer and `wrong_score` for any other, or none.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right answer.
+        extra_info: not used.
+        wrong_score: score of a wrong answer.
+        use_symbols: whether answers whose texts differ are compared by meaning.
+
+    Returns:
+        "score"; "acc", 1 or 0; "pred"; and "ungradable" as for `graders/math.py`.
 
     Raises:
-        ValueError: the ground truth is empty, or it has to be compared by its meaning and cannot be.
+        ValueError: the ground truth is empty, or has to be compared by its meaning and cannot be.
     """
-    if not (truth := normal(str(ground_truth))):
+    truth = normal(str(ground_truth))
+    if not truth:
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an answer")
-    if (answer := extract_answer(solution_str)) is None:
+    answer = extract_answer(solution_str)
+    if answer is None:
         return {"score": wrong_score, "acc": 0.0, "pred": None, "ungradable": ""}
     text = normal(answer)
     is_right = text == truth
@@ -59,20 +73,24 @@ def compute_score(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What stands behind the last "Answer:" near the end, or in the last box; None where neither is."""
-    tail = solution_str[-_TAIL_CHARS:]
-    lines = _ANSWER.findall(tail)
-    text = lines[-1] if lines else tail
+    """Read the answer after the last "Answer:" near the end, or the last box; None if neither."""
+    text = solution_str[-_TAIL_CHARS:]
+    lines = _ANSWER.findall(text)
+    if lines:
+        text = lines[-1]
     box = last_box(text)
-    return box if box is not None else (text.lstrip(" *").rstrip(" .*") if lines else None)
+    if box is not None:
+        return box
+    return text.lstrip(" *").rstrip(" .*") if lines else None
 
 
 def normal(text: str) -> str:
-    """An answer as its text is compared."""
+    """Normalise an answer to the form in which texts are compared."""
     box = last_box(text)
     text = _TEXT.sub(r"\1", plain_math(text if box is None else box))
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
-    # "x = 5" answers with 5, and "x >= 5" does not.
-    head, mark, rest = text.rpartition("=")
-    text = rest if mark and len(head) <= 2 and head[-1:] not in ("<", ">", "!") else text
+    # "x = 5" answers with 5, but "x >= 5" does not.
+    name, mark, value = text.rpartition("=")
+    if mark and len(name) <= 2 and not name.endswith(("<", ">", "!")):
+        text = value
     return text.rstrip(".").lower()

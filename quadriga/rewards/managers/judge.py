@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on another server grades: it gets a prompt, and the number in its reply is the score.
 
-Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `Judge`
-(`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
+Any server with OpenAI's chat completions can be used. Options (`reward_model.reward_kwargs`) are
+the fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`,
+`timeout_s`, ...) and the question:
 
-    prompt      text with {solution_str} (or {solution_with_special_tokens}), {ground_truth}, {data_source} and
-                {extra_info.NAME} to be filled in
-    range       [least, most] that a score may be, [0, 1] by default
-    pattern     regular expression; its first group is the number, and all its matches must have the same one. Without a
-                pattern the judge is asked to end with a line "Score: X", and only a last line of this form counts
-    components  instead of one prompt, several named ones, each a request: {NAME: {prompt, range, pattern, weight}}
+    prompt      text in which {solution_str} (or {solution_with_special_tokens}), {ground_truth},
+                {data_source} and {extra_info.NAME} are filled in
+    range       [lowest, highest] score, by default [0, 1]
+    pattern     regular expression whose first group is the number; all its matches must have the
+                same number. Without a pattern the judge is asked to end with a line "Score: X", and
+                only a last line of this form counts
+    components  instead of one prompt, several named ones, one request each:
+                {NAME: {prompt, range, pattern, weight}}
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
 
-    driver     one thread a sample, `max_concurrency` of them; a sample waits for all its questions
-    judge.ask  waits for requests and tokens of the last minute to fall below their limits, then for the server;
-               unblocked by its reply or by `timeout_s`, whichever is first
-    a sample   whose judge does not reply, or replies without a number within its range, is an error: counted, stored,
-               never a silent 0
+    driver     has one thread per sample, at most `max_concurrency`, which asks all its questions
+    judge.ask  waits until the requests and tokens of the last minute are below their limits, then
+               for the server; unblocked by the reply or by `timeout_s`, whichever is first
+    a sample   is an error if the judge does not reply, or replies without a number within the
+               range. It is counted and stored and never gets 0 in silence
 
-One `Judge` holds one account's limits. Several processes (with `rollout.mode=async` each that generates) have several
-judges, and must share the limits out among them.
+One `Judge` keeps the limits of one account. Several processes (with `rollout.mode=async` each one
+that generates) have several judges and must divide the limits among them.
 """
 
 import os
@@ -44,9 +47,12 @@ from quadriga.rewards.samples import SampleManager
 
 WINDOW_S = 60.0
 _LAST_LINE = re.compile(r"(?:^|\n)Score: (-?\d+(?:\.\d+)?)\s*$")
-_ENDING = "\n\nEnd your reply with one line of exactly this form, X being a number from {:g} to {:g}:\nScore: X"
+_ENDING = (
+    "\n\nEnd your reply with one line of exactly this form, "
+    "X being a number from {:g} to {:g}:\nScore: X"
+)
 _QUESTION_KEYS = ("prompt", "range", "pattern")
-# Of text in most tokenizers; used for an estimate until the server has counted.
+# In most tokenizers; for an estimate, until the server has counted the tokens.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
 _PLACE = re.compile(
@@ -56,8 +62,15 @@ _PLACE = re.compile(
 
 @dataclass(kw_only=True)
 class RateLimit:
-    """At most so many requests, and so many tokens (prompts and replies together), in any 60 seconds. Threads may share
-    it. `wait` blocks for so many seconds of `clock`, or until `notify` of the condition it is given."""
+    """Limits the requests and tokens in any 60 seconds. Threads may share it.
+
+    Attributes:
+        requests_per_minute: largest number of requests. None: no limit.
+        tokens_per_minute: largest number of tokens, of prompts and replies together. None: no
+            limit.
+        clock: the current time in seconds.
+        wait: waits on a condition for a number of seconds of the clock, or until it is notified.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -66,26 +79,29 @@ class RateLimit:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        # One entry a request, the oldest first: [when, tokens].
+        # [time, tokens] of each request of the last minute, the oldest first.
         self._window: deque[list[float]] = deque()
         self._num_tokens = 0.0
 
     def acquire(self, num_tokens: int, deadline: float) -> list[float]:
-        """Wait for room for a request of about so many tokens; TimeoutError at the deadline, a time of the clock."""
+        """Wait until there is room for a request.
+
+        Args:
+            num_tokens: estimate of its tokens.
+            deadline: time of the clock at which to give up.
+
+        Returns:
+            Entry of the request, for `settle`.
+
+        Raises:
+            TimeoutError: there was no room before the deadline.
+        """
         with self._changed:
             while True:
                 now = self.clock()
                 while self._window and self._window[0][0] <= now - WINDOW_S:
                     self._num_tokens -= self._window.popleft()[1]
-                has_requests = (
-                    self.requests_per_minute is None or len(self._window) < self.requests_per_minute
-                )
-                has_tokens = (
-                    self.tokens_per_minute is None
-                    or self._num_tokens + num_tokens <= self.tokens_per_minute
-                )
-                # A request larger than a minute's tokens goes alone: it would never fit.
-                if not self._window or (has_requests and has_tokens):
+                if self._has_room(num_tokens):
                     break
                 if now >= deadline:
                     raise TimeoutError(
@@ -97,8 +113,22 @@ class RateLimit:
             self._num_tokens += num_tokens
             return entry
 
+    def _has_room(self, num_tokens: int) -> bool:
+        if not self._window:
+            # Also for a request with more tokens than the limit, which would never fit.
+            return True
+        if self.requests_per_minute is not None and len(self._window) >= self.requests_per_minute:
+            return False
+        total = self._num_tokens + num_tokens
+        return self.tokens_per_minute is None or total <= self.tokens_per_minute
+
     def settle(self, entry: list[float], num_tokens: int) -> None:
-        """Put the number of tokens that the server has counted in the place of the estimate."""
+        """Replace the estimate of a request by the number of tokens that the server has counted.
+
+        Args:
+            entry: entry of the request, from `acquire`.
+            num_tokens: number of its tokens.
+        """
         with self._changed:
             if any(entry is other for other in self._window):
                 self._num_tokens += num_tokens - entry[1]
@@ -108,16 +138,19 @@ class RateLimit:
 
 @dataclass
 class Judge:
-    """One model on one server, to which questions are put; threads may share it.
-    Raises ConfigError: a number is out of range, or the environment variable for the key is not set."""
+    """A model on a server that answers questions. Threads may share it.
 
-    url: str  # of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there
-    model: str  # as the server names it
-    api_key_env: str | None = (
-        None  # environment variable that holds the key. None: the server wants none
-    )
-    requests_per_minute: int | None = None  # None: any number
-    tokens_per_minute: int | None = None  # of prompts and replies together. None: any number
+    Raises:
+        ConfigError: a number is out of range, or the environment variable for the key is not set.
+    """
+
+    # Of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is missing.
+    url: str
+    model: str  # as the server calls it
+    # Environment variable that holds the key. None: the server needs none.
+    api_key_env: str | None = None
+    requests_per_minute: int | None = None  # None: no limit
+    tokens_per_minute: int | None = None  # of prompts and replies together. None: no limit
     max_concurrency: int = 8  # samples judged at the same time
     timeout_s: float = 120.0  # for one question, with all its waits and retries
     max_attempts: int = 5  # requests for one question
@@ -126,32 +159,32 @@ class Judge:
     temperature: float = 0.0  # of the judge's sampling
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            number = getattr(self, entry.name)
-            if entry.name in ("url", "model", "api_key_env", "temperature") or (
-                number is None is entry.default
-            ):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_unset = value is None and field.default is None
+            if is_unset or field.name in ("url", "model", "api_key_env", "temperature"):
                 continue
-            wanted = float | int if entry.name.endswith("_s") else int
-            if not isinstance(number, wanted) or isinstance(number, bool) or number <= 0:
-                kind = "seconds" if entry.name.endswith("_s") else "a whole number"
+            is_time = field.name.endswith("_s")
+            number_type = float | int if is_time else int
+            if not isinstance(value, number_type) or isinstance(value, bool) or value <= 0:
+                kind = "seconds" if is_time else "a whole number"
                 raise ConfigError(
-                    f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0"
+                    f"judge {field.name}", got=repr(value), expected=f"{kind} above 0"
                 )
-        headers: dict[str, str] = {}
+        headers = {}
         if self.api_key_env is not None:
-            if not (key := os.environ.get(self.api_key_env)):
-                got = f"{self.api_key_env}, which is not set"
-                expected = "an environment variable that holds the server's key"
+            key = os.environ.get(self.api_key_env)
+            if not key:
                 raise ConfigError(
                     "judge api_key_env",
-                    got=got,
-                    expected=expected,
+                    got=f"{self.api_key_env}, which is not set",
+                    expected="an environment variable that holds the server's key",
                     fix=f"export {self.api_key_env}=...",
                 )
             headers["Authorization"] = f"Bearer {key}"
-        path = "" if self.url.endswith("/chat/completions") else "/chat/completions"
-        url = self.url.rstrip("/") + path
+        url = self.url.rstrip("/")
+        if not self.url.endswith("/chat/completions"):
+            url += "/chat/completions"
         self._server = HTTPClient(
             url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True
         )
@@ -160,31 +193,36 @@ class Judge:
         )
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The judge's reply to messages with "role" and "content".
-        Raises TimeoutError: no reply within `timeout_s`.
-        Raises RewardError: the server refuses, no attempt brought a reply, or the reply holds no text."""
+        """Ask the judge, with messages that have "role" and "content"; returns the reply.
+
+        TimeoutError if there is no reply within `timeout_s`. RewardError if the server refuses, no
+        attempt had a reply, or the reply has no text.
+        """
         deadline = time.monotonic() + self.timeout_s
-        estimate = (
-            sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN
-            + self.max_tokens
-        )
+        num_chars = sum(len(message["content"]) for message in messages)
+        num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
         entries: list[list[float]] = []
 
         def before_attempt() -> None:
-            # Each attempt counts with the server, so each is counted here; only the last is settled.
-            entries.append(self._limit.acquire(estimate, deadline))
+            # The server counts each attempt, so each is counted here; only the last is settled.
+            entries.append(self._limit.acquire(num_tokens, deadline))
 
-        body = {"model": self.model, "messages": list(messages)}
-        body |= {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        limits = {
-            "timeout_s": self.timeout_s,
-            "max_attempts": self.max_attempts,
-            "backoff_s": self.backoff_s,
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
         }
-        reply = self._server.call_until(body, **limits, before_attempt=before_attempt)
-        used = (reply.get("usage") or {}).get("total_tokens")
-        if isinstance(used, int):
-            self._limit.settle(entries[-1], used)
+        reply = self._server.call_until(
+            body,
+            timeout_s=self.timeout_s,
+            max_attempts=self.max_attempts,
+            backoff_s=self.backoff_s,
+            before_attempt=before_attempt,
+        )
+        num_counted = (reply.get("usage") or {}).get("total_tokens")
+        if isinstance(num_counted, int):
+            self._limit.settle(entries[-1], num_counted)
         try:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -196,7 +234,7 @@ class Judge:
 
 
 class Question(NamedTuple):
-    """One prompt about a sample, for the judge."""
+    """A question about a sample for the judge."""
 
     name: str
     prompt: str
@@ -206,12 +244,12 @@ class Question(NamedTuple):
     most: float = 1.0
 
     def asked_of(self, row: dict[str, Any]) -> str:
-        """The text that the judge gets about a sample."""
+        """Fill in the prompt for a sample, given as an entry of `Samples.rows`."""
         text = _PLACE.sub(lambda match: _value(row, match[1]), self.prompt)
         return text if self.pattern is not None else text + _ENDING.format(self.least, self.most)
 
     def read_score(self, reply: str) -> float:
-        """The score in a judge's reply.
+        """Read the score in a judge's reply.
 
         Raises:
             ValueError: the reply has no score, several, or one that is out of range.
@@ -238,16 +276,19 @@ class Question(NamedTuple):
 
 @register("judge")
 class JudgeRewardManager(SampleManager):
-    """Grades each sample by a model on another server, within that server's limits. When a grading is cancelled,
-    questions under way end with their replies or their time limits."""
+    """Grades each sample by a model on another server, within that server's limits.
+
+    When a grading is cancelled, questions under way end with their replies or their time limits.
+    """
 
     grades_early = True
-    options = (*(entry.name for entry in fields(Judge)), *_QUESTION_KEYS, "components")
+    options = (*(field.name for field in fields(Judge)), *_QUESTION_KEYS, "components")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
-        if missing := [name for name in ("url", "model") if name not in kwargs]:
+        missing = [name for name in ("url", "model") if name not in kwargs]
+        if missing:
             raise ConfigError(
                 _WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model"
             )
@@ -257,11 +298,12 @@ class JudgeRewardManager(SampleManager):
             for question in self._questions
         )
         self.notices = (
-            f"judge {kwargs['model']}: {ranges}; a score beyond its range is an error ({_WHERE}, range)",
+            f"judge {kwargs['model']}: {ranges}; "
+            f"a score beyond its range is an error ({_WHERE}, range)",
         )
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
-        of_judge = {entry.name for entry in fields(Judge)} & kwargs.keys()
-        self._judge = Judge(**{name: kwargs[name] for name in of_judge})
+        judge_names = {field.name for field in fields(Judge)}
+        self._judge = Judge(**{name: kwargs[name] for name in judge_names & kwargs.keys()})
         self._threads = ThreadPoolExecutor(self._judge.max_concurrency, "judge")
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
@@ -274,15 +316,17 @@ class JudgeRewardManager(SampleManager):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, round_: Round, key: int, row: dict[str, Any]) -> None:
+        """Ask all questions about one sample, in one of the threads."""
         if round_.done.done():
             return
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
+        weights: dict[str, float] = {}
         try:
             for question in self._questions:
                 reply = self._judge.ask([{"role": "user", "content": question.asked_of(row)}])
-                found[question.name] = question.read_score(reply)
-            weights = {question.name: question.weight for question in self._questions}
-            round_.record(key, read_outcome(weighted(found, weights)))
+                scores[question.name] = question.read_score(reply)
+                weights[question.name] = question.weight
+            round_.record(key, read_outcome(weighted(scores, weights)))
         except (RewardError, TimeoutError, ValueError) as error:
             round_.record(key, raised(error))
         except BaseException as error:
@@ -291,69 +335,70 @@ class JudgeRewardManager(SampleManager):
 
 
 def _value(row: dict[str, Any], place: str) -> str:
+    """The text for a place of a prompt, `column` or `extra_info.NAME`."""
     column, _, name = place.partition(".")
     if not name:
+        # Callers of `grade_one` may leave out the text with special tokens.
         return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
         raise ValueError(
-            f"{_WHERE}: the prompt wants {place}, and the row's extra_info has {sorted(row[column])}"
+            f"{_WHERE}: the prompt has {place}, and the row's extra_info has {sorted(row[column])}"
         )
     return str(row[column][name])
 
 
 def _questions(kwargs: dict[str, Any]) -> list[Question]:
+    """Read the questions from the options of the manager; ConfigError if they are wrong."""
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
         got = "neither" if components is None else "both"
         raise ConfigError(_WHERE, got=f"{got} of prompt and components", expected="one of them")
     if components is None:
-        components = {
-            "judge_score": {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}
-        }
+        settings = {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}
+        components = {"judge_score": settings}
     if not isinstance(components, Mapping) or not components:
         raise ConfigError(
             f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
         )
-    questions = []
-    for name, settings in components.items():
-        where = f"{_WHERE}.components.{name}"
-        if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
-            raise ConfigError(
-                where,
-                got=repr(settings),
-                expected="prompt, and if wanted range, pattern and weight",
-            )
-        pattern = settings.get("pattern")
-        try:
-            has_number = pattern is None or re.compile(pattern).groups > 0
-        except re.error as error:
-            raise ConfigError(
-                f"{where}.pattern", f"{pattern!r}: {error}", "a regular expression"
-            ) from error
-        if not has_number:
-            raise ConfigError(
-                f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number"
-            )
-        prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
-        if not isinstance(prompt, str) or not re.search(
-            r"\{solution_(str|with_special_tokens)\}", prompt
-        ):
-            raise ConfigError(
-                f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it"
-            )
-        if not isinstance(weight, int | float):
-            raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
-        bounds = settings.get("range", [0.0, 1.0])
-        is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
-        if (
-            not is_pair
-            or not all(isinstance(bound, int | float) for bound in bounds)
-            or not bounds[0] < bounds[1]
-        ):
-            raise ConfigError(
-                f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]"
-            )
-        questions.append(
-            Question(str(name), prompt, pattern, float(weight), float(bounds[0]), float(bounds[1]))
+    return [_question(str(name), settings) for name, settings in components.items()]
+
+
+def _question(name: str, settings: Any) -> Question:
+    where = f"{_WHERE}.components.{name}"
+    if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
+        raise ConfigError(
+            where,
+            got=repr(settings),
+            expected="a dict with prompt, and optionally range, pattern and weight",
         )
-    return questions
+    pattern = settings.get("pattern")
+    try:
+        has_group = pattern is None or re.compile(pattern).groups > 0
+    except re.error as error:
+        raise ConfigError(
+            f"{where}.pattern", got=f"{pattern!r}: {error}", expected="a regular expression"
+        ) from error
+    if not has_group:
+        raise ConfigError(
+            f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number"
+        )
+    prompt = settings.get("prompt")
+    if not isinstance(prompt, str) or not re.search(
+        r"\{solution_(str|with_special_tokens)\}", prompt
+    ):
+        raise ConfigError(
+            f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it"
+        )
+    weight = settings.get("weight", 1.0)
+    if not isinstance(weight, int | float):
+        raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
+    bounds = settings.get("range", [0.0, 1.0])
+    is_range = (
+        isinstance(bounds, list | tuple)
+        and len(bounds) == 2
+        and all(isinstance(bound, int | float) for bound in bounds)
+        and bounds[0] < bounds[1]
+    )
+    if not is_range:
+        raise ConfigError(f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]")
+    return Question(name, prompt, pattern, float(weight), float(bounds[0]), float(bounds[1]))

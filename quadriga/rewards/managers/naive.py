@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The managers of score functions: each calls the built-in graders, or the function of a user's file.
+"""The managers of score functions: the built-in graders or the function of a user's file.
 
-    naive        one call a sample, in a pool of processes, with a time limit each
-    batch        one call for all samples of a batch, for functions that are quicker on many at once
-    prime        naive with as many processes as cores, for slow graders, programs above all
-    dapo         naive with a soft punishment of over-long responses
-    in_process   in the trainer's own process: for a function that cannot travel to others, and for a debugger
+    naive        one call per sample, in a pool of processes, with a time limit each
+    batch        one call for all samples of a batch, for functions that are faster on many at once
+    prime        naive with as many processes as cores, for slow graders, above all of programs
+    dapo         naive with a soft penalty for over-long responses
+    in_process   in the trainer's own process: for a function that other processes cannot load, and
+                 for a debugger
 
-A sample that cannot be graded is an error, counted and stored with it; it is never a silent 0.
+A sample that cannot be graded is an error, which is counted and stored with it; it never gets 0 in
+silence.
 """
 
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from quadriga.config import Config
@@ -24,31 +27,53 @@ from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import PLURALS, WITHOUT_TRUTH, ScoreFunction, grader_name
 
-NO_GRADE = Outcome(0.0, {}, "", "graded")  # of a sample that a reward model alone grades
+# The outcome of a sample that only a reward model grades.
+NO_GRADE = Outcome(0.0, {}, "", "graded")
 _WHERE = "reward_model.reward_kwargs"
-# Built-in graders have limits of their own, of CPU time where they compute. By the clock they may take so many times
+# Built-in graders limit their own CPU time. By the clock they may take this many times
 # `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
 BUILT_IN_PATIENCE = 10
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
+_MAX_SHOWN_TOKENS = 5
 
 
 def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str, ...]:
-    """What the start says where a function reads texts without special tokens that may matter to it."""
+    """The notice that a function gets texts without special tokens that may matter to it.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        accepted: names of the arguments that the function is called with.
+
+    Returns:
+        One sentence, or nothing if the function gets all it may need.
+    """
     if not {*PLURALS, *PLURALS.values()}.isdisjoint(accepted):
         return ()
     ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
-    special = sorted(set(getattr(tokenizer, "all_special_tokens", ())) - ends)
-    if not special:
+    special_tokens = sorted(set(getattr(tokenizer, "all_special_tokens", ())) - ends)
+    if not special_tokens:
         return ()
-    fix = "a function that names the argument solution_with_special_tokens gets them too"
+    shown = ", ".join(special_tokens[:_MAX_SHOWN_TOKENS])
+    if len(special_tokens) > _MAX_SHOWN_TOKENS:
+        shown += ", ..."
     return (
-        f"solution_str leaves out special tokens ({', '.join(special[:5])}{', ...' * (len(special) > 5)}); {fix}",
+        f"solution_str leaves out special tokens ({shown}); a function that names the argument "
+        "solution_with_special_tokens gets them too",
     )
 
 
 @register("naive")
 class NaiveRewardManager(SampleManager):
-    """Grades each sample on its own. A user's score function is loaded at once: a mistake shows before a model is."""
+    """Grades each sample on its own, in a pool of processes.
+
+    A user's score function is loaded at once, so that a mistake in it shows before a model is
+    loaded.
+
+    Attributes:
+        function: the score function.
+        has_grades: whether it is called at all. If not, a reward model alone grades, and the
+            scores here are zero, except for what the manager adds to them.
+    """
 
     grades_early = True
     is_batch: bool = False  # whether one call of the score function grades all samples
@@ -59,26 +84,25 @@ class NaiveRewardManager(SampleManager):
         self.function = ScoreFunction(
             custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self.is_batch
         )
-        # With a reward model and no function of the user's the model alone grades: the scores here are zero, but for
-        # what a manager adds to them.
-        self.has_grades = self.needs_truths = custom.path is not None or not self.settings.enable
-        self._pool = GradingPool(
-            self.function, num_workers=1 if self.is_batch else self.settings.num_workers
-        )
+        self.has_grades = custom.path is not None or not self.settings.enable
+        self.needs_truths = self.has_grades
+        num_workers = 1 if self.is_batch else self.settings.num_workers
+        self._pool = GradingPool(self.function, num_workers=num_workers)
         if self.function.path is not None:
             self._pool.start()
             self.notices = special_token_notice(tokenizer, self._pool.accepted)
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            for data_source, place in {
-                source: place for place, source, _ in reversed(rows)
-            }.items():
+            first_places = {data_source: place for place, data_source, _ in reversed(rows)}
+            for data_source, place in first_places.items():
                 grader_name(data_source, f"{place}, its data source")
         super().check_rows(rows)
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        return super().begin(data, outcomes if self.has_grades else [NO_GRADE] * len(data))
+        if not self.has_grades:
+            outcomes = [NO_GRADE] * len(data)
+        return super().begin(data, outcomes)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         return await super().grade_one(row) if self.has_grades else NO_GRADE
@@ -87,16 +111,14 @@ class NaiveRewardManager(SampleManager):
         return self.function.path is not None or grader_name(data_source) in WITHOUT_TRUTH
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        # A data source that no grader knows stops the run before a process starts.
-        for data_source in (
-            {row["data_source"]: None for row in rows} if self.function.path is None else ()
-        ):
-            grader_name(data_source)
-        timeout_s = self.settings.timeout_s * (
-            BUILT_IN_PATIENCE if self.function.path is None else 1
-        )
-        facts = [self.function.facts_of(row) for row in rows]
-        return self._pool.begin(facts, timeout_s=timeout_s, max_failures=max_failures)
+        timeout_s = self.settings.timeout_s
+        if self.function.path is None:
+            timeout_s *= BUILT_IN_PATIENCE
+            # An unknown data source stops the run before a process starts.
+            for data_source in dict.fromkeys(row["data_source"] for row in rows):
+                grader_name(data_source)
+        arguments = [self.function.facts_of(row) for row in rows]
+        return self._pool.begin(arguments, timeout_s=timeout_s, max_failures=max_failures)
 
     def close(self) -> None:
         self._pool.close()
@@ -104,29 +126,36 @@ class NaiveRewardManager(SampleManager):
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """Grades all samples of a batch in one call of the user's function, in one process of its own. The function gets
-    the lists `data_sources, solution_strs, ground_truths, extra_infos` and returns a list of scores or dicts. Its time
-    limit is `reward_model.timeout_s` for each sample of the batch together."""
+    """Grades all samples of a batch in one call of the user's function, in a single process.
+
+    The function gets the lists `data_sources, solution_strs, ground_truths, extra_infos` and
+    returns a list of scores or dicts. Its time limit is `reward_model.timeout_s` times the number
+    of samples.
+    """
 
     grades_early = False
     is_batch = True
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         if config.custom_reward_function.path is None:
-            expected = (
-                "a file with a function that grades lists, since reward_model.reward_manager=batch"
+            raise ConfigError(
+                "custom_reward_function.path",
+                got="null",
+                expected="a file with a function that grades lists, "
+                "since reward_model.reward_manager=batch",
+                fix="Set it, or use reward_model.reward_manager=naive.",
             )
-            fix = "Set it, or use reward_model.reward_manager=naive."
-            raise ConfigError("custom_reward_function.path", got="null", expected=expected, fix=fix)
         super().__init__(config, tokenizer)
 
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """Grades each sample on its own, many at the same time; a score is "acc" too, where a grader brings none.
+    """Grades each sample on its own, many at the same time, and adds the score as "acc".
 
-    Options (`reward_model.reward_kwargs`): `num_processes`, samples graded at the same time (all cores of the machine
-    if it is not given), and `timeout_s`, seconds for one of them (`reward_model.timeout_s` if it is not given)."""
+    Options (`reward_model.reward_kwargs`): `num_processes`, samples to grade at the same time (by
+    default the number of cores), and `timeout_s`, seconds for one of them (by default
+    `reward_model.timeout_s`).
+    """
 
     options = ("num_processes", "timeout_s")
 
@@ -150,99 +179,131 @@ class PrimeRewardManager(NaiveRewardManager):
         super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """The outcomes, with the score as "acc" where a grader brings no "acc" of its own."""
-        graded = [
-            one._replace(extra={"acc": one.score, **one.extra}) if not one.error else one
-            for one in outcomes
-        ]
-        return graded if self.has_grades else outcomes
+        """Add the score as "acc" if the grader returned no "acc" itself.
+
+        Args:
+            outcomes: [B] outcome of each sample.
+            samples: the samples.
+
+        Returns:
+            [B] outcomes.
+        """
+        if not self.has_grades:
+            return outcomes
+        shaped = []
+        for outcome in outcomes:
+            if not outcome.error:
+                outcome = outcome._replace(extra={"acc": outcome.score, **outcome.extra})
+            shaped.append(outcome)
+        return shaped
 
 
 def punishment_of(
     length: int, max_length: Any, given: Mapping[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """What is added to the score of a response of `length` tokens, and what is told of it.
-    Raises ConfigError: one of them is not as it must be.
-    `max_length`: `max_resp_len`.
-    `given`: `overlong_buffer_cfg`."""
-    if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
+    """The soft penalty for an over-long response, see `DapoRewardManager`.
+
+    Args:
+        length: length of the response in tokens.
+        max_length: option `max_resp_len`, in tokens.
+        given: option `overlong_buffer_cfg`.
+
+    Returns:
+        The penalty, 0 or negative, and the entries to log.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    unknown = [key for key in given if key not in _BUFFER_DEFAULTS]
+    if unknown:
         raise ConfigError(
             f"{_WHERE}.overlong_buffer_cfg",
-            got=unknown,
+            got=", ".join(unknown),
             expected=f"only {', '.join(_BUFFER_DEFAULTS)}",
         )
-    buffer = {**_BUFFER_DEFAULTS, **given}
-    if not buffer["enable"]:
+    options = {**_BUFFER_DEFAULTS, **given}
+    if not options["enable"]:
         return 0.0, {}
+    buffer_length = options["len"]
     if not isinstance(max_length, int) or max_length < 1:
-        expected = "a number of tokens, usually data.max_response_length"
-        raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(max_length), expected=expected)
-    if not isinstance(buffer["len"], int) or not 0 < buffer["len"] <= max_length:
-        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
         raise ConfigError(
-            f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected
+            f"{_WHERE}.max_resp_len",
+            got=repr(max_length),
+            expected="a number of tokens, usually data.max_response_length",
         )
-    excess = length - (max_length - buffer["len"])
-    punishment = min(0.0, -excess / buffer["len"] * buffer["penalty_factor"])
-    return punishment, {"overlong_reward": punishment, "overlong": punishment < 0} if buffer[
-        "log"
-    ] else {}
+    if not isinstance(buffer_length, int) or not 0 < buffer_length <= max_length:
+        raise ConfigError(
+            f"{_WHERE}.overlong_buffer_cfg.len",
+            got=repr(buffer_length),
+            expected=f"a number of tokens from 1 to max_resp_len={max_length}",
+        )
+    excess = length - (max_length - buffer_length)
+    penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])
+    if not options["log"]:
+        return penalty, {}
+    return penalty, {"overlong_reward": penalty, "overlong": penalty < 0}
 
 
 @register("dapo")
 class DapoRewardManager(NaiveRewardManager):
-    """Grades each sample on its own, and punishes over-long responses softly (arXiv:2503.14476, eq. 13).
+    """Grades each sample on its own, with a soft penalty for over-long responses.
 
-    Up to `max_resp_len - len` tokens nothing happens; from there the reward falls linearly, by `penalty_factor` at
-    `max_resp_len`:
+    arXiv:2503.14476, eq. 13. There is no penalty up to `max_resp_len - len` tokens. From there the
+    reward falls linearly, by `penalty_factor` at `max_resp_len`:
 
         reward = score + min(0, (max_resp_len - len - length) / len * penalty_factor)
 
-    Options (`reward_model.reward_kwargs`): `max_resp_len`, in tokens, and `overlong_buffer_cfg` with `enable`, `len`
-    (tokens), `penalty_factor`, and `log` (the punishment goes to the extras, as "overlong_reward" and "overlong")."""
+    Options (`reward_model.reward_kwargs`): `max_resp_len`, in tokens, and `overlong_buffer_cfg`
+    with `enable`, `len` (tokens), `penalty_factor`, and `log` (whether the penalty is logged, as
+    "overlong_reward" and "overlong").
+    """
 
     options = ("overlong_buffer_cfg", "max_resp_len")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         kwargs = config.reward_model.reward_kwargs
-        self._max_length, self._buffer = (
-            kwargs.get("max_resp_len"),
-            kwargs.get("overlong_buffer_cfg") or {},
-        )
+        self._max_length = kwargs.get("max_resp_len")
+        self._buffer = kwargs.get("overlong_buffer_cfg") or {}
+        # Check the options at once.
         punishment_of(0, self._max_length, self._buffer)
         super().__init__(config, tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """The outcomes with the punishment; "acc" keeps the score from before it, if there was one."""
+        """Add the penalty to the scores; "acc" is the score without it.
+
+        Args:
+            outcomes: [B] outcome of each sample.
+            samples: the samples, with their lengths.
+
+        Returns:
+            [B] outcomes.
+        """
         shaped = []
         for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
             if not outcome.error:
-                extra = (
-                    {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
-                    if self.has_grades
-                    else {}
-                )
-                punishment, told = punishment_of(length, self._max_length, self._buffer)
-                outcome = outcome._replace(
-                    score=outcome.score + punishment, extra={**extra, **told}
-                )
+                penalty, entries = punishment_of(length, self._max_length, self._buffer)
+                extra = {}
+                if self.has_grades:
+                    extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
+                outcome = outcome._replace(score=outcome.score + penalty, extra=extra | entries)
             shaped.append(outcome)
         return shaped
 
 
 @register("in_process")
 class InProcessRewardManager(SampleManager):
-    """Grades each sample, or with `reward_model.reward_kwargs={is_batch: true}` all of a batch in one call, where the
-    rewards are joined, without a time limit; workers that are other processes go on meanwhile."""
+    """Grades in the trainer's process, when the rewards are needed, without a time limit.
+
+    Each sample is one call, or with `reward_model.reward_kwargs={is_batch: true}` the whole batch.
+    Workers in other processes go on in the meantime.
+    """
 
     options = ("is_batch",)
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        custom, self._is_batch = (
-            config.custom_reward_function,
-            bool(self.settings.reward_kwargs.get("is_batch")),
-        )
+        custom = config.custom_reward_function
+        self._is_batch = bool(self.settings.reward_kwargs.get("is_batch"))
         self.function = ScoreFunction(
             custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch
         )
@@ -258,21 +319,21 @@ class InProcessRewardManager(SampleManager):
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         round_ = Round(len(rows), max_failures)
         calls = [rows] if self._is_batch and rows else [[row] for row in rows]
-        outcomes = (outcome for call in calls for outcome in self._grade(call))
-        for key, outcome in enumerate(outcomes):
+        for key, outcome in enumerate(chain.from_iterable(map(self._grade, calls))):
             round_.record(key, outcome)
             if round_.done.done():
                 break
         return round_
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        """Grade all rows in one call."""
         facts = [self.function.facts_of(row) for row in rows]
         arguments = self.function.batch_of(facts) if self._is_batch else facts[0]
         arguments = {name: value for name, value in arguments.items() if name in self._accepted}
         try:
             returned = self._compute_score(**arguments)
-            return (
-                read_outcomes(returned, len(rows)) if self._is_batch else [read_outcome(returned)]
-            )
+            if self._is_batch:
+                return read_outcomes(returned, len(rows))
+            return [read_outcome(returned)]
         except Exception as error:
             return [raised(error)] * len(rows)

@@ -39,9 +39,9 @@ def test_a_registered_class_is_found(names):
 
 def test_a_taken_name_is_refused(names):
     register("mine")(Mine)
-    with pytest.raises(RewardError, match=r"got Other, expected a free name, it is .*Mine's"):
+    with pytest.raises(RewardError, match=r"got Other, .*Mine"):
         register("mine")(Other)
-    with pytest.raises(RewardError, match=r"managers\.naive's"):
+    with pytest.raises(RewardError, match=r"managers\.naive"):
         register("naive")(Other)
 
 

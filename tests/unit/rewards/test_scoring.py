@@ -137,7 +137,7 @@ def test_reward_kwargs_are_passed_and_survive_the_way_to_a_process(function_file
 def test_a_reward_kwarg_cannot_replace_a_column():
     with pytest.raises(
         ConfigError,
-        match="got ground_truth, expected names that a sample's own columns do not have",
+        match="reward_kwargs: got ground_truth",
     ):
         ScoreFunction(reward_kwargs={"ground_truth": "5", "bonus": 1})
 

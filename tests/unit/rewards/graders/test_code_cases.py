@@ -62,11 +62,11 @@ def test_calls_as_lists_or_json_lines():
         ({"inputs": [], "outputs": []}, "0 inputs and 0 outputs"),
         ({"inputs": ["1"], "outputs": ["1", "2"]}, "1 inputs and 2 outputs"),
         ({"inputs": [1], "outputs": ["1"]}, "int as a test's input"),
-        ({"inputs": ["x ="], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one a line"),
+        ({"inputs": ["x ="], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one"),
         ({"inputs": [5], "outputs": ["1"], "fn_name": "f"}, "int as a test's arguments"),
         ('{"inputs": [' + "1" * 5000 + "]}", r"not JSON \(Exceeds the limit"),
         ("[" * 100_000, r"not JSON \(maximum recursion"),
-        ({"inputs": ["1" * 5000], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one a line"),
+        ({"inputs": ["1" * 5000], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one"),
         (
             {"inputs": [[b"x"]], "outputs": ["1"], "fn_name": "f"},
             "calls that JSON cannot hold .*bytes",
