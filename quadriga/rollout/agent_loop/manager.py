@@ -197,7 +197,15 @@ class AgentLoopManager:
         if expected_version is not None:
             require_version(engine, expected_version)
         started = time.perf_counter()
-        chats = self._conversations(engine, prompts, seed)
+        params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
+        samples = samples_of(prompts, self.config.agent.default_agent_loop)
+        chats = []
+        for sample, own_seed in zip(samples, sequence_seeds(prompts, seed), strict=True):
+            sampling = SamplingParams(**params, seed=own_seed)
+            chat = Conversation(
+                engine, self.encoder, sample, sampling, self.limits, processor=self.processor
+            )
+            chats.append(chat)
         outcomes: list[Outcome | None] = [None] * len(chats)
         wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
         try:
@@ -214,8 +222,8 @@ class AgentLoopManager:
                 write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
         self._count_failures(chats)
 
-        is_graded = grade is not None or any(outcomes)
-        grades = outcomes if is_graded else None
+        # Conversations without a grade are graded later, as a batch.
+        grades = outcomes if grade is not None or any(outcomes) else None
         batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(chats, time.perf_counter() - started)
@@ -226,21 +234,6 @@ class AgentLoopManager:
         """Stop the MCP servers and the thread in which tools run."""
         close_tools(self._thread, self._servers)
         off_the_loop(self._runner.close)
-
-    def _conversations(
-        self, engine: RolloutEngine, prompts: DataProto, seed: int
-    ) -> list[Conversation]:
-        """Conversations of a batch, one for each row, which have not begun."""
-        params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
-        samples = samples_of(prompts, self.config.agent.default_agent_loop)
-        chats = []
-        for sample, own_seed in zip(samples, sequence_seeds(prompts, seed), strict=True):
-            sampling = SamplingParams(**params, seed=own_seed)
-            chat = Conversation(
-                engine, self.encoder, sample, sampling, self.limits, processor=self.processor
-            )
-            chats.append(chat)
-        return chats
 
     async def _lead_one(
         self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
@@ -603,9 +596,29 @@ def write_trace(
     for chat, outcome in zip(chats, outcomes, strict=True):
         if not chat.finish_reason:
             continue
-        record = _trace_record(chat, outcome)
-        record["step"] = step
-        record["is_validation"] = is_validation
+        sample_index = chat.sample.columns.get("sample_index")
+        record = {
+            "uid": chat.sample.uid,
+            "sample": None if sample_index is None else int(sample_index),
+            "agent": chat.sample.agent,
+            "finish_reason": chat.finish_reason,
+            "failure": chat.failure,
+            "num_turns": len(chat.turns),
+            "num_prompt_tokens": len(chat.prompt_ids),
+            "num_response_tokens": len(chat.token_ids),
+            "num_model_tokens": sum(chat.mask),
+            "seconds": round(sum(turn.seconds for turn in (*chat.turns, *chat.unread)), 6),
+            "prompt": chat.encoder.text(chat.prompt_ids, with_special=True),
+            "prompt_token_ids": chat.prompt_ids,
+            "turns": [_turn_record(turn) for turn in chat.turns],
+            "unread": [_turn_record(turn) for turn in chat.unread],
+            "tool_rewards": chat.tool_rewards,
+            "turn_scores": chat.turn_scores,
+            "score": outcome.score if outcome else None,
+            "reward_error": outcome.error if outcome else None,
+            "step": step,
+            "is_validation": is_validation,
+        }
         lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
     if not lines:
         return
@@ -615,31 +628,6 @@ def write_trace(
     path = folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
-
-
-def _trace_record(chat: Conversation, outcome: Outcome | None) -> dict[str, Any]:
-    """The record of one conversation, without the step."""
-    sample_index = chat.sample.columns.get("sample_index")
-    return {
-        "uid": chat.sample.uid,
-        "sample": None if sample_index is None else int(sample_index),
-        "agent": chat.sample.agent,
-        "finish_reason": chat.finish_reason,
-        "failure": chat.failure,
-        "num_turns": len(chat.turns),
-        "num_prompt_tokens": len(chat.prompt_ids),
-        "num_response_tokens": len(chat.token_ids),
-        "num_model_tokens": sum(chat.mask),
-        "seconds": round(sum(turn.seconds for turn in (*chat.turns, *chat.unread)), 6),
-        "prompt": chat.encoder.text(chat.prompt_ids, with_special=True),
-        "prompt_token_ids": chat.prompt_ids,
-        "turns": [_turn_record(turn) for turn in chat.turns],
-        "unread": [_turn_record(turn) for turn in chat.unread],
-        "tool_rewards": chat.tool_rewards,
-        "turn_scores": chat.turn_scores,
-        "score": outcome.score if outcome else None,
-        "reward_error": outcome.error if outcome else None,
-    }
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:

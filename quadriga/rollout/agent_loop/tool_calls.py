@@ -298,13 +298,15 @@ class ToolBox:
         Raises:
             ToolFailedError: a tool failed.
         """
+        limit_s = self.config.tool_timeout_s
         async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
                 if isinstance(spec.make, type):
                     # A tool that is only a function: making it runs no code of a user.
                     self._tools[name] = spec.make()
                 else:
-                    self._tools[name] = await self._call_user(f"tool {name}, create", spec.make, {})
+                    where = f"tool {name}, create"
+                    self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
                 releases.push_async_callback(self._hook, name, "release")
                 await self._hook(name, "create")
             self._releases = releases.pop_all()
@@ -364,7 +366,8 @@ class ToolBox:
         try:
             kwargs = self._execute_kwargs(call)
             execute = self._tools[call.name].execute
-            result = await self._call_user(where, execute, kwargs, is_for_model=True)
+            limit_s = self.config.tool_timeout_s
+            result = await self.thread.call(where, execute, kwargs, limit_s, is_for_model=True)
         except ToolError as error:
             seconds = time.perf_counter() - started
             return self._response(call, f"Error: {error}", seconds, is_refused=True)
@@ -398,18 +401,9 @@ class ToolBox:
         kwargs = self._kwargs[name].get(f"{method}_kwargs", {})
         if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
             return None
-        return await self._call_user(f"tool {name}, {method}", getattr(tool, method), kwargs)
-
-    async def _call_user(
-        self,
-        where: str,
-        function: Function,
-        kwargs: Mapping[str, Any],
-        is_for_model: bool = False,
-    ) -> Any:
-        """Call a user's function in the tool thread, within the time limit of tools."""
+        where = f"tool {name}, {method}"
         limit_s = self.config.tool_timeout_s
-        return await self.thread.call(where, function, kwargs, limit_s, is_for_model=is_for_model)
+        return await self.thread.call(where, getattr(tool, method), kwargs, limit_s)
 
     def _response(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
