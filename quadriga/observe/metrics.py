@@ -100,8 +100,10 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     elif any(math.isnan(value) for value in values):
         # max() and min() return a NaN or not, depending on its position; it must not get lost.
         value = math.nan
+    elif reduction == "max":
+        value = max(values)
     else:
-        value = max(values) if reduction == "max" else min(values)
+        value = min(values)
     return Metric(value, reduction, weight)
 
 

@@ -104,7 +104,7 @@ class Recording:
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-        lines = [json.dumps(event) for event in self._events(trace)]
+        lines = map(json.dumps, self._events(trace))
         return zlib.compress(",\n".join(lines).encode(), 1)
 
     def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:

@@ -294,7 +294,9 @@ def clock_text(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d} h"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
 
 
 class Picture:
@@ -369,7 +371,6 @@ class Cell:
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape("  ".join(f"{label} {value}" for label, value in fields.items()))
-        bar = f'<progress value="{step}" max="{total}"></progress>'
+        bar = f'<progress value="{step}" max="{total}"></progress> step {step}/{total}'
         curves: Any = Picture(self._curves)._repr_svg_() if self._curves else ""
-        line = f"<div>{bar} step {step}/{total} <code>{text}</code></div>"
-        self._handle.update(self._html(f"{line}{curves}"))
+        self._handle.update(self._html(f"<div>{bar} <code>{text}</code></div>{curves}"))

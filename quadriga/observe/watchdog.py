@@ -65,7 +65,11 @@ class _Wait:
             if seconds >= 120:
                 duration = f"{seconds // 60} min {seconds % 60:02d} s"
             try:
-                state = f": {self.detail()}" if self.detail else self._place()
+                state = (
+                    f": {self.detail()}"
+                    if self.detail
+                    else place_of(sys._current_frames().get(self.thread))
+                )
             except Exception as error:
                 # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
@@ -74,10 +78,6 @@ class _Wait:
                 self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
             self.reports.release()
-
-    def _place(self) -> str:
-        """The line of code that the waiting thread executes."""
-        return place_of(sys._current_frames().get(self.thread))
 
 
 class _Watch(threading.Thread):

@@ -193,9 +193,11 @@ class MlflowBackend(TrackingBackend):
     def _begin(self, facts: RunFacts) -> str:
         """Create a run at the service, with the configuration as its parameters; return its id."""
         experiment = self._client.get_experiment_by_name(facts.project_name)
-        experiment_id = experiment.experiment_id if experiment else None
-        if experiment_id is None:
-            experiment_id = self._client.create_experiment(facts.project_name)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(facts.project_name)
+        )
         run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
         facts.save_id("mlflow", run_id)
         # Parameters cannot change within a run. A continued run keeps its first ones, and writes its
