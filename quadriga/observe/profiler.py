@@ -51,7 +51,7 @@ class Recording:
     Args:
         tool: `global_profiler.tool`.
         title: name of the process in the trace.
-        number: number of the process among all processes of the run.
+        number: number of the process among all of them, from 0.
         origin_ns: the time at which the trace begins, in nanoseconds since 1970.
     """
 

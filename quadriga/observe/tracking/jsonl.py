@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jsonl backend: `metrics.jsonl` and `samples.jsonl` in the run's directory, one JSON object per line.
 
-The files are the record of the run. They survive a kill at any moment: every line is written to the system at once, and
-a half-written last line is dropped when the run continues. They hold each number exactly. JSON cannot express NaN and
+The files survive a kill at any moment: every line is written to the system at once, and when the run continues,
+a half-written last line is dropped. They have the exact value of each number. JSON cannot express NaN and
 the infinities; they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
 """
 

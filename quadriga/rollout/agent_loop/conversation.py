@@ -348,7 +348,12 @@ class Conversation:
             pairs = zip(self.token_ids, self.mask, strict=True)
             written = [token for token, is_model in pairs if is_model]
             token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
-        added = [{**message, "content": _text_of(message["content"])} for message in plain]
+        added = []
+        for message in plain:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "".join(part.get("text", "") for part in content)
+            added.append({**message, "content": content})
         self.messages += added
         turn = Turn(
             role=plain[0]["role"],
@@ -674,10 +679,3 @@ class TurnEncoder:
                 fix=f"{_FIX_TEMPLATE} these roles.",
             ) from error
         return str(text)
-
-
-def _text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a message, whose content is text or parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
