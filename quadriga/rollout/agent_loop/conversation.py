@@ -349,16 +349,18 @@ class Conversation:
             written = [token for token, is_model in pairs if is_model]
             token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
         added = []
+        texts = []
         for message in plain:
-            content = message["content"]
-            if not isinstance(content, str):
-                content = "".join(part.get("text", "") for part in content)
-            added.append({**message, "content": content})
+            text = message["content"]
+            if not isinstance(text, str):
+                text = "".join(part.get("text", "") for part in text)
+            added.append({**message, "content": text})
+            texts.append(text)
         self.messages += added
         turn = Turn(
             role=plain[0]["role"],
             token_ids=token_ids,
-            text="\n".join(message["content"] for message in added),
+            text="\n".join(texts),
             seconds=seconds,
             tool_responses=tuple(tool_responses),
             messages=added,
@@ -519,8 +521,11 @@ class TurnEncoder:
             RolloutError: the rendered prompt does not name each of the tools.
         """
         text = self._render(messages, schemas)
-        names = [schema["function"]["name"] for schema in schemas]
-        missing = [name for name in names if name not in text]
+        missing = []
+        for schema in schemas:
+            name = schema["function"]["name"]
+            if name not in text:
+                missing.append(name)
         if missing:
             raise RolloutError(
                 self._where,

@@ -89,7 +89,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
                 raise RolloutError(
                     where,
                     got=f"{own_name}, a class without {', '.join(missing)}",
-                    expected="each method that AgentLoop leaves open",
+                    expected="each abstract method of AgentLoop",
                     fix=f"Write {own_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
                 )
             # A file that is loaded again makes new classes of the same names.
@@ -103,9 +103,11 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
         return add
 
     def __missing__(self, name: str) -> type[AgentLoop]:
-        fix = "A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path."
         raise RolloutError(
-            "agent_name", got=repr(name), expected=f"one of {', '.join(sorted(self))}", fix=fix
+            "agent_name",
+            got=repr(name),
+            expected=f"one of {', '.join(sorted(self))}",
+            fix="Register your loop with @register(name) in the file actor_rollout_ref.rollout.agent.agent_loop_path.",
         )
 
 

@@ -277,12 +277,13 @@ class AgentLoopManager:
 
     def _count_failures(self, chats: list[Conversation]) -> None:
         """Report how many conversations failed and why; stop the run if only failures follow."""
+        failed = []
         for chat in chats:
             if chat.failure:
+                failed.append(chat)
                 self._num_failed_in_a_row += 1
             else:
                 self._num_failed_in_a_row = 0
-        failed = [chat for chat in chats if chat.failure]
         if not failed:
             return
         first = f"The first, row {failed[0].sample.row}: {failed[0].finish_reason}"
@@ -543,31 +544,38 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
     Returns:
         Metrics by name.
     """
-    num_model_tokens = sum(sum(chat.mask) for chat in chats)
-    num_tokens = sum(len(chat.mask) for chat in chats)
-    num_rows = len(chats)
-    divisor = max(num_rows, 1)
-    log_prob = sum(sum(chat.log_probs) for chat in chats) / max(num_model_tokens, 1)
-    num_cut = sum(chat.finish_reason == "length" for chat in chats)
-    num_turns = sum(len(chat.turns) for chat in chats)
-
+    num_prompt_tokens = 0
+    num_model_tokens = 0
+    num_other_tokens = 0
+    num_turns = 0
+    num_cut = 0
+    num_failures = 0
     responses = []
     tools_s = []  # seconds of each conversation in tools and user simulators
     for chat in chats:
+        num_prompt_tokens += len(chat.prompt_ids)
+        num_model_tokens += sum(chat.mask)
+        num_other_tokens += len(chat.mask) - sum(chat.mask)
+        num_turns += len(chat.turns)
+        num_cut += chat.finish_reason == "length"
+        num_failures += bool(chat.failure)
         for turn in (*chat.turns, *chat.unread):
             responses += turn.tool_responses
         tools_s.append(sum(turn.seconds for turn in chat.turns if turn.role != "assistant"))
+    log_prob = sum(sum(chat.log_probs) for chat in chats) / max(num_model_tokens, 1)
     num_refused = sum(response.is_refused for response in responses)
+    num_rows = len(chats)
+    divisor = max(num_rows, 1)
     return {
-        "rollout/num_prompt_tokens": Metric(sum(len(chat.prompt_ids) for chat in chats), "sum"),
+        "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),
         "rollout/num_response_tokens": Metric(num_model_tokens, "sum"),
-        "rollout/num_tool_tokens": Metric(num_tokens - num_model_tokens, "sum"),
+        "rollout/num_tool_tokens": Metric(num_other_tokens, "sum"),
         "rollout/log_prob": Metric(log_prob, "mean", num_model_tokens),
         "rollout/length_share": Metric(num_cut / divisor, "mean", num_rows),
         "rollout/num_turns": Metric(num_turns / divisor, "mean", num_rows),
         "rollout/num_tool_calls": Metric(len(responses), "sum"),
         "rollout/num_refused_calls": Metric(num_refused, "sum"),
-        "rollout/num_failures": Metric(sum(bool(chat.failure) for chat in chats), "sum"),
+        "rollout/num_failures": Metric(num_failures, "sum"),
         "timing_s/tools": Metric(max(tools_s, default=0.0), "max"),
         "timing_s/generate_sequences": Metric(seconds, "max"),
     }

@@ -337,7 +337,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
         raise ConfigError(
             where,
             got=f"{name}, a class without {', '.join(missing)}",
-            expected=f"each method that {base.__name__} leaves open",
+            expected=f"each abstract method of {base.__name__}",
             fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
         )
     return user_class
