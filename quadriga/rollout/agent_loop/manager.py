@@ -276,7 +276,7 @@ class AgentLoopManager:
         chat.activity = ""
 
     def _count_failures(self, chats: list[Conversation]) -> None:
-        """Report how many conversations failed and why; stop the run if only failures follow."""
+        """Report how many conversations failed and why; stop the run after too many in a row."""
         failed = []
         for chat in chats:
             if chat.failure:
