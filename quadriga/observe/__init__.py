@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports about itself: metrics, timings, progress, tracking, profiles, the machine.
+"""Reports of a run about itself: metrics, timings, progress, tracking, profiles, the machine.
 
-Nothing is imported here: a grading process that needs `metrics` does not pay for torch or rich.
+Nothing is imported here, so that a grading process can import `metrics` without torch or rich.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine is, how much of it the process uses, and which number format suits it."""
+"""Facts about this machine: cores, memory, and the data type that its hardware multiplies."""
 
 import ctypes
 import os
@@ -17,6 +17,7 @@ from quadriga.errors import PeerLostError
 
 GIB = 1024**3
 _CPUINFO = Path("/proc/cpuinfo")
+_CGROUP = Path("/sys/fs/cgroup")
 # CPU flags (Linux names) of units that multiply matrices of 16 bits: Intel and AMD, then Arm.
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
@@ -24,71 +25,78 @@ FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A data type and the reason for it, fit to be printed."""
+    """A data type, and the reason for it as text that can be printed."""
 
     value: torch.dtype
     reason: str
 
 
 def choose_dtype(requested: str, device: torch.device | str) -> Choice:
-    """The data type of the compute weights.
-    `requested`: "auto" (bfloat16 where the hardware multiplies it), "bfloat16", "float16" or "float32".
-    `device`: where the weights will live."""
+    """Choose the data type of the compute weights.
+
+    Args:
+        requested: "auto" (bfloat16 if the hardware multiplies it, else float32), "bfloat16",
+            "float16" or "float32".
+        device: the device of the weights.
+
+    Returns:
+        The data type and the reason for it.
+    """
     device = torch.device(device)
     if requested == "float32":
         return Choice(torch.float32, "float32: asked for")
-    units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
+    # `fast` and `slow` say why the 16-bit type is fast or slow on the device.
+    fast = ""
     if device.type == "cpu":
+        units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
         flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
         unit = next((flag for flag in units if flag in flags), None)
-        has_bf16, fast = unit is not None, f"this CPU multiplies it in hardware ({unit})"
+        is_fast = unit is not None
+        fast = f"this CPU multiplies it in hardware ({unit})"
         slow = f"this CPU has none of {', '.join(units)}"
     elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         # Emulated bfloat16 is slower than float32, so it does not count.
         with torch.cuda.device(device):
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        fast, slow = f"{name} multiplies it in hardware", f"{name} has no bfloat16 units"
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        fast = f"{name} multiplies it in hardware"
+        slow = f"{name} has no bfloat16 units"
     else:
-        has_bf16, fast, slow = (
-            False,
-            "",
-            f"nothing is known about bfloat16 on {device.type} devices",
-        )
+        is_fast = False
+        slow = f"nothing is known about bfloat16 on {device.type} devices"
+
+    warning = "" if is_fast else f" (slow here: float32: {slow})"
     if requested == "float16":
-        is_slow = device.type == "cpu" and not has_bf16
-        return Choice(
-            torch.float16,
-            f"float16: asked for{f' (slow here: float32: {slow})' if is_slow else ''}",
-        )
+        # Only a CPU may lack units for float16.
+        if device.type != "cpu":
+            warning = ""
+        return Choice(torch.float16, f"float16: asked for{warning}")
     if requested == "bfloat16":
-        return Choice(
-            torch.bfloat16,
-            f"bfloat16: asked for{'' if has_bf16 else f' (slow here: float32: {slow})'}",
-        )
-    if has_bf16:
+        return Choice(torch.bfloat16, f"bfloat16: asked for{warning}")
+    if is_fast:
         return Choice(torch.bfloat16, f"bfloat16: {fast}")
     return Choice(torch.float32, f"float32: {slow}")
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Memory of this process in RAM, and the most it has held; without /proc (macOS) twice the latter."""
+    """Memory of this process in RAM, and its maximum so far; without /proc (macOS) the maximum twice."""
     # Linux counts in KiB, macOS in bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    fields = (_field(Path("/proc/self/status"), key) for key in ("VmRSS", "VmHWM"))
-    held, most = (int(field.split()[0]) * 1024 if field else peak for field in fields)
-    return held, most
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    status = Path("/proc/self/status")
+    return _field_bytes(status, "VmRSS", peak), _field_bytes(status, "VmHWM", peak)
 
 
 def release_free_memory() -> bool:
-    """Give unused pages back to the system, where the C library keeps them (glibc), and what torch's allocator keeps
-    of a GPU. Returns whether the C library does.
+    """Return unused memory to the system: of the C library (glibc), and of torch's GPU allocator.
 
-    Training and generation allocate in different patterns; without this each leaves holes for the other, and the
-    resident memory of a run creeps up. An engine like vLLM's has an allocator of its own: what torch's keeps is lost
-    to it."""
+    Training and generation allocate in different patterns. Without this each leaves holes for the
+    other, and the resident memory of a run grows. An engine such as vLLM has another GPU allocator,
+    which cannot use memory that torch's allocator holds.
+
+    Returns:
+        Whether the C library returned memory.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -96,48 +104,51 @@ def release_free_memory() -> bool:
 
 
 def num_usable_cores() -> int:
-    """CPU cores this process may use, by its affinity and the limit of its control group."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    """Number of CPU cores that this process may use, by its affinity and its control group."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
 def available_bytes() -> int:
-    """Memory that this process can have without swapping, of the machine and of its control group."""
-    field = _field(Path("/proc/meminfo"), "MemAvailable")
-    free = (
-        int(field.split()[0]) * 1024
-        if field
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    limit, held = (_read(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
-    return min(free, int(limit) - int(held)) if limit.isdigit() and held.isdigit() else free
+    """Memory that this process can get without swapping, from the machine and its control group."""
+    free = _field_bytes(Path("/proc/meminfo"), "MemAvailable", _physical_bytes())
+    limit = _read(_CGROUP / "memory.max")
+    used = _read(_CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used))
+    return free
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder is on a file system in memory, by the kernel's list of mounts; False where there is none."""
-    lines = enumerate(line.split() for line in _read(Path("/proc/self/mounts")).splitlines())
+    """Whether a folder is on a file system in memory, by the kernel's list of mounts.
+
+    False if the system has no such list.
+    """
     place = folder.resolve()
-    found = [
-        (len(where), number, kind)
-        for number, (_, where, kind, *_) in lines
-        if place.is_relative_to(where)
-    ]
-    return max(found, default=(0, 0, ""))[2] in ("tmpfs", "ramfs")
+    longest = -1
+    kind = ""
+    for line in _read(Path("/proc/self/mounts")).splitlines():
+        _, mount_point, mounted_kind, *_ = line.split()
+        # The longest mount point counts; of two mounts at the same point the later one hides the first.
+        if place.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest = len(mount_point)
+            kind = mounted_kind
+    return kind in ("tmpfs", "ramfs")
 
 
 def describe_machine() -> str:
-    """One line for logs and reports: cores, memory, accelerators, system, versions."""
+    """A line for logs and reports: cores, memory, accelerators, system, versions."""
     cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     num_cores = num_usable_cores()
-    # The memory of the control group, where that is less.
-    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(Path("/sys/fs/cgroup/memory.max"))
-    num_bytes = min(num_bytes, int(limit)) if limit.isdigit() else num_bytes
+    num_bytes = _physical_bytes()
+    limit = _read(_CGROUP / "memory.max")
+    if limit.isdigit():
+        num_bytes = min(num_bytes, int(limit))
     accelerators = "no GPU"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -152,8 +163,19 @@ def describe_machine() -> str:
     return ", ".join(parts)
 
 
+def _physical_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _field_bytes(path: Path, key: str, default: int) -> int:
+    """A number of bytes in one of the kernel's files, which counts in KiB; `default` if there is none."""
+    field = _field(path, key)
+    return int(field.split()[0]) * 1024 if field else default
+
+
 def _field(path: Path, key: str) -> str:
-    """The first value under a key of one of the kernel's files of `key: value` lines; empty if there is none."""
+    """First value of a key in one of the kernel's files of `key: value` lines; "" if there is none."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
@@ -162,20 +184,28 @@ def _field(path: Path, key: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel, or nothing where this system has no such file."""
+    """Text of a file of the kernel; "" if this system does not have it."""
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 @contextmanager
 def taking_part(where: str) -> Iterator[None]:
-    """Collectives of several ranks. Raises PeerLostError: one failed, because another rank is gone."""
+    """Context manager for collectives of several ranks.
+
+    Args:
+        where: the collectives, for the error message.
+
+    Raises:
+        PeerLostError: a collective failed because another rank is gone.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        got, fix = (
-            str(error).strip().partition("\n")[0],
-            "Look for the error of another rank: it left this one alone.",
-        )
-        raise PeerLostError(where, got=got, expected="all ranks to take part", fix=fix) from error
+        raise PeerLostError(
+            where,
+            got=str(error).strip().partition("\n")[0],
+            expected="all ranks to take part",
+            fix="Look for the error of another rank: it left this one alone.",
+        ) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured numbers that know how to be combined.
+"""Measured numbers with the way in which they are combined.
 
-A worker that saw 40 tokens and a worker that saw 4000 must not count the same in a mean. So a metric travels
-with the way it is reduced and with the weight it stands for, from the place where it was measured to the log.
+A worker with 40 tokens and a worker with 4000 must not count the same in a mean. So a metric has a reduction and a
+weight from the place where it is measured to the log.
 """
 
 import math
@@ -17,11 +17,11 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number, how it combines with others of its name, and the count (tokens, sequences, steps) that it weighs."""
+    """A measured number, and the way in which it combines with others of its name."""
 
     value: float
     reduction: Reduction = "mean"
-    weight: float = 1.0
+    weight: float = 1.0  # for a mean: the number of tokens, sequences or steps
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -29,16 +29,17 @@ class Metric:
                 f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}."
             )
         # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
-        # or a device alive and can be sent and written anywhere. item() reads a loss that has its graph in silence.
-        # What an accelerator has yet to compute is read later, with all the others of a step.
+        # or a device alive, and can be sent and written anywhere. item() also reads a loss with a graph. Numbers on
+        # a GPU, which may not be computed yet, are read later, all numbers of a step at once.
         for name in ("value", "weight"):
             number = getattr(self, name)
             if getattr(number, "is_cuda", False):
-                object.__setattr__(self, name, number.detach())
+                number = number.detach()
+            elif hasattr(number, "item"):
+                number = float(number.item())
             else:
-                object.__setattr__(
-                    self, name, float(number.item() if hasattr(number, "item") else number)
-                )
+                number = float(number)
+            object.__setattr__(self, name, number)
         if isinstance(self.weight, float) and not 0 <= self.weight < math.inf:
             raise ValueError(
                 f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0."
@@ -46,7 +47,10 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One metric per name of several workers, micro-batches or mini-batches. Merging in stages is merging at once."""
+    """Merge the metrics of several workers, micro-batches or mini-batches into one per name.
+
+    Merging in stages gives the same result as merging at once.
+    """
     collected: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
@@ -55,16 +59,19 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
-    """The plain numbers to log: one float per name, lists (from concatenated results) and parts combined first. A name
-    whose lists are empty was measured nowhere and is left out."""
-    found: Mapping[str, Metric | Sequence[Metric]] = parts[0]
+    """Combine metrics, and lists of metrics from concatenated results, to a float per name.
+
+    A name with only empty lists was measured nowhere, and is left out.
+    """
+    collected: Mapping[str, Metric | Sequence[Metric]] = parts[0]
     if len(parts) > 1:
-        found = lists = defaultdict[str, list[Metric]](list)
+        lists = defaultdict[str, list[Metric]](list)
         for part in parts:
             for name, metric in part.items():
                 lists[name] += [metric] if isinstance(metric, Metric) else metric
+        collected = lists
     reduced: dict[str, float] = {}
-    for name, metric in found.items():
+    for name, metric in collected.items():
         if isinstance(metric, Metric):
             reduced[name] = metric.value
         elif metric:
@@ -73,27 +80,36 @@ def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str,
 
 
 def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
-    kinds = {metric.reduction for metric in metrics}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts."
-        )
-    reduction, weight = metrics[0].reduction, math.fsum(metric.weight for metric in metrics)
+    """Combine metrics of the same name and reduction into one."""
+    reductions = {metric.reduction for metric in metrics}
+    if len(reductions) > 1:
+        names = ", ".join(sorted(reductions))
+        raise ValueError(f"metric {name}: got the reductions {names}, expected one for all parts.")
+    reduction = metrics[0].reduction
+    weight = math.fsum(metric.weight for metric in metrics)
     values = [metric.value for metric in metrics]
-    if reduction in ("mean", "sum"):
-        if reduction == "mean":
-            # A part of weight 0 says nothing, even where its own value is NaN.
-            values = [metric.value * metric.weight for metric in metrics if metric.weight > 0]
-        # fsum is exact in any order, but it refuses to add opposite infinities; plain addition gives the NaN they are.
-        value = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-        if reduction == "mean":
-            # The mean of nothing is NaN and not 0.
-            value = value / weight if weight else math.nan
+    if reduction == "mean":
+        # A part of weight 0 does not count, even if its value is NaN.
+        products = [metric.value * metric.weight for metric in metrics if metric.weight > 0]
+        # The mean of nothing is NaN, not 0.
+        value = _sum(products) / weight if weight else math.nan
+    elif reduction == "sum":
+        value = _sum(values)
     elif reduction == "last":
         value = values[-1]
     elif any(math.isnan(value) for value in values):
-        # max() and min() answer by position when a NaN is among the values; a NaN must be seen, so it wins.
+        # max() and min() return a NaN or not, depending on its position; it must not get lost.
         value = math.nan
+    elif reduction == "max":
+        value = max(values)
     else:
-        value = max(values) if reduction == "max" else min(values)
+        value = min(values)
     return Metric(value, reduction, weight)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Sum that does not depend on the order of finite values."""
+    if all(map(math.isfinite, values)):
+        return math.fsum(values)
+    # fsum raises for opposite infinities, whose sum is NaN.
+    return sum(values)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this environment can do: which optional packages are there, whether they work, and if not, why.
+"""Probe of the optional packages: whether each is installed and works, and if not, why.
 
-"Installed" is not "usable": a package may be too old, or fail to load for want of another one. Those that load quickly
-are imported, each in a process of its own, where a crash or a hang does no harm. Of the others, which take seconds, the
-versions of what they require are compared, and the report says that they were not tried.
+A package that is installed may be too old, or fail to load because it needs another one. Packages that load quickly are
+imported, each in a separate process, where a crash or a hang does no harm. For the others, which take seconds, the
+versions of their requirements are compared, and the report says that they were not tried.
 """
 
 import importlib.util
@@ -18,31 +18,31 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 IMPORT_TIMEOUT_S = 60.0
-# Imports at the same time; more would only make each other slow.
+# Imports at the same time; more would only slow each other down.
 NUM_IMPORTS = 2
 NOT_TRIED = "installed, not tried"
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An optional package: distribution, module, least version, purpose, and whether it loads in less than a second."""
+    """An optional package."""
 
-    package: str
+    package: str  # name of the distribution
     module: str
-    least: str
+    least: str  # oldest version that works
     purpose: str
-    install: str
-    is_quick: bool = False
+    install: str  # argument of `pip install -e`
+    is_quick: bool = False  # whether it loads in less than a second
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What the probe found about a package (no version: not installed); reason: "imports", `NOT_TRIED`, an error."""
+    """Result of the probe of a package."""
 
     package: str
-    version: str
+    version: str  # "" if it is not installed
     is_usable: bool
-    reason: str
+    reason: str  # "imports", `NOT_TRIED`, or an error
     purpose: str
 
 
@@ -84,49 +84,78 @@ EXTRAS = (
 def probe_capabilities(
     extras: Sequence[Extra] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S, *, try_all: bool = False
 ) -> list[Capability]:
-    """Look at each optional package, in the order given; `try_all` imports also those that take seconds to load."""
+    """Probe optional packages.
+
+    Args:
+        extras: the packages.
+        timeout_s: time limit of each import, in seconds.
+        try_all: import packages that take seconds to load, too.
+
+    Returns:
+        The results, in the order of the packages.
+    """
+
+    def probe(extra: Extra) -> Capability:
+        return _probe(extra, timeout_s, extra.is_quick or try_all)
+
     with ThreadPoolExecutor(NUM_IMPORTS) as pool:
-        return list(
-            pool.map(lambda extra: _probe(extra, timeout_s, extra.is_quick or try_all), extras)
-        )
+        return list(pool.map(probe, extras))
 
 
 def release_numbers(text: str) -> tuple[int, ...]:
-    """The leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    """Leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
     release = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in release.group().split(".")) if release else ()
+    if release is None:
+        return ()
+    return tuple(int(part) for part in release.group().split("."))
 
 
 def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
-    # mlflow also comes as a smaller distribution with the same module, which is all that tracking needs.
-    distribution, found = installed(extra.package, f"{extra.package}-skinny")
-    if not found:
+    """Probe one package; with `is_tried` import it in a separate process."""
+    # mlflow also comes as a smaller distribution with the same module, which is enough for tracking.
+    distribution, found_version = installed(extra.package, f"{extra.package}-skinny")
+    if not found_version:
         problem = f"not installed; pip install -e '{extra.install}'"
-    elif release_numbers(found) < release_numbers(extra.least):
+    elif release_numbers(found_version) < release_numbers(extra.least):
         problem = f"too old; {extra.least} or later is needed: pip install -U -e '{extra.install}'"
-    elif not is_tried:
-        problem = _unmet_problem(extra.module, distribution)
+    elif is_tried:
+        problem = _import_problem(extra.module, timeout_s)
     else:
-        command = [sys.executable, "-c", f"import {extra.module}"]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=timeout_s,
-            )
-            last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            problem = f"does not import: {last_line}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            problem = f"its import took more than {timeout_s:.0f} s"
-    fine = "imports" if is_tried else NOT_TRIED
-    return Capability(extra.package, found, not problem, problem or fine, extra.purpose)
+        problem = _requirement_problem(extra.module, distribution)
+    success = "imports" if is_tried else NOT_TRIED
+    return Capability(
+        package=extra.package,
+        version=found_version,
+        is_usable=not problem,
+        reason=problem or success,
+        purpose=extra.purpose,
+    )
+
+
+def _import_problem(module: str, timeout_s: float) -> str:
+    """Import a module in a separate process. Returns the problem, or "" if there is none."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", f"import {module}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return f"its import took more than {timeout_s:.0f} s"
+    if result.returncode == 0:
+        return ""
+    lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+    return f"does not import: {lines[-1]}"
 
 
 def installed(*packages: str) -> tuple[str, str]:
-    """Which of these distributions is installed, and its version; the first and "" if none is. Nothing is imported."""
+    """The first of these distributions that is installed, and its version.
+
+    If none is installed, the first of them and "". Nothing is imported.
+    """
     for name in packages:
         try:
             return name, version(name)
@@ -135,17 +164,19 @@ def installed(*packages: str) -> tuple[str, str]:
     return packages[0], ""
 
 
-def _unmet_problem(module: str, distribution: str) -> str:
-    """What is known without an import: a missing module, or what the distribution requires here. Empty: no problem."""
+def _requirement_problem(module: str, distribution: str) -> str:
+    """Problem that shows without an import, a missing module or requirement; "" if there is none."""
     if importlib.util.find_spec(module) is None:
         return f"{NOT_TRIED}: there is no module {module}"
     for line in requires(distribution) or ():
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate():
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        _, found = installed(wanted.name, f"{wanted.name}-skinny")
-        if not found:
-            return f"{NOT_TRIED}: it requires {wanted.name}, which is not installed"
-        if not wanted.specifier.contains(found, prereleases=True):
-            return f"{NOT_TRIED}: it requires {wanted.name}{wanted.specifier}, and {found} is installed"
+        name = requirement.name
+        _, found_version = installed(name, f"{name}-skinny")
+        if not found_version:
+            return f"{NOT_TRIED}: it requires {name}, which is not installed"
+        specifier = requirement.specifier
+        if not specifier.contains(found_version, prereleases=True):
+            return f"{NOT_TRIED}: it requires {name}{specifier}, and {found_version} is installed"
     return ""

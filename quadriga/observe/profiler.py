@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process records of a training step; `trainer/profiler.py` begins it in all processes, and joins the parts.
+"""Recording of a training step in one process. `trainer/profiler.py` starts it in all processes and joins the parts.
 
 torch         every operator of every thread, and the blocks that `PhaseTimer.mark` names: phases of the loop, calls
               of workers
@@ -20,32 +20,49 @@ from torch._C._profiler import _ExperimentalConfig
 from quadriga.errors import ConfigError
 from quadriga.observe.timing import PhaseTimer
 
-# Allocations remembered for a memory snapshot; a step of a large model makes some ten thousand.
+# Allocations in a memory snapshot; a step of a large model makes some ten thousand.
 MEMORY_EVENTS = 1_000_000
-NUM_PIDS = 1000  # of a process in the trace: its own, and one for each of its devices
+# Process numbers in the trace for each process: one for itself, and one for each of its devices.
+NUM_PIDS = 1000
 
 
 def check_tool(tool: str | None, device: torch.device) -> None:
-    """Raises ConfigError: `global_profiler.tool` cannot work in a process on this device."""
+    """Check that a profiler works in a process on a device.
+
+    Args:
+        tool: `global_profiler.tool`. None: no profiler.
+        device: the device of the process.
+
+    Raises:
+        ConfigError: the tool records CUDA devices, and this is another device.
+    """
     if tool in ("torch_memory", "nsys") and device.type != "cuda":
-        got = f"{tool} in a process on {device}"
-        fix = "Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations."
         raise ConfigError(
-            "global_profiler.tool", got=got, expected="a CUDA device, which it records", fix=fix
+            "global_profiler.tool",
+            got=f"{tool} in a process on {device}",
+            expected="a CUDA device, which it records",
+            fix="Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations.",
         )
 
 
 class Recording:
-    """What this process does, from construction to `finish`.
-    `title`: of the process in the trace.
-    `number`: of the process among all of them.
-    `origin_ns`: the moment, in nanoseconds since 1970, from which the trace counts."""
+    """Recording of this process, from construction to `finish`.
 
+    Args:
+        tool: `global_profiler.tool`.
+        title: name of the process in the trace.
+        number: number of the process among all of them, from 0.
+        origin_ns: the time at which the trace begins, in nanoseconds since 1970.
+    """
+
+    # The recording in progress. A process has one profiler, even if it has several roles.
     current: ClassVar[Optional["Recording"]] = None
-    """The one that is going on: a process has one profiler, whatever its roles."""
 
     def __init__(self, tool: str, title: str, number: int, origin_ns: int) -> None:
-        self.tool, self.title, self.number, self.origin_ns = tool, title, number, origin_ns
+        self.tool = tool
+        self.title = title
+        self.number = number
+        self.origin_ns = origin_ns
         Recording.current = self
         if tool == "torch_memory":
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -56,16 +73,25 @@ class Recording:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            recorded: dict[str, Any] = {"profile_memory": True, "record_shapes": True}
-            # An engine may compute in a thread of its own.
-            recorded["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-            self._trace = torch.profiler.profile(activities=activities, **recorded)
+            self._trace = torch.profiler.profile(
+                activities=activities,
+                profile_memory=True,
+                record_shapes=True,
+                # An engine may compute in another thread.
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
             self._trace.start()
             PhaseTimer.mark = torch.profiler.record_function
 
     def finish(self) -> bytes:
-        """End it. Returns, compressed by zlib, events as JSON, separated by commas, or a snapshot; nothing for nsys."""
-        Recording.current, PhaseTimer.mark = None, nullcontext
+        """End the recording.
+
+        Returns:
+            The recording, compressed by zlib: events as JSON, separated by commas, or a memory
+            snapshot. Nothing for nsys, which writes a file itself.
+        """
+        Recording.current = None
+        PhaseTimer.mark = nullcontext
         if self.tool == "nsys":
             torch.cuda.profiler.stop()
             return b""
@@ -78,13 +104,16 @@ class Recording:
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-        return zlib.compress(",\n".join(map(json.dumps, self._events(trace))).encode(), 1)
+        lines = map(json.dumps, self._events(trace))
+        return zlib.compress(",\n".join(lines).encode(), 1)
 
     def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:
-        """Those of a trace, such that they can stand beside those of other processes."""
-        shift_us, pids, events = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000, {}, []
+        """Events of a trace, with times and numbers that fit to those of other processes."""
+        shift_us = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000
+        pids: dict[int, int] = {}
+        events = []
         for event in trace["traceEvents"]:
-            # Others are about the profiler itself.
+            # Events whose process is a text are about the profiler itself.
             if not isinstance(event["pid"], int):
                 continue
             event["pid"] = pids.setdefault(event["pid"], self.number * NUM_PIDS + len(pids))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person watches of a long piece of work: a few numbers of each step, as a bar on a terminal or lines in a log.
+"""Progress of long work: a few numbers of each step, beside a bar on a terminal or as lines in a log.
 
     step 12/30 ━━━━━━━━━╸────────────── reward 0.430  1 214 tok/s  8.1 s/step  2:24 left · gen
 
-A run logs about a hundred metrics a step; these are the few that are shown, the files of the trackers have them all.
+A run logs about a hundred metrics a step. A few of them are shown here; the files of the trackers have all of them.
 
 Who prints what: a `Progress` is the only printer of steps while it is open. The console tracker, given the same
 `Progress`, leaves the steps to it and adds what a bar cannot show (validation results, samples) through `message`,
@@ -25,27 +25,33 @@ from rich.progress import BarColumn, RenderableColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-# Time left follows the mean of so many last steps: long enough to be calm, short enough to notice a change of pace.
+# The time left follows the mean of the last steps: enough of them to be steady, few enough to notice a change of pace.
 PACE_STEPS = 10
-# A terminal has room for these beside the bar; a log line shows every field. Work that has none of them shows its own.
+# Fields beside the bar on a terminal, which has little room. Without any of them the bar shows all fields; a line of a
+# log always does.
 BAR_FIELDS = ("reward", "tok/s", "s/step")
 GAP = "  "
 VALIDATION_PREFIX = "val-core/"
 COMPONENT_PREFIX = "reward/extra/"
-# Of what a grader returns beside the score, so many numbers are shown.
-NUM_COMPONENTS = 4
+NUM_COMPONENTS = 4  # numbers that are shown of those that a grader returns beside the score
+
+# The curves in a notebook, in pixels: the whole, and the margins around the axes.
+WIDTH = 640
+HEIGHT = 220
+LEFT = 56
+BELOW = 22
+ABOVE = 24
 COLORS = ("#3b6fd4", "#d9480f", "#2b8a6e", "#6d5bd0", "#a61e4d", "#e67700")
-WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 220, 56, 22, 24
 INK = 'fill="#7a8191" font-family="sans-serif" font-size="11"'
 Points = Sequence[tuple[float, float]]
 
 
 class Headline(NamedTuple):
-    """A metric that is shown: its label, the metrics it may come from (the first that was measured), how it is written:
-    a format for numbers, or two of them and the size below which the first one holds."""
+    """A metric that is shown."""
 
     label: str
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # metrics that it may come from; the first that was measured counts
+    # Format of its value; or a format for small values, their limit, and the format for the rest.
     form: str | tuple[str, float, str]
 
 
@@ -69,34 +75,39 @@ HEADLINES = (
 
 
 def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The fields of a step for `Progress.update`: label -> text, in a fixed order, for what was measured in it."""
+    """Fields of a step for `Progress.update`: label -> text, in a fixed order.
+
+    Headlines that were not measured in the step are left out.
+    """
     fields: dict[str, str] = {}
     for label, sources, form in HEADLINES:
-        value = next((metrics[name] for name in sources if name in metrics), None)
-        if value is not None and math.isfinite(value):
-            if isinstance(form, tuple):
-                below, limit, above = form
-                # Zero is no small number: it is written in full.
-                form = (
-                    below if abs(value) < limit and not (value == 0 and below == ".1e") else above
-                )
-            # A narrow space would be finer typography, but a log is also read by grep and on plain terminals.
-            fields[label] = format(value, form).replace(",", " ")
-        elif value is not None:
+        values = [metrics[name] for name in sources if name in metrics]
+        if not values:
+            continue
+        value = values[0]
+        if not math.isfinite(value):
             fields[label] = str(value)
-    parts = [name for name in metrics if name.startswith(COMPONENT_PREFIX)][:NUM_COMPONENTS]
-    return fields | {
-        f"reward.{name.removeprefix(COMPONENT_PREFIX)}": f"{metrics[name]:.3f}" for name in parts
-    }
+            continue
+        if isinstance(form, tuple):
+            small_form, limit, large_form = form
+            # Zero has no exponent: it is written like a large value.
+            is_plain_zero = value == 0 and small_form == ".1e"
+            form = small_form if abs(value) < limit and not is_plain_zero else large_form
+        # A plain space between thousands: logs are also read by grep and on simple terminals.
+        fields[label] = format(value, form).replace(",", " ")
+    components = [name for name in metrics if name.startswith(COMPONENT_PREFIX)]
+    for name in components[:NUM_COMPONENTS]:
+        fields[f"reward.{name.removeprefix(COMPONENT_PREFIX)}"] = f"{metrics[name]:.3f}"
+    return fields
 
 
 def join_field(label: str, value: str) -> str:
-    """A label stands before its value, a unit (a label with a slash, such as tok/s) behind it."""
+    """A field as text: the label before its value, a unit (a label with a slash) behind it."""
     return f"{value} {label}" if "/" in label else f"{label} {value}"
 
 
 class ValidationResult(NamedTuple):
-    """One validation metric, taken apart: `val-core/<data source>/<variable>/<statistic>`."""
+    """The parts of a validation metric `val-core/<data source>/<variable>/<statistic>`."""
 
     source: str
     variable: str
@@ -105,33 +116,40 @@ class ValidationResult(NamedTuple):
 
     @property
     def column(self) -> str:
-        """What it is called in a table of data sources."""
+        """Name of the column in a table with a row for each data source."""
         return f"{self.variable} {self.statistic}"
 
 
 def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
-    """The main validation metrics among `metrics`, in their order. The statistic begins at the last part with an "@"
-    ("mean@8", "best@8/mean"), so a data source may contain slashes."""
+    """The main validation metrics among `metrics`, in their order.
+
+    The statistic begins at the last part with an "@" ("mean@8", "best@8/mean"), so that the name of
+    a data source may contain slashes.
+    """
     results = []
     for name, value in metrics.items():
+        if not name.startswith(VALIDATION_PREFIX):
+            continue
         parts = name.removeprefix(VALIDATION_PREFIX).split("/")
-        at = max((index for index, part in enumerate(parts) if "@" in part), default=0)
-        if name.startswith(VALIDATION_PREFIX) and at >= 2:
-            source, variable, statistic = (
-                "/".join(parts[: at - 1]),
-                parts[at - 1],
-                "/".join(parts[at:]),
-            )
-            results.append(ValidationResult(source, variable, statistic, value))
+        start = max((index for index, part in enumerate(parts) if "@" in part), default=0)
+        if start >= 2:
+            source = "/".join(parts[: start - 1])
+            statistic = "/".join(parts[start:])
+            results.append(ValidationResult(source, parts[start - 1], statistic, value))
     return results
 
 
 class Progress(AbstractContextManager["Progress"]):
     """A bar on a terminal, a bar and a curve in a notebook, or a line per step in a log.
-    `total`: the number of steps, which may change between updates.
-    `initial`: steps done before this process (a resumed run); they do not enter the pace.
-    `console`: where to print; standard output by default. It decides between bar and lines.
-    `activity`: says, while the bar is shown, what is being done at the moment, such as `timer.current`."""
+
+    Args:
+        total: number of steps. The attribute may change between updates.
+        initial: steps done before this process, in a resumed run; they do not count for the pace.
+        description: name of a step.
+        console: console to print to, by default standard output. It decides between bar and lines.
+        activity: returns the current activity, such as `timer.current`, for the end of the bar.
+        clock: returns seconds, from any origin.
+    """
 
     def __init__(
         self,
@@ -143,12 +161,15 @@ class Progress(AbstractContextManager["Progress"]):
         activity: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Long lines in a log stay whole: a log has no edge.
+        # Long lines are not wrapped, so that a line of a log stays one line.
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self.total, self._description, self._initial = total, description, initial
-        self._activity, self._clock = activity or str, clock
+        self.total = total
+        self._description = description
+        self._initial = initial
+        self._activity = activity or str
+        self._clock = clock
         self._widths: dict[str, int] = {}
-        # Steps that are done, and when.
+        # The last steps, and the times at which they were done.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = Cell(total, initial) if self._console.is_jupyter else None
@@ -170,8 +191,9 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the present pace; None before the first step."""
-        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        """Seconds until the last step at the current pace; None before the first step."""
+        first_step, first_s = self._marks[0]
+        last_step, last_s = self._marks[-1]
         if last_step == first_step:
             return None
         per_step_s = (last_s - first_s) / (last_step - first_step)
@@ -181,64 +203,82 @@ class Progress(AbstractContextManager["Progress"]):
         step, marked_s = self._marks[-1]
         if step >= self.total:
             return Text("done", style="green")
-        # Between two steps the time since the last one is taken off.
-        left_s, since_s = self.left_s, self._clock() - marked_s
-        left = "" if left_s is None else f"{clock_text(max(0.0, left_s - since_s))} left"
-        doing = self._activity()
-        return Text(left, style="cyan").append(
-            f"{' · ' if left and doing else ''}{doing}", style="dim"
-        )
+        text = ""
+        left_s = self.left_s
+        if left_s is not None:
+            # The time since the last step has passed already.
+            since_s = self._clock() - marked_s
+            text = f"{clock_text(max(0.0, left_s - since_s))} left"
+        activity = self._activity()
+        separator = " · " if text and activity else ""
+        return Text(text, style="cyan").append(f"{separator}{activity}", style="dim")
 
     def begin(self) -> None:
-        """The first step begins now: what went before it, such as a validation, does not enter the pace."""
+        """Begin the first step now; work before it, such as a validation, does not affect the pace."""
         self._marks[0] = (self._initial, self._clock())
 
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
-        `fields`: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind."""
+
+        Args:
+            step: number of steps that are done.
+            fields: label -> text, from `step_fields`. A label with a slash is a unit, which stands
+                behind its value.
+        """
         self._marks.append((step, self._clock()))
         if len(self._marks) == 3 and self._marks[0][0] == self._initial:
-            # The first step carries what happens only once (kernels that warm up).
+            # The first step takes longer, for example because kernels are compiled.
             self._marks.popleft()
         if self._bar is not None and not self._console.is_terminal:
-            # The terminal is gone: standard output is a log, which gets lines and no last state of the bar.
+            # Standard output has become a log, which gets lines and no last state of the bar.
             self._bar.live.transient = True
             self._bar.stop()
             self._bar = None
         if self._bar is not None:
-            shown = [name for name in BAR_FIELDS if name in fields] or list(fields)
-            # Beside the bar and the fields above a component of the reward takes about 20 columns.
-            room = max(0, (self._console.width - 80) // 20)
-            shown += [name for name in fields if name.startswith("reward.") and name not in shown][
-                :room
-            ]
-            text = GAP.join(join_field(name, fields[name]) for name in shown)
+            text = self._bar_text(fields)
             self._bar.update(self._task, completed=step, total=self.total, fields=text)
             return
         if self._cell is not None:
             self._cell.update(step, self.total, fields)
             return
         position = f"{step:>{len(str(self.total))}}/{self.total}"
-        line, left_s = aligned({self._description: position, **fields}, self._widths), self.left_s
-        self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
+        line = aligned({self._description: position, **fields}, self._widths)
+        left_s = self.left_s
+        if left_s:
+            line += f"{GAP}{clock_text(left_s)} left"
+        self.message(line)
+
+    def _bar_text(self, fields: Mapping[str, str]) -> str:
+        """The fields for which there is room beside the bar."""
+        labels = [label for label in BAR_FIELDS if label in fields] or list(fields)
+        # The bar and these fields take 80 columns, and each component of the reward about 20.
+        room = max(0, (self._console.width - 80) // 20)
+        components = [label for label in fields if label.startswith("reward.")]
+        labels += [label for label in components if label not in labels][:room]
+        return GAP.join(join_field(label, fields[label]) for label in labels)
 
     def message(self, text: str) -> None:
-        """Print text that stays: above the bar on a terminal, as it is in a log."""
+        """Print text that stays: above the bar on a terminal, unchanged in a log."""
         if self._cell is not None:
             print(text, flush=True)
             return
-        # Metrics and responses of a model are not markup: "[/b]" in a response is text.
+        # No markup: "[/b]" in the response of a model is text.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back. May be called twice."""
+        """Stop the bar and leave its last state on the screen. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
-    """One of several lines whose fields stand below each other. A field that is missing leaves its place empty.
-    `widths`: of the columns, kept from line to line; one grows when a value needs it and never shrinks."""
+    """Line of a table in which fields of the same label stand below each other.
+
+    Args:
+        fields: label -> text. The place of a label that is missing stays empty.
+        widths: widths of the columns, shared by all lines and updated here. A column grows when a
+            value needs it, and never shrinks.
+    """
     for label, value in fields.items():
         widths[label] = max(widths.get(label, 0), len(value))
     cells = []
@@ -249,74 +289,88 @@ def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """2:24, or 1:02:24 from an hour on, or 3 d 04 h from two days on."""
+    """A duration as text: "2:24", from an hour on "1:02:24", from two days on "3 d 04 h"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d} h"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
 
 
 class Picture:
-    """A picture that a notebook shows: curves of `(step, value)` by their names, over one axis of values."""
+    """Curves for a notebook, over one axis of values.
+
+    Args:
+        curves: points `(step, value)` of each curve, by its name.
+    """
 
     def __init__(self, curves: Mapping[str, Points]) -> None:
         self.curves = {name: points for name, points in curves.items() if points}
 
     def _repr_svg_(self) -> str:
-        places = [place for points in self.curves.values() for place in points] or [(0.0, 0.0)]
-        (first, last), (low, high) = (
-            (min(values), max(values)) for values in zip(*places, strict=True)
-        )
-        x_scale = (WIDTH - LEFT - 12) / ((last - first) or 1)
-        y_scale = (HEIGHT - ABOVE - BELOW) / ((high - low) or 1)
-        top, bottom = ABOVE, HEIGHT - BELOW
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">'
-        ]
-        for y, value in ((top, high), (bottom, low)):
-            parts.append(f'<path d="M{LEFT} {y}H{WIDTH - 12}" stroke="#e4e7ec"/>')
-            parts.append(
-                f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end" {INK}>{value:.3g}</text>'
-            )
-        for x, step, anchor in ((LEFT, first, "start"), (WIDTH - 12, last, "end")):
-            parts.append(
-                f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}" {INK}>step {step:g}</text>'
-            )
-        for number, (name, points) in enumerate(self.curves.items()):
+        points = [point for curve in self.curves.values() for point in curve] or [(0.0, 0.0)]
+        steps, values = zip(*points, strict=True)
+        first = min(steps)
+        last = max(steps)
+        low = min(values)
+        high = max(values)
+        right = WIDTH - 12
+        bottom = HEIGHT - BELOW
+        x_scale = (right - LEFT) / ((last - first) or 1)
+        y_scale = (bottom - ABOVE) / ((high - low) or 1)
+        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']
+        for y, value in ((ABOVE, high), (bottom, low)):
+            place = f'x="{LEFT - 6}" y="{y + 4}"'
+            parts.append(f'<path d="M{LEFT} {y}H{right}" stroke="#e4e7ec"/>')
+            parts.append(f'<text {place} text-anchor="end" {INK}>{value:.3g}</text>')
+        for x, step, anchor in ((LEFT, first, "start"), (right, last, "end")):
+            place = f'x="{x}" y="{HEIGHT - 6}"'
+            parts.append(f'<text {place} text-anchor="{anchor}" {INK}>step {step:g}</text>')
+        for number, (name, curve) in enumerate(self.curves.items()):
             color = COLORS[number % len(COLORS)]
-            line = " ".join(
-                f"{LEFT + (x - first) * x_scale:.1f},{bottom - (y - low) * y_scale:.1f}"
-                for x, y in points
-            )
-            parts.append(
-                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.8"/>'
-            )
-            dot = line.rpartition(" ")[2].split(",")
-            parts.append(f'<circle cx="{dot[0]}" cy="{dot[1]}" r="2.6" fill="{color}"/>')
+            line = []
+            for step, value in curve:
+                x = LEFT + (step - first) * x_scale
+                y = bottom - (value - low) * y_scale
+                line.append(f"{x:.1f},{y:.1f}")
+            stroke = f'fill="none" stroke="{color}" stroke-width="1.8"'
+            parts.append(f'<polyline points="{" ".join(line)}" {stroke}/>')
+            # A dot marks the last point.
+            x_text, y_text = line[-1].split(",")
+            parts.append(f'<circle cx="{x_text}" cy="{y_text}" r="2.6" fill="{color}"/>')
             place = f'x="{LEFT + 180 * number}" y="14" font-family="sans-serif" font-size="12"'
             parts.append(f'<text {place} fill="{color}">{escape(name)}</text>')
         return "".join([*parts, "</svg>"])
 
     def save(self, path: str | Path) -> Path:
+        """Write the curves to an SVG file."""
         Path(path).write_text(self._repr_svg_(), encoding="utf-8")
         return Path(path)
 
 
 class Cell:
-    """The output of a notebook's cell: a bar, the numbers of the last step, and the curve of the first of them."""
+    """Output of a notebook's cell: a bar, the numbers of the last step, and a curve of the first number.
+
+    Args:
+        total: number of steps.
+        initial: steps that are done already.
+    """
 
     def __init__(self, total: int, initial: int) -> None:
-        self._curves = dict[str, list[tuple[float, float]]]()
+        self._curves: dict[str, list[tuple[float, float]]] = {}
         display = import_module("IPython.display")
-        self._html, self._handle = display.HTML, display.display(display.HTML(""), display_id=True)
+        self._html = display.HTML
+        self._handle = display.display(display.HTML(""), display_id=True)
         self.update(initial, total, {})
 
     def update(self, step: int, total: int, fields: Mapping[str, str]) -> None:
-        """Show that `step` of `total` steps are done, and the numbers of the last one, as `Progress.update` does."""
+        """Show that `step` of `total` steps are done, and the numbers of the last one."""
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape("  ".join(f"{label} {value}" for label, value in fields.items()))
-        bar = f'<progress value="{step}" max="{total}"></progress> step {step}/{total} <code>{text}</code>'
-        curve: Any = Picture(self._curves)._repr_svg_() if self._curves else ""
-        self._handle.update(self._html(f"<div>{bar}</div>{curve}"))
+        bar = f'<progress value="{step}" max="{total}"></progress> step {step}/{total}'
+        curves: Any = Picture(self._curves)._repr_svg_() if self._curves else ""
+        self._handle.update(self._html(f"<div>{bar} <code>{text}</code></div>{curves}"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request to stop, and the end of a machine that is known beforehand.
+"""Requests to stop a run, and the time at which a provider takes its machine back.
 
-A first SIGTERM is a request: the step in work is finished and saved, and the run ends as an interrupted one. The second
-ends the process at once.
+The first SIGTERM is a request: the current step is finished and saved, and the run ends as an interrupted one. The
+second SIGTERM ends the process at once.
 """
 
 import math
@@ -16,22 +16,26 @@ from types import FrameType
 from quadriga.errors import ConfigError
 from quadriga.streams import write_error
 
+# Variables of providers: the time at which they take the machine back, in seconds since 1970.
 EXPIRY_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
-"""Each holds, where a provider sets it, the second since 1970 at which it takes the machine back."""
 
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
-stop_requested = (
-    threading.Event()
-)  # where it is set, the training of this process ends after the step in work
+# Set: the training of this process ends after the current step.
+stop_requested = threading.Event()
 
 
 @contextmanager
 def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
-    """Inside, SIGTERM is a request. In a thread that is not the main one, which gets no signals, nothing changes.
-    `fallback`: says what stands if the process is killed before the step ends; a step may take longer than the grace.
+    """Context manager in which SIGTERM is a request to stop.
+
+    Outside the main thread, which alone handles signals, it changes nothing.
+
+    Args:
+        fallback: says which checkpoint remains if the process is killed before the step ends: a
+            step may take longer than the grace period.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,11 +46,11 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     def request(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:
-            # A fork of this process, say one that loads data: it is to end as if this handler were not there.
+            # A fork of this process, such as a data loader, ends as without this handler.
             os.kill(os.getpid(), number)
             return
         stop_requested.set()
-        # Not print: the signal may have come in the midst of one.
+        # print() is not reentrant, and the signal may have interrupted a call of it.
         notice = f"{STOP_NOTICE} {fallback()}".rstrip()
         write_error(f"{notice}\n")
 
@@ -59,16 +63,23 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
 
 
 def expiry() -> float:
-    """The second since 1970 at which this machine is taken back, the earliest of several; infinity if none is known.
-    Raises ConfigError: a variable holds something else."""
-    seconds = [math.inf]
+    """The time at which this machine is taken back, in seconds since 1970; infinity if unknown.
+
+    Raises:
+        ConfigError: a variable of a provider is not a whole number.
+    """
+    earliest_s = math.inf
     for name in EXPIRY_VARIABLES:
-        if text := os.environ.get(name):
-            try:
-                seconds.append(float(int(text)))
-            except ValueError as error:
-                found = f"{name}: got {text!r}, expected a whole number of seconds since 1970"
-                raise ConfigError(
-                    found, fix="Take the variable away where no provider sets it."
-                ) from error
-    return min(seconds)
+        text = os.environ.get(name)
+        if not text:
+            continue
+        try:
+            earliest_s = min(earliest_s, float(int(text)))
+        except ValueError as error:
+            raise ConfigError(
+                name,
+                got=repr(text),
+                expected="a whole number of seconds since 1970",
+                fix="Unset the variable if no provider sets it.",
+            ) from error
+    return earliest_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time goes: the phases of a training step, and the parts of a start-up."""
+"""Timers for the phases of a training step and the parts of a start-up."""
 
 import threading
 import time
@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 from quadriga.observe.watchdog import NOTICE_S, waiting
 
 BAR_WIDTH = 32
-SHOWN_GAP_S = (
-    0.5  # a gap between two parts is shown when it is long enough for a person to wonder about
-)
+# A shorter gap between two parts of a start-up is not shown.
+SHOWN_GAP_S = 0.5
 
 
 class PhaseTimer:
-    """Seconds spent in each named phase; phases may nest, and an outer phase includes its inner ones.
+    """Seconds spent in each named phase. Phases may nest; an outer phase includes its inner ones.
 
-    A phase that is entered again adds to its sum. A phase open inside itself is counted once. One timer belongs to
-    one thread; `current` may be read from another (a watchdog, a progress bar)."""
+    A phase that is entered again adds to its sum; a phase inside itself is counted once. A timer
+    belongs to one thread. Other threads (a watchdog, a progress bar) may read `current`.
+    """
 
-    # Makes a block visible in a profile of this process, while there is one.
+    # Names a block in the profile of this process, if one is recorded.
     mark: ClassVar[Callable[[str], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -33,7 +33,7 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """Name of the innermost open phase, or an empty string outside of all phases."""
-        # A copy: the other thread may close the phase between a test and a look.
+        # A slice, because the timer's thread may close the phase at any moment.
         return "".join(self._open[-1:])
 
     @contextmanager
@@ -53,21 +53,23 @@ class PhaseTimer:
 
 @dataclass(slots=True)
 class _Part:
+    """A part of a start-up; times in seconds from the origin."""
+
     name: str
-    depth: int
+    depth: int  # number of parts of the same thread around it
     start_s: float
-    end_s: float | None = None
+    end_s: float | None = None  # None: the part goes on
 
 
 class Timeline:
-    """The parts of a start-up in the order in which they began, drawn as a small chart.
+    """Chart of the parts of a start-up, in the order in which they began.
 
-    Parts of several threads stand beside each other.
+    Parts of different threads may overlap.
 
     Args:
-        title: of the chart.
-        clock: seconds, from any origin.
-        begun_s: seconds since 1970 from which time counts; None: now.
+        title: title of the chart.
+        clock: returns seconds, from any origin.
+        begun_s: time at which the start-up began, in seconds since 1970. None: now.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class Timeline:
         clock: Callable[[], float] = time.perf_counter,
         begun_s: float | None = None,
     ) -> None:
-        self._title, self._clock = title, clock
+        self._title = title
+        self._clock = clock
         self._origin = clock()
         if begun_s is not None:
             self._origin -= max(0.0, time.time() - begun_s)
@@ -85,7 +88,8 @@ class Timeline:
         self._reports = ExitStack()
 
     def report(self) -> None:
-        """Say every few seconds, until `close`, which parts are waited for."""
+        """Print every few seconds, until `close`, which parts are in progress."""
+
         wait = waiting(
             f"the {self._title}",
             lambda: (
@@ -102,10 +106,15 @@ class Timeline:
 
     @contextmanager
     def part(self, name: str, *, since_origin: bool = False) -> Iterator[None]:
-        """Record the block as one part; parts may nest, and a nested one is drawn indented. With `since_origin` it
-        began where time counts from, before the block."""
+        """Context manager that records its block as a part. A nested part is drawn indented.
+
+        Args:
+            name: name of the part.
+            since_origin: the part began with the start-up, before the block.
+        """
         depth = getattr(self._open, "depth", 0)
-        part = _Part(name, depth, 0.0 if since_origin else self._clock() - self._origin)
+        start_s = 0.0 if since_origin else self._clock() - self._origin
+        part = _Part(name, depth, start_s)
         self._parts.append(part)
         self._open.depth = depth + 1
         try:
@@ -116,18 +125,19 @@ class Timeline:
             part.end_s = self._clock() - self._origin
 
     def render(self) -> str:
-        """Aligned text: one line per part with its seconds and a bar that stands where the part happened."""
+        """The chart as text: a line for each part, with its seconds and a bar on a common axis."""
         now_s = self._clock() - self._origin
-        spans = [(part, now_s if part.end_s is None else part.end_s) for part in self._parts]
-        total_s = max((end_s for _, end_s in spans), default=0.0)
         rows: list[tuple[str, float, float]] = []
-        reached_s = 0.0
-        for part, end_s in spans:
+        total_s = 0.0
+        covered_s = 0.0
+        for part in self._parts:
+            end_s = now_s if part.end_s is None else part.end_s
+            total_s = max(total_s, end_s)
             if part.depth == 0:
-                # Longer times that no part accounts for have a row of their own.
-                if part.start_s - reached_s >= SHOWN_GAP_S:
-                    rows.append(("  (other)", reached_s, part.start_s))
-                reached_s = max(reached_s, end_s)
+                # A long time that no part covers gets a row.
+                if part.start_s - covered_s >= SHOWN_GAP_S:
+                    rows.append(("  (other)", covered_s, part.start_s))
+                covered_s = max(covered_s, end_s)
             rows.append((f"{'  ' * (part.depth + 1)}{part.name}", part.start_s, end_s))
         width = max([len(self._title), *(len(name) for name, _, _ in rows)])
         lines = [f"{self._title:<{width}}  {total_s:6.1f} s"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long wait says what it waits for.
+"""Reports of long waits.
 
     with waiting("reward of 128 samples", detail=lambda: f"{done} of 128 are graded"):
         ...
 
 prints "waiting 30 s for reward of 128 samples: 96 of 128 are graded" after half a minute, and again every half
-minute. A short wait prints nothing. Without a detail it says where the code is that is waited for; of waits in one
-another, the innermost speaks that has been going on for so long. One that speaks less often does not silence others.
+minute. A short wait prints nothing. Without a detail the report names the line of code that runs. Of nested waits the
+innermost that has lasted long enough reports; a wait that reports less often does not silence those around it.
 """
 
 import math
@@ -24,49 +24,46 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 EVERY_S = 30.0
-NOTICE_S = 4.0  # of a start-up and an end, where a person looks on
+NOTICE_S = 4.0  # during a start-up and an end, which a person watches
+# The block's end waits at most so long for a report whose detail function hangs.
+LAST_REPORT_S = 1.0
 _OURS = str(Path(__file__).resolve().parents[1])
+_LIBRARY_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
 # The longest first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
-    sorted(
-        {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-        key=len,
-        reverse=True,
-    )
-)
-LAST_REPORT_S = (
-    1.0  # the block's end does not wait longer than this for a detail function that is itself stuck
+    sorted({sysconfig.get_path(kind) for kind in _LIBRARY_KINDS}, key=len, reverse=True)
 )
 
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """A block that waits: for what, in which thread, since when; when that is to be reported."""
+    """A block that waits; times by `time.monotonic`, in seconds."""
 
-    what: str
+    subject: str  # what the block waits for
     detail: Callable[[], str] | None
     period_s: float
     emit: Callable[[str], None]
     thread: int
     start: float
-    due: float
+    due: float  # time of the next report
     reports: threading.Lock  # held from the start of a report to its end
 
     def report(self, waits: dict["_Wait", None]) -> None:
+        """Print a report, unless the wait has ended or a wait inside it reports."""
         try:
-            opened, now = list(waits), time.monotonic()
-            if self not in opened:  # it has ended, and what its detail looks at with it
+            open_waits = list(waits)
+            now = time.monotonic()
+            # After the end of the block its detail function may fail.
+            if self not in open_waits:
                 return
-            inner = opened[opened.index(self) + 1 :]
-            speaks_as_often = [
-                one for one in inner if one.thread == self.thread and one.period_s <= self.period_s
-            ]
-            if any(now - one.start >= self.period_s for one in speaks_as_often):
-                return
+            for inner in open_waits[open_waits.index(self) + 1 :]:
+                reports_as_often = inner.thread == self.thread and inner.period_s <= self.period_s
+                if reports_as_often and now - inner.start >= self.period_s:
+                    return
             seconds = round(now - self.start)
-            duration = (
-                f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
-            )
+            duration = f"{seconds} s"
+            if seconds >= 120:
+                duration = f"{seconds // 60} min {seconds % 60:02d} s"
             try:
                 state = (
                     f": {self.detail()}"
@@ -74,48 +71,54 @@ class _Wait:
                     else place_of(sys._current_frames().get(self.thread))
                 )
             except Exception as error:
-                # The wait matters more than its description: the report goes on and says why it is short.
+                # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
-            # What was waited for may have come while the detail was made.
+            # The wait may have ended during the detail function.
             if self in waits:
-                self.emit(f"waiting {duration} for {self.what}{state}")
+                self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
             self.reports.release()
 
 
 class _Watch(threading.Thread):
-    """The waits of a process, inner ones after outer ones; has those reported that last."""
+    """Thread that reports the long waits of a process."""
 
     def __init__(self) -> None:
         super().__init__(name="waits", daemon=True)
-        self.waits: dict[_Wait, None] = {}
-        self.wake, self.wakes_at = threading.Event(), math.inf
+        self.waits: dict[_Wait, None] = {}  # inner ones after outer ones
+        self.wake = threading.Event()
+        self.wakes_at = math.inf
         self.start()
 
     def run(self) -> None:
+        """Report each wait that is due, then sleep until the next one is."""
         while True:
-            # Whoever waits from here on wakes this thread, until it is known when it wakes by itself.
+            # With `wakes_at` at infinity, a wait that begins from here on wakes this thread.
             self.wake.clear()
-            self.wakes_at, now = math.inf, time.monotonic()
-            for wait in [wait for wait in list(self.waits) if wait.due <= now]:
-                wait.due = now + wait.period_s
-                if wait.reports.acquire(blocking=False):
-                    name = f"waiting for {wait.what}"
-                    report = threading.Thread(
-                        target=wait.report, args=(self.waits,), name=name, daemon=True
-                    )
-                    try:
-                        report.start()
-                    except (
-                        RuntimeError
-                    ):  # there may be no more threads: a slow detail then holds up other reports
-                        wait.report(self.waits)
+            self.wakes_at = math.inf
+            now = time.monotonic()
+            for wait in list(self.waits):
+                if wait.due <= now:
+                    wait.due = now + wait.period_s
+                    self._report(wait)
             self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
             self.wake.wait(self.wakes_at - now)
 
+    def _report(self, wait: _Wait) -> None:
+        """Report a wait in a new thread, unless its last report is still in progress."""
+        if not wait.reports.acquire(blocking=False):
+            return
+        name = f"waiting for {wait.subject}"
+        report = threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True)
+        try:
+            report.start()
+        except RuntimeError:
+            # The process cannot start threads. Here a slow detail function delays other reports.
+            wait.report(self.waits)
 
+
+# By process number: a fork does not have the threads of its parent.
 _watches: dict[int, _Watch] = {}
-"""By process: a fork has none of its parent's threads."""
 
 
 @contextmanager
@@ -125,22 +128,31 @@ def waiting(
     every_s: float | None = None,
     emit: Callable[[str], None] = print,
 ) -> Iterator[None]:
-    """Report every `every_s` seconds (None: `EVERY_S`), from a daemon thread, that the block is still waiting.
-    `detail`: says what is there and what is missing; called from that thread. None: where this thread is.
-    `emit`: where a report goes (`Progress.message` while a progress bar is shown)."""
+    """Context manager that reports, from a daemon thread, while its block waits.
+
+    Args:
+        what: what the block waits for.
+        detail: says what has arrived and what is missing; called in the daemon thread. None: the
+            report names the line of code that the block executes.
+        every_s: seconds between two reports. None: `EVERY_S`.
+        emit: prints a report; `Progress.message` while a progress bar is shown.
+
+    Raises:
+        ValueError: `every_s` is not positive.
+    """
     period_s = EVERY_S if every_s is None else every_s
     if period_s <= 0:
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")
     start = time.monotonic()
     wait = _Wait(
-        what,
-        detail,
-        period_s,
-        emit,
-        threading.get_ident(),
-        start,
-        start + period_s,
-        threading.Lock(),
+        subject=what,
+        detail=detail,
+        period_s=period_s,
+        emit=emit,
+        thread=threading.get_ident(),
+        start=start,
+        due=start + period_s,
+        reports=threading.Lock(),
     )
     watch = _watches.get(os.getpid()) or _watches.setdefault(os.getpid(), _Watch())
     watch.waits[wait] = None
@@ -155,7 +167,7 @@ def waiting(
 
 
 def watched(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """The items, each of which is waited for as by `waiting(what)`."""
+    """Iterate over items, with `waiting(what)` for each of them."""
     end = object()
     with waiting(what):
         iterator = iter(items)
@@ -168,7 +180,15 @@ def watched(items: Iterable[Item], what: str) -> Iterator[Item]:
 
 
 def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
-    """The line of users' code that is running, to append; else Quadriga's innermost, or with `is_users` nothing."""
+    """Innermost line outside the libraries that a thread executes, as the end of a message.
+
+    Args:
+        frame: the thread's frame.
+        is_users: only a line of users' code counts, not one of Quadriga.
+
+    Returns:
+        ", at FILE:LINE in FUNCTION", or "" if there is no such line.
+    """
     while frame is not None:
         code = frame.f_code
         is_ours = code.co_filename.startswith(_OURS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the metrics of a run go: a console, files, tracking services; one call for all of them."""
+"""Trackers of a run: a call of `Tracking` records metrics on the console, in files and at services."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,18 +18,24 @@ from quadriga.observe.tracking.services import (
 )
 from quadriga.observe.watchdog import waiting
 
-# A response longer than this is cut in the middle of the screen; the files of the other backends hold it whole.
+# A longer response is cut in its middle on the screen. The other backends record all of it.
 SHOWN_CHARACTERS = 400
 INDENT = "  "
 
 
 class ConsoleBackend(TrackingBackend):
-    """Prints. `progress`: prints above this run's bar and leaves the steps to it; None prints everything itself."""
+    """Prints metrics and samples.
+
+    Args:
+        progress: the run's bar, which shows the steps; other output is printed above it. None:
+            steps are printed too.
+    """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._has_progress = progress is not None
         self._emit = partial(print, flush=True) if progress is None else progress.message
-        self._widths: dict[str, int] = {}
+        self._widths: dict[str, int] = {}  # of the fields, so that lines of steps are aligned
+        # The last value of each data source and column, and its step.
         self._last: dict[tuple[str, str], tuple[float, int]] = {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -39,24 +45,22 @@ class ConsoleBackend(TrackingBackend):
         results = validation_results(metrics)
         if not results:
             return
-        # One line per data source; a column shows its value and the change since the last validation.
+        # A line for each data source, with a value and its change since the last validation per column.
         columns = list(dict.fromkeys(result.column for result in results))
         cells: dict[str, list[str]] = {result.source: [] for result in results}
         for result in sorted(results, key=lambda result: columns.index(result.column)):
-            before = self._last.get((result.source, result.column))
-            self._last[result.source, result.column] = (result.value, step)
-            change = (
-                ""
-                if before is None
-                else f" ({result.value - before[0]:+.3f} since step {before[1]})"
-            )
-            cells[result.source].append(f"{result.column} {result.value:.3f}{change}")
+            cell = f"{result.column} {result.value:.3f}"
+            key = (result.source, result.column)
+            if key in self._last:
+                last_value, last_step = self._last[key]
+                cell += f" ({result.value - last_value:+.3f} since step {last_step})"
+            self._last[key] = (result.value, step)
+            cells[result.source].append(cell)
         width = max(map(len, cells))
-        lines = [
-            f"{INDENT}{source:<{width}}{INDENT}{'   '.join(shown)}"
-            for source, shown in cells.items()
-        ]
-        self._emit("\n".join([f"validation at step {step}", *lines]))
+        lines = [f"validation at step {step}"]
+        for source, row in cells.items():
+            lines.append(f"{INDENT}{source:<{width}}{INDENT}{'   '.join(row)}")
+        self._emit("\n".join(lines))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         lines = [f"samples at step {step}"]
@@ -64,15 +68,16 @@ class ConsoleBackend(TrackingBackend):
         width = max(len(name) for name in names)
         for number, sample in enumerate(samples, start=1):
             lines.append(f"{INDENT}{number} of {len(samples)}")
-            for name in (name for name in names if name in sample):
+            for name in names:
+                if name not in sample:
+                    continue
                 value = sample[name]
                 text = f"{value:.3f}" if isinstance(value, float) else str(value)
                 if len(text) > SHOWN_CHARACTERS:
                     half = SHOWN_CHARACTERS // 2
-                    text = (
-                        f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
-                    )
-                # The further lines of a text stand below its first.
+                    omission = f"... ({len(text) - 2 * half} characters) ..."
+                    text = f"{text[:half]} {omission} {text[-half:]}"
+                # All lines of a text stand below its first line, right of the label.
                 label = f"{INDENT * 2}{name.replace('_', ' '):<{width}}{INDENT}"
                 for line in text.splitlines() or [""]:
                     lines.append(f"{label}{line}".rstrip())
@@ -80,6 +85,7 @@ class ConsoleBackend(TrackingBackend):
         self._emit("\n".join(lines))
 
 
+# By their names in `trainer.logger`. The package of a service is imported when its backend is made.
 BACKENDS: dict[str, Callable[..., TrackingBackend]] = {
     "console": ConsoleBackend,
     "jsonl": JsonlBackend,
@@ -88,15 +94,21 @@ BACKENDS: dict[str, Callable[..., TrackingBackend]] = {
     "mlflow": MlflowBackend,
     "swanlab": SwanlabBackend,
 }
-"""By their names in `trainer.logger`. A service's package is imported when its class is made."""
 
 
 class Tracking(AbstractContextManager["Tracking"]):
-    """Sends what is logged to every backend in `trainer.logger`. The directory of the run is created if missing; steps
-    are left to the `progress` of this run, if it has one.
+    """Records metrics and samples with every backend in `trainer.logger`.
 
-    When one backend fails, the others still record the step; then the first error is raised. Raises ConfigError: the
-    directory cannot be made, or the package of a backend is missing."""
+    If a backend fails, the others still record the step; then the first error is raised.
+
+    Args:
+        backends: names of the backends.
+        facts: facts about the run. Its directory is created if it does not exist.
+        progress: the bar of the run, to which the console leaves the steps.
+
+    Raises:
+        ConfigError: the directory cannot be created, or the package of a backend is missing.
+    """
 
     def __init__(
         self, backends: Sequence[str], facts: RunFacts, progress: Progress | None = None
@@ -104,22 +116,19 @@ class Tracking(AbstractContextManager["Tracking"]):
         try:
             facts.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            got = f"{facts.directory}, which cannot be created ({error.strerror})"
-            expected, fix = (
-                "a directory that can be written",
-                "Set trainer.default_local_dir to another place.",
-            )
             raise ConfigError(
-                "trainer.default_local_dir", got=got, expected=expected, fix=fix
+                "trainer.default_local_dir",
+                got=f"{facts.directory}, which cannot be created ({error.strerror})",
+                expected="a directory that can be written",
+                fix="Set trainer.default_local_dir to another place.",
             ) from error
         self._backends: list[TrackingBackend] = []
         facts = replace(facts, config=jsonable(facts.config))
         try:
             for name in dict.fromkeys(backends):
+                argument = progress if name == "console" else facts
                 with waiting(f"the tracker {name} to start"):
-                    self._backends.append(
-                        ConsoleBackend(progress) if name == "console" else BACKENDS[name](facts)
-                    )
+                    self._backends.append(BACKENDS[name](argument))
         except BaseException:
             self.close(has_failed=True)
             raise
@@ -128,6 +137,7 @@ class Tracking(AbstractContextManager["Tracking"]):
         self.close(has_failed=kind is not None)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step."""
         self._each(lambda backend: backend.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -137,12 +147,14 @@ class Tracking(AbstractContextManager["Tracking"]):
             self._each(lambda backend: backend.log_samples(records, step))
 
     def close(self, *, has_failed: bool = False) -> None:
+        """Close the backends; with `has_failed` they mark the run as failed. May be called twice."""
         try:
             self._each(lambda backend: backend.close(has_failed=has_failed))
         finally:
             self._backends = []
 
     def _each(self, call: Callable[[TrackingBackend], None]) -> None:
+        """Call every backend, then raise the first error."""
         errors: list[Exception] = []
         for backend in self._backends:
             try:

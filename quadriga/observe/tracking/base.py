@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracking backend is, and the facts about a run that it gets."""
+"""Base class of tracking backends, the facts about a run, and the steps that a service has recorded."""
 
 import json
 import os
@@ -9,95 +9,107 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-# Columns of a validation sample by convention; a sample may hold others and need not hold all of these.
+# The usual columns of a validation sample. A sample may have others, and need not have all of these.
 SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
 Sample = Mapping[str, Any]
 
 
 class TrackingBackend:
-    """One place where metrics go. Steps arrive in order; after a resume they start again behind `resume_step`."""
+    """Base class of tracking backends.
+
+    Steps arrive in order. After a resume they start again behind `resume_step`.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step."""
         raise NotImplementedError
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Write validation samples, at least one; their columns are those of `SAMPLE_COLUMNS` or others."""
+        """Write validation samples, at least one, with columns of `SAMPLE_COLUMNS` or others."""
         raise NotImplementedError
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write everything out; a run that ended in an error is marked as failed where the backend can say so."""
+        """Write everything out. With `has_failed` mark the run as failed, if the backend can."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The facts about the run that a backend records."""
 
-    project_name: str  # groups experiments at the tracking services
+    project_name: str  # the group of the experiment at tracking services
     experiment_name: str
     config: Mapping[str, Any]  # the resolved configuration
-    directory: Path  # where file-based backends write; `Tracking` creates it
-    # The step that this run continues from, 0 if it starts at its beginning. What was recorded behind it before the run
-    # was cut short is computed again.
+    directory: Path  # folder of file-based backends; `Tracking` creates it
+    # The step that this run continues from; 0 for a new run. Later steps that were recorded before the
+    # run was interrupted are computed again.
     resume_step: int = 0
-    # Whether the run has begun in this process before, and goes on from this step after a loss.
+    # Whether the run began in this process, and goes on from this step after the loss of a worker.
     is_restart: bool = False
 
     @property
     def is_continued(self) -> bool:
-        """Whether what is recorded already is of this run."""
+        """Whether the records that exist already belong to this run."""
         return self.resume_step > 0 or self.is_restart
 
     @property
     def first_step(self) -> int:
-        """The first step that is recorded from here on; 0 is the validation before the first."""
+        """The first step that this process records; 0 is the validation before step 1."""
         return self.resume_step + 1 if self.resume_step > 0 else 0
 
     def load_id(self, backend: str) -> str | None:
-        """The identity this run has at a tracking service, if it is a continued one."""
+        """Identity of a continued run at a tracking service; None if it has none yet."""
         path = self.directory / f".{backend}_run_id"
-        return (
-            path.read_text(encoding="utf-8").strip()
-            if self.is_continued and path.exists()
-            else None
-        )
+        if self.is_continued and path.exists():
+            return path.read_text(encoding="utf-8").strip()
+        return None
 
     def save_id(self, backend: str, identity: str) -> None:
-        """Remember the identity for the process that may continue this run."""
+        """Save the identity of the run at a service, for a process that may continue the run."""
         (self.directory / f".{backend}_run_id").write_text(f"{identity}\n", encoding="utf-8")
 
 
 class RecordedSteps:
-    """Up to which step a service has a run. It takes nothing back: steps that are computed again stay away from it.
-    `facts`: of the run; the steps stand in a file of its directory, and survive a kill.
-    `identity`: of the run at the service; None: it is a new one there."""
+    """Steps of a run that a service has recorded.
+
+    A service cannot delete records, so steps that are computed again are not sent again. The steps
+    are stored in a file of the run's directory, which survives a kill.
+
+    Args:
+        facts: facts about the run.
+        backend: name of the backend.
+        identity: identity of the run at the service. None: the run is new there.
+    """
 
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
-        self._path, self._first = facts.directory / f".{backend}_recorded", facts.first_step
-        is_known = identity is not None and self._path.is_file()
-        self._last: dict[str, int] = (
-            json.loads(self._path.read_text(encoding="utf-8")) if is_known else {}
-        )
-        self._before = dict(self._last)
-        if (last := max(self._before.values(), default=-1)) >= self._first:
+        self._path = facts.directory / f".{backend}_recorded"
+        self._first = facts.first_step
+        self._last: dict[str, int] = {}  # the last step of each kind of record
+        if identity is not None and self._path.is_file():
+            self._last = json.loads(self._path.read_text(encoding="utf-8"))
+        self._before = dict(self._last)  # the same, when this process began
+        last = max(self._before.values(), default=-1)
+        if last >= self._first:
             file = self._path.with_name(f".{backend}_run_id")
-            told = f"steps from {self._first} on are not recorded a second time. Without {file} they go to a new run"
-            print(f"{backend} has the run up to step {last}: {told} there.")
+            print(
+                f"{backend} has the run up to step {last}: steps from {self._first} on are not recorded"
+                f" a second time. Without {file} they go to a new run there."
+            )
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether the service has what is to be recorded of a step."""
+        """Whether the service has a kind of record of a step, from an earlier process."""
         return self._first <= step <= self._before.get(kind, -1)
 
     def add(self, kind: str, step: int) -> None:
-        """The service has it."""
+        """Store that the service has a kind of record of a step."""
         self._last[kind] = max(step, self._last.get(kind, step))
-        aside = self._path.with_name(f"{self._path.name}.tmp")
-        aside.write_text(json.dumps(self._last), encoding="utf-8")
-        os.replace(aside, self._path)
+        # Written to another file and renamed: a kill leaves the old or the new file.
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        temporary.write_text(json.dumps(self._last), encoding="utf-8")
+        os.replace(temporary, self._path)
 
 
 def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
-    """A method of a backend with `steps: RecordedSteps` that records nothing twice."""
+    """Decorator for a method of a backend with `steps: RecordedSteps`: it records nothing twice."""
 
     @wraps(record)
     def recording(backend: Any, content: Any, step: int) -> None:
@@ -109,8 +121,8 @@ def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], N
 
 
 def sample_columns(samples: Sequence[Sample]) -> list[str]:
-    """All columns of these samples: the conventional ones first, then others as they come."""
-    found = dict.fromkeys(name for sample in samples for name in sample)
-    return [name for name in SAMPLE_COLUMNS if name in found] + [
-        name for name in found if name not in SAMPLE_COLUMNS
-    ]
+    """All columns of the samples: the usual ones first, then the others in their order."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    columns = [name for name in SAMPLE_COLUMNS if name in names]
+    columns += [name for name in names if name not in SAMPLE_COLUMNS]
+    return columns

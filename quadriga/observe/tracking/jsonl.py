@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jsonl backend: `metrics.jsonl` and `samples.jsonl` in the run's directory, one JSON object per line.
 
-The files are the record of the run: they survive a kill at any moment (every line is handed to the system at once, a
-half-written last line is dropped when the run continues) and hold each number exactly. JSON has no word for NaN
-and the infinities; they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
+The files survive a kill at any moment: every line is written to the system at once, and when the run continues,
+a half-written last line is dropped. They have the exact value of each number. JSON cannot express NaN and
+the infinities; they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
 """
 
 import json
@@ -24,18 +24,19 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class JsonlBackend(TrackingBackend):
-    """Appends to the two files, after removing what a process that died wrote behind the last checkpoint.
+    """Appends to the two files.
 
-    A run that starts anew in a directory with files of another keeps those under a numbered name."""
+    A continued run first removes the lines of steps that it computes again. A new run in the
+    directory of another one renames the files of the other.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._metrics = _LineFile(facts.directory / METRICS_FILE, facts)
         self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._metrics.append(
-            {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        )
+        values = {name: float(value) for name, value in metrics.items()}
+        self._metrics.append({"step": step, **values})
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         for sample in samples:
@@ -47,17 +48,25 @@ class JsonlBackend(TrackingBackend):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The metrics of each step, in order; lines of the same step are united, the later value counts.
-    Raises DataError: a line is not one that the backend writes. A last line cut short by a kill is left out."""
+    """Read the metrics of each step, in the order of the steps.
+
+    Lines of the same step are merged; a later value replaces an earlier one. A last line that was
+    cut by a kill is left out.
+
+    Raises:
+        DataError: a line is not one that the backend writes.
+    """
     steps: dict[int, dict[str, float]] = {}
     for _, record in _complete_lines(Path(path)):
         step = int(record.pop("step"))
-        steps.setdefault(step, {}).update({name: float(value) for name, value in record.items()})
+        metrics = steps.setdefault(step, {})
+        for name, value in record.items():
+            metrics[name] = float(value)
     return dict(sorted(steps.items()))
 
 
 class _LineFile:
-    """Lines that are there as a whole or not at all, opened when the first one comes."""
+    """File to which each line is appended completely or not at all; opened for the first line."""
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
@@ -65,42 +74,49 @@ class _LineFile:
         if not path.exists():
             return
         if facts.is_continued:
-            # Byte for byte; written aside and renamed, so that a kill here loses nothing.
-            kept = [
-                line
-                for line, record in _complete_lines(path)
-                if int(record["step"]) < facts.first_step
-            ]
-            aside = path.with_name(f"{path.name}.tmp")
-            with aside.open("wb") as file:
-                file.writelines(kept)
+            # Lines of earlier steps stay, byte for byte. They are written to another file, which is
+            # then renamed, so that a kill here loses nothing.
+            earlier_lines = []
+            for line, record in _complete_lines(path):
+                if int(record["step"]) < facts.first_step:
+                    earlier_lines.append(line)
+            temporary = path.with_name(f"{path.name}.tmp")
+            with temporary.open("wb") as file:
+                file.writelines(earlier_lines)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, path)
+            os.replace(temporary, path)
         elif path.stat().st_size:
-            others = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-            path.rename(next(other for other in others if not other.exists()))
+            new_paths = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
+            path.rename(next(new_path for new_path in new_paths if not new_path.exists()))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        # Half of a character (a lone surrogate), which UTF-8 cannot hold, becomes its escape in JSON.
+        """Append a record as a line.
+
+        Raises:
+            QuadrigaError: the line cannot be written; the file is as before.
+        """
         text = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
+        # A lone surrogate, which UTF-8 cannot express, becomes its escape in JSON.
         line = text.encode(errors="backslashreplace")
         size = None
         try:
             if self._descriptor is None:
-                self._descriptor = os.open(
-                    self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
-                )
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                self._descriptor = os.open(self._path, flags, 0o644)
             size = os.fstat(self._descriptor).st_size
             while line:
-                line = line[os.write(self._descriptor, line) :]
+                num_written = os.write(self._descriptor, line)
+                line = line[num_written:]
         except OSError as error:
             if self._descriptor is not None and size is not None:
-                # Part of the line may be in the file; the next one must not be glued to it.
+                # Remove a part of the line: the next line would be appended to it.
                 os.ftruncate(self._descriptor, size)
-            fix = "The lines before it are whole; free the disk or the permission and continue the run."
             raise QuadrigaError(
-                str(self._path), str(error.strerror or error), "to append a line", fix
+                str(self._path),
+                got=str(error.strerror or error),
+                expected="to append a line",
+                fix="The lines before it are whole; free the disk or the permission and continue the run.",
             ) from error
 
     def close(self) -> None:
@@ -110,7 +126,7 @@ class _LineFile:
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and the record in it; a last line cut short by a kill is left out."""
+    """Each line and the record in it, without a last line that was cut by a kill."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -119,25 +135,30 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise DataError(
-                    f"{where}: got no JSON ({error}), expected one JSON object per line"
-                ) from error
+                got = f"no JSON ({error})"
+                raise DataError(where, got=got, expected="one JSON object per line") from error
             if not isinstance(record, dict) or "step" not in record:
-                raise DataError(
-                    where, got=line.decode()[:80].strip(), expected='an object with "step"'
-                )
+                got = line.decode()[:80].strip()
+                raise DataError(where, got=got, expected='an object with "step"')
             yield line, record
 
 
 def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
-    """Plain JSON values, with the texts "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot hold.
+    """A value as JSON can express it.
 
-    `convert` makes a plainer value of what has no JSON form (a tensor, an object of the user's): its text by default.
+    Args:
+        value: any value. NaN and the infinities become "NaN", "Infinity" and "-Infinity".
+        convert: makes a plainer value of an object without a JSON form, by default its text.
+
+    Returns:
+        The value, of plain dicts, lists, texts, numbers and None.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):

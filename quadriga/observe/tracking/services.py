@@ -4,12 +4,12 @@
 | backend | where it writes |
 |---|---|
 | tensorboard | event files in the `tensorboard` directory of the run |
-| wandb | WANDB_MODE=offline keeps everything in the run's directory |
-| mlflow | without MLFLOW_TRACKING_URI the `mlruns` directory of the run |
-| swanlab | SWANLAB_MODE=offline keeps everything in the run's directory |
+| wandb | the service; with WANDB_MODE=offline the run's directory |
+| mlflow | MLFLOW_TRACKING_URI, or else the `mlruns` directory of the run |
+| swanlab | the service; with SWANLAB_MODE=offline the run's directory |
 
-Each package is imported when its backend is made. A continued run has the identity of the one it continues, and
-records what it computes again only where that can be hidden (TensorBoard).
+Each package is imported when its backend is made. A run that continues another has its identity at the service. Steps
+that it computes again are recorded again only where the earlier record can be hidden (TensorBoard).
 """
 
 import json
@@ -33,7 +33,7 @@ from quadriga.observe.tracking.base import (
 from quadriga.observe.tracking.jsonl import jsonable
 
 STEP_AXIS = "step"
-# Limits of MLflow: entries of one request, characters of a parameter's value.
+# Limits of MLflow: entries of a request, characters of a parameter's value.
 PARAMS_PER_REQUEST = 100
 METRICS_PER_REQUEST = 1000
 PARAM_CHARACTERS = 6000
@@ -46,62 +46,76 @@ _MODULES = {
 
 
 def require(logger: str) -> ModuleType:
-    """Import the package of a backend; a `ConfigError` says how to get it."""
-    module, package = _MODULES[logger], "mlflow-skinny" if logger == "mlflow" else logger
+    """Import the package of a backend; raise a `ConfigError` with the way to install it."""
+    module = _MODULES[logger]
     try:
         return import_module(module)
     except ImportError as error:
-        got = f"no usable package {module} ({error})"
-        fix = f"Install it with: pip install {package}; or take {logger} out of trainer.logger."
+        package = "mlflow-skinny" if logger == "mlflow" else logger
         raise ConfigError(
-            f"trainer.logger={logger}", got=got, expected="it to be installed", fix=fix
+            f"trainer.logger={logger}",
+            got=f"no usable package {module} ({error})",
+            expected="it to be installed",
+            fix=f"Install it with: pip install {package}; or take {logger} out of trainer.logger.",
         ) from error
 
 
 def check_services(names: Sequence[str]) -> None:
-    """Import what `trainer.logger` names, before anything is loaded; a `ConfigError` says what is missing."""
-    for name in [one for one in names if one in _MODULES]:
+    """Import the packages of the services in `trainer.logger`, and log in where that is needed.
+
+    Call it before anything is loaded, so that a run without its package or key ends early.
+
+    Raises:
+        ConfigError: a package or a key is missing.
+    """
+    for name in names:
+        if name not in _MODULES:
+            continue
         module = require(name)
         if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
             try:
                 module.login(verify=False)  # on a terminal it asks for a key
             except module.errors.UsageError as error:
-                fix = "Set WANDB_API_KEY, or WANDB_MODE=offline, which keeps everything in the run's directory."
                 raise ConfigError(
-                    "trainer.logger=wandb", got="no key", expected="an API key", fix=fix
+                    "trainer.logger=wandb",
+                    got="no key",
+                    expected="an API key",
+                    fix="Set WANDB_API_KEY, or WANDB_MODE=offline, which keeps everything in the run's directory.",
                 ) from error
 
 
 class TensorboardBackend(TrackingBackend):
-    """Scalars, the configuration as text, and samples as one table "samples". There is no place for how a run ended."""
+    """Scalars, the configuration as text, and samples as a table "samples".
+
+    TensorBoard has no place for the state in which a run ended.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         module = require("tensorboard")
         # TensorBoard hides every event from purge_step on that an earlier process wrote.
-        place = str(facts.directory / "tensorboard")
-        self._writer = module.SummaryWriter(log_dir=place, purge_step=facts.first_step)
+        log_dir = str(facts.directory / "tensorboard")
+        self._writer = module.SummaryWriter(log_dir=log_dir, purge_step=facts.first_step)
         config = json.dumps(facts.config, indent=2, default=str)
-        # A Markdown code block by four spaces, because the text may itself contain fences.
+        # A Markdown code block with four spaces, because the text may contain fences.
         code = "\n".join(f"    {line}" for line in config.splitlines())
         self._writer.add_text("config", code, facts.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        # At once, since a killed process cannot do it later.
+        # A process that is killed cannot flush later.
         self._writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
-        table = [
-            columns,
-            ["---"] * len(columns),
-            *([sample.get(name, "") for name in columns] for sample in samples),
-        ]
-        cells = [
-            [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in table
-        ]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
+        rows: list[list[Any]] = [columns, ["---"] * len(columns)]
+        for sample in samples:
+            rows.append([sample.get(name, "") for name in columns])
+        lines = []
+        for row in rows:
+            cells = [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
+            lines.append(f"| {' | '.join(cells)} |")
+        self._writer.add_text("samples", "\n".join(lines), step)
         self._writer.flush()
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -109,16 +123,22 @@ class TensorboardBackend(TrackingBackend):
 
 
 class WandbBackend(TrackingBackend):
-    """Scalars over the training step, and samples as one table per validation. The service numbers what it is sent by
-    itself; so the training step is a metric of its own, which the charts use as their axis."""
+    """Scalars over the training step, and samples as one table per validation.
+
+    The service has its own numbers of records. So the training step is a metric too, which the
+    charts use as their axis.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._wandb = require("wandb")
         identity = facts.load_id("wandb")
-        named = {"project": facts.project_name, "name": facts.experiment_name, "id": identity}
-        resume = "allow" if identity else None
         self._run = self._wandb.init(
-            **named, config=dict(facts.config), dir=str(facts.directory), resume=resume
+            project=facts.project_name,
+            name=facts.experiment_name,
+            id=identity,
+            config=dict(facts.config),
+            dir=str(facts.directory),
+            resume="allow" if identity else None,
         )
         facts.save_id("wandb", self._run.id)
         self.steps = RecordedSteps(facts, "wandb", identity)
@@ -132,25 +152,32 @@ class WandbBackend(TrackingBackend):
     @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
-        plain = (str, int, float, type(None))
-        # A table column holds one type; anything but numbers and text goes in as its text.
-        found = [[sample.get(name) for name in columns] for sample in samples]
-        cells = [[cell if isinstance(cell, plain) else str(cell) for cell in row] for row in found]
-        self._run.log({"samples": self._wandb.Table(columns=columns, data=cells), STEP_AXIS: step})
+        plain_types = (str, int, float, type(None))
+        rows = []
+        for sample in samples:
+            row = []
+            for name in columns:
+                cell = sample.get(name)
+                # A table has numbers and text; everything else becomes its text.
+                row.append(cell if isinstance(cell, plain_types) else str(cell))
+            rows.append(row)
+        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows), STEP_AXIS: step})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._run.finish(exit_code=1 if has_failed else 0)
 
 
 class MlflowBackend(TrackingBackend):
-    """Metrics, the configuration as parameters and as a file, and samples as files. Characters that MLflow refuses in a
-    name are written out: "mean@8" becomes "mean_at_8"."""
+    """Metrics, the configuration as parameters and as a file, and samples as files.
+
+    MLflow refuses some characters in names: "mean@8" becomes "mean_at_8".
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._mlflow = require("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow wants this consent before it writes plain files; they are what a run's own directory wants.
+            # MLflow writes plain files, which suit a run's directory, only with this consent.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (facts.directory / "mlruns").resolve().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -164,6 +191,7 @@ class MlflowBackend(TrackingBackend):
         )
 
     def _begin(self, facts: RunFacts) -> str:
+        """Create a run at the service, with the configuration as its parameters; return its id."""
         experiment = self._client.get_experiment_by_name(facts.project_name)
         experiment_id = (
             experiment.experiment_id
@@ -172,26 +200,26 @@ class MlflowBackend(TrackingBackend):
         )
         run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
         facts.save_id("mlflow", run_id)
-        # Parameters cannot change within a run; a continued one has those it began with, and a configuration file more.
-        make = self._mlflow.entities.Param
-        params = [
-            make(metric_name(name), str(value)[:PARAM_CHARACTERS])
-            for name, value in flatten(facts.config)
-        ]
+        # Parameters cannot change within a run. A continued run keeps its first ones, and writes its
+        # configuration to another file.
+        params = []
+        for name, value in flatten(facts.config):
+            text = str(value)[:PARAM_CHARACTERS]
+            params.append(self._mlflow.entities.Param(metric_name(name), text))
         for start in range(0, len(params), PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
         return run_id
 
     @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        now_ms, make = round(time.time() * 1000), self._mlflow.entities.Metric
-        entries = [
-            make(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()
-        ]
+        now_ms = round(time.time() * 1000)
+        entries = []
+        for name, value in metrics.items():
+            entry = self._mlflow.entities.Metric(metric_name(name), float(value), now_ms, step)
+            entries.append(entry)
         for start in range(0, len(entries), METRICS_PER_REQUEST):
-            self._client.log_batch(
-                self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST]
-            )
+            batch = entries[start : start + METRICS_PER_REQUEST]
+            self._client.log_batch(self._run_id, metrics=batch)
 
     @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -203,17 +231,24 @@ class MlflowBackend(TrackingBackend):
 
 
 class SwanlabBackend(TrackingBackend):
-    """Scalars over the training step, and samples as texts. The service knows the identity of a continued run only in
-    its online mode; a run kept on disk begins a new one."""
+    """Scalars over the training step, and samples as texts.
+
+    SwanLab continues a run only in its online mode; on disk it begins a new run.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._swanlab = require("swanlab")
         is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
         identity = facts.load_id("swanlab") if is_online else None
-        named = {"project": facts.project_name, "experiment_name": facts.experiment_name}
-        named |= {"id": identity, "resume": "allow"} if identity else {}
+        options = {}
+        if identity:
+            options = {"id": identity, "resume": "allow"}
         self._run = self._swanlab.init(
-            **named, config=dict(facts.config), logdir=str(facts.directory / "swanlog")
+            project=facts.project_name,
+            experiment_name=facts.experiment_name,
+            config=dict(facts.config),
+            logdir=str(facts.directory / "swanlog"),
+            **options,
         )
         if self._run.id:
             facts.save_id("swanlab", self._run.id)
@@ -226,23 +261,26 @@ class SwanlabBackend(TrackingBackend):
     @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
-        texts = [
-            "\n".join(f"{name}: {one[name]}" for name in columns if name in one) for one in samples
-        ]
-        self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
+        texts = []
+        for sample in samples:
+            lines = [f"{name}: {sample[name]}" for name in columns if name in sample]
+            texts.append(self._swanlab.Text("\n".join(lines)))
+        self._swanlab.log({"samples": texts}, step=step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        how = {"state": "crashed", "error": "the run ended in an error"} if has_failed else {}
-        self._swanlab.finish(**how)
+        if has_failed:
+            self._swanlab.finish(state="crashed", error="the run ended in an error")
+        else:
+            self._swanlab.finish()
 
 
 def metric_name(name: str) -> str:
-    """The name with every character replaced that MLflow does not take."""
+    """A name without the characters that MLflow refuses."""
     return re.sub(r"[^/\w.\- ]", "_", name.replace("@", "_at_"))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested configuration as ("a.b.c", value)."""
+    """Leaves of a nested configuration as ("a.b.c", value)."""
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User simulators: they reply where the model has called no tool, and may score its turn.
+"""User simulators reply when the model has called no tool, and may score its turn.
 
 class Teacher(Interaction):
     def start_interaction(self, answer: str) -> None:      # interaction_kwargs: {"name": "teacher", "answer": "42"}
@@ -26,44 +26,63 @@ from quadriga.rollout.agent_loop.tools import class_named
 
 @dataclass(frozen=True)
 class Reply:
-    """What a user simulator says to the model's turn."""
+    """Reply of a user simulator to the model's turn."""
 
-    text: str = ""  # that the model reads; not read where the conversation is over
-    score: float | None = None  # of the model's turn; None: none
+    text: str = ""  # text that the model reads, unless the conversation is over
+    score: float | None = None  # score of the model's turn; None: no score
     is_over: bool = False  # whether the conversation ends here
 
 
 class Interaction(ABC):
-    """A user simulator. Each conversation has an object of its own; every method may be `async`."""
+    """Base class of user simulators. Each conversation has its own object.
+
+    Every method may be `async`.
+    """
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> "Callable[[], Interaction]":
-        """What makes the object of a conversation: `config` of the file has the arguments of `__init__`."""
+        """Function that makes the object of a conversation.
+
+        Args:
+            name: name of the user simulator. Subclasses may use it.
+            config: `config` of the file's entry: the arguments of `__init__`.
+
+        Returns:
+            The function.
+        """
         return partial(cls, **config)
 
     def start_interaction(self, **kwargs: Any) -> Any:
-        """Begins a conversation; takes what a sample's `interaction_kwargs` say besides the name."""
+        """Begin a conversation; `kwargs` are the sample's `interaction_kwargs` without the name."""
         return None
 
     @abstractmethod
     def generate_response(self, messages: list[dict[str, Any]]) -> Any:
-        """A `Reply` to the last of the messages, which is the model's."""
+        """Return a `Reply` to the last of the messages, which is the model's."""
 
     def finalize_interaction(self) -> Any:
-        """Called once, however the conversation ended."""
+        """End the conversation; called once, however it ends."""
         return None
 
 
-Interactions: TypeAlias = dict[
-    str, Callable[[], Interaction]
-]  # by name, what makes the object of a conversation
+# By name, a function that makes the object of a conversation.
+Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
 
 
 class UserSimulator:
-    """An `Interaction` in one conversation: an async context, in which `reply` may be used.
-    Raises RolloutError: there is no interaction of that name.
-    `kwargs`: the sample's `interaction_kwargs`; `name` is one of `interactions`.
-    `timeout_s`: the limit of one call, in seconds."""
+    """The user simulator of one conversation, as an async context manager.
+
+    Inside, `reply` may be used.
+
+    Args:
+        interactions: the user simulators of the configuration.
+        kwargs: the sample's `interaction_kwargs`: `name`, and arguments of `start_interaction`.
+        thread: the thread in which user simulators run.
+        timeout_s: time limit of each call, in seconds.
+
+    Raises:
+        RolloutError: there is no user simulator of that name.
+    """
 
     def __init__(
         self,
@@ -74,23 +93,21 @@ class UserSimulator:
     ) -> None:
         self.name = kwargs["name"]
         if self.name not in interactions:
-            expected = (
-                f"one of {', '.join(interactions)}"
-                if interactions
-                else "none: no interaction is configured"
-            )
+            expected = "none: no interaction is configured"
+            if interactions:
+                expected = f"one of {', '.join(interactions)}"
             fix = "Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it."
-            raise RolloutError(
-                "interaction_kwargs.name", got=repr(self.name), expected=expected, fix=fix
-            )
-        self._make, self._thread, self._timeout_s = interactions[self.name], thread, timeout_s
-        self._kwargs = {
-            key: value for key, value in kwargs.items() if key != "name" and value is not None
-        }
+            raise RolloutError("interaction_kwargs.name", repr(self.name), expected, fix)
+        self._make = interactions[self.name]
+        self._thread = thread
+        self._timeout_s = timeout_s
+        # A column of a parquet file gives each row the keys of all rows, some with None.
+        self._kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        del self._kwargs["name"]
 
     async def __aenter__(self) -> "UserSimulator":
-        made = self._thread.call(f"interaction {self.name}, made", self._make, {}, self._timeout_s)
-        self._interaction: Interaction = await made
+        where = f"interaction {self.name}, made"
+        self._interaction = await self._thread.call(where, self._make, {}, self._timeout_s)
         await self._call("start_interaction", **self._kwargs)
         return self
 
@@ -98,11 +115,14 @@ class UserSimulator:
         await self._call("finalize_interaction")
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
-        """What it says to the last message.
-        Raises ToolFailedError: it raised, took too long, or returned something else."""
-        reply = await self._call(
-            "generate_response", messages=[dict(message) for message in messages]
-        )
+        """Reply to the last of the messages.
+
+        Raises:
+            ToolFailedError: the user simulator raised, took too long, or did not return a `Reply`.
+        """
+        # Copies: a user's code may change them.
+        copies = [dict(message) for message in messages]
+        reply = await self._call("generate_response", messages=copies)
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
             got = f"a response of type {type(reply).__name__}"
@@ -111,23 +131,25 @@ class UserSimulator:
         return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
     async def _call(self, method: str, /, **kwargs: Any) -> Any:
-        where, function = f"interaction {self.name}, {method}", getattr(self._interaction, method)
+        """Call a method of the user's object in the tool thread."""
+        where = f"interaction {self.name}, {method}"
+        function = getattr(self._interaction, method)
         return await self._thread.call(where, function, kwargs, self._timeout_s)
 
 
 def load_interactions(path: str) -> Interactions:
-    """The interactions of a YAML file; else a ConfigError."""
+    """Load the user simulators of a YAML file.
+
+    Raises:
+        ConfigError: the file or a class is invalid, or two user simulators have the same name.
+    """
     where = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
     folder = Path(path).expanduser().resolve().parent
-    found: Interactions = {}
+    interactions: Interactions = {}
     for entry in read_tool_file(path, InteractionFile).interaction:
-        if entry.name in found:
-            raise ConfigError(
-                where,
-                got=f"two interactions with the name {entry.name!r}",
-                expected="a name for each",
-            )
-        found[entry.name] = class_named(entry.class_name, folder, Interaction, where).maker(
-            entry.name, entry.config
-        )
-    return found
+        if entry.name in interactions:
+            got = f"two interactions with the name {entry.name!r}"
+            raise ConfigError(where, got=got, expected="a different name for each interaction")
+        user_class = class_named(entry.class_name, folder, Interaction, where)
+        interactions[entry.name] = user_class.maker(entry.name, entry.config)
+    return interactions

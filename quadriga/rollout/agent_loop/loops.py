@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops: who writes the next turn of a conversation, by name.
+"""Agent loops decide who writes the next turn of a conversation. A registry has them by name.
 
     single_turn_agent    model
-    tool_agent           model -> tools -> model -> ... -> model          without a call: the end,
-                         model -> user simulator -> model -> ...          or the user's turn where there is one
+    tool_agent           model -> tools -> model -> ... -> model          without a call of a tool the loop ends,
+                         model -> user simulator -> model -> ...          or the user simulator replies
 
-A loop of one's own, in the file `agent.agent_loop_path`, for samples whose column `agent_name` says "second_thought":
+An example of a user's loop, in the file `agent.agent_loop_path`, for rows whose `agent_name` is "second_thought":
 
     @register("second_thought")
     class SecondThought(AgentLoop):
@@ -30,9 +30,9 @@ from pydantic import TypeAdapter, ValidationError
 from quadriga.config.multi_turn import LoopEntry
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
-from quadriga.rollout.agent_loop.parsers import PARSERS
+from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
 from quadriga.user_file import import_file
@@ -42,16 +42,19 @@ LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
 
 @dataclass(frozen=True)
 class Services:
-    """What loops have at hand."""
+    """Objects that the agent loops of a process share."""
 
-    config: RolloutConfig  # of the rollout
-    tools: Mapping[str, ToolSpec]  # of the configuration, by name
-    interactions: Interactions  # of the configuration
-    thread: ToolThread  # where tools and user simulators run
+    config: RolloutConfig  # `actor_rollout_ref.rollout`
+    tools: Mapping[str, ToolSpec]  # tools of the configuration, by name
+    interactions: Interactions  # user simulators of the configuration, by name
+    thread: ToolThread  # the thread in which tools and user simulators run
 
 
 class AgentLoop(ABC):
-    """Leads conversations, many at the same time: what belongs to one is kept in `run`."""
+    """Base class of agent loops. One object leads many conversations at the same time.
+
+    State of a conversation therefore belongs into variables of `run`, not into the object.
+    """
 
     offers_tools: ClassVar[bool] = False  # whether prompts name the tools of the configuration
 
@@ -60,43 +63,51 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, chat: Conversation) -> None:
-        """Leads one conversation to its end: where it returns, the last turn is the model's.
-        `chat`: ends itself by `ConversationOver`, which passes through here.
-        Raises ConversationOver: a limit was reached.
-        Raises ToolFailedError: a tool failed; the conversation ends, and its reason is recorded."""
+        """Lead one conversation to its end. When this returns, the last turn must be the model's.
+
+        Raises:
+            ConversationOver: `chat` reached a limit. Let it pass.
+            ToolFailedError: a tool failed. The conversation ends, and the reason is recorded.
+        """
 
 
 class AgentLoopRegistry(dict[str, type[AgentLoop]]):
-    """The classes of loops by name."""
+    """Classes of agent loops by name."""
 
     def register(self, name: str) -> Callable[[LoopClass], LoopClass]:
-        """Class decorator: makes a loop known by a name.
-        Raises RolloutError: the name is taken, or the class lacks a method that a loop must have."""
+        """Class decorator that registers an agent loop under a name.
+
+        Raises:
+            RolloutError: the name is taken, or the class lacks a method that a loop must have.
+        """
 
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
-            if missing := sorted(cls.__abstractmethods__):
-                got = f"{cls.__qualname__}, a class without {', '.join(missing)}"
-                fix = f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}."
+            own_name = cls.__qualname__
+            missing = sorted(cls.__abstractmethods__)
+            if missing:
                 raise RolloutError(
-                    where, got=got, expected="each method that AgentLoop leaves open", fix=fix
+                    where,
+                    got=f"{own_name}, a class without {', '.join(missing)}",
+                    expected="each abstract method of AgentLoop",
+                    fix=f"Write {own_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
                 )
-            taken = self.get(name, cls)
-            # A file that is loaded again makes its classes anew.
-            if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-                owner = f"{taken.__module__}.{taken.__qualname__}"
-                raise RolloutError(
-                    where, got=cls.__qualname__, expected=f"a free name, it is {owner}'s"
-                )
+            # A file that is loaded again makes new classes of the same names.
+            registered = self.get(name, cls)
+            owner = f"{registered.__module__}.{registered.__qualname__}"
+            if owner != f"{cls.__module__}.{own_name}":
+                raise RolloutError(where, got=own_name, expected=f"a free name, it is {owner}'s")
             self[name] = cls
             return cls
 
         return add
 
     def __missing__(self, name: str) -> type[AgentLoop]:
-        fix = "A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path."
         raise RolloutError(
-            "agent_name", got=repr(name), expected=f"one of {', '.join(sorted(self))}", fix=fix
+            "agent_name",
+            got=repr(name),
+            expected=f"one of {', '.join(sorted(self))}",
+            fix="Register your loop with @register(name) in the file actor_rollout_ref.rollout.agent.agent_loop_path.",
         )
 
 
@@ -105,43 +116,54 @@ register = REGISTRY.register
 
 
 def load_loops(path: str) -> None:
-    """Registers the loops of a Python file, or those that a YAML file lists as it lists tools.
-    Raises ConfigError: the file cannot be read, an entry lacks its name or class, or a class is no agent loop."""
-    file, where = Path(path).expanduser(), "actor_rollout_ref.rollout.agent.agent_loop_path"
+    """Register the agent loops of a Python file, or those that a YAML file lists.
+
+    Raises:
+        ConfigError: the file cannot be read, an entry lacks its name or class, or a class is not
+            an agent loop.
+    """
+    where = "actor_rollout_ref.rollout.agent.agent_loop_path"
+    file = Path(path).expanduser()
     if file.suffix not in (".yaml", ".yml"):
         import_file(path, where)
         return
     try:
-        entries = TypeAdapter(list[LoopEntry]).validate_python(
-            yaml.safe_load(file.read_text(encoding="utf-8"))
-        )
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries = TypeAdapter(list[LoopEntry]).validate_python(content)
     except (OSError, yaml.YAMLError, ValidationError) as error:
         expected = "a list, each entry with name and _target_"
         raise ConfigError(f"{where}, {path}", got=str(error), expected=expected) from error
     for entry in entries:
-        found = class_named(entry.target, file.parent, object, f"{where}, {entry.name}")
-        # A loop of verl's contract has the form in which it is called here beside it.
-        cls = getattr(found, "quadriga_form", found)
+        place = f"{where}, {entry.name}"
+        user_class = class_named(entry.target, file.parent, object, place)
+        # A loop class of verl has an `AgentLoop` that wraps it.
+        cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
-            raise ConfigError(
-                f"{where}, {entry.name}", got=entry.target, expected="a subclass of AgentLoop"
-            )
-        home = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        made = {"__init__": partialmethod(cls.__init__, **(entry.model_extra or {}))}
-        REGISTRY.register(entry.name)(type(cls.__name__, (cls,), home | made))
+            raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")
+        # Further keys of the entry are arguments of `__init__`, bound by a subclass.
+        members = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__init__": partialmethod(cls.__init__, **(entry.model_extra or {})),
+        }
+        REGISTRY.register(entry.name)(type(cls.__name__, (cls,), members))
 
 
 @register("single_turn_agent")
 class SingleTurnAgent(AgentLoop):
-    """One response to the prompt as the data set rendered it."""
+    """Agent loop with a single response to the prompt, as the data set rendered it."""
 
     async def run(self, chat: Conversation) -> None:
+        """Generate the response."""
         await chat.generate()
 
 
 @register("tool_agent")
 class ToolAgent(AgentLoop):
-    """Calls the tools that the model names; where it names none, the user simulator of the sample replies."""
+    """Agent loop that calls the tools that the model names.
+
+    If the model calls no tool, the sample's user simulator replies; without one the loop ends.
+    """
 
     offers_tools = True
 
@@ -152,21 +174,25 @@ class ToolAgent(AgentLoop):
             fix = "Set actor_rollout_ref.rollout.multi_turn.enable=True."
             raise RolloutError("tool_agent", got="multi_turn.enable=false", fix=fix)
         if self.config.format not in PARSERS:
-            fix = "The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS."
-            expected, got = f"one of {', '.join(PARSERS)}", repr(self.config.format)
-            raise RolloutError("multi_turn.format", got=got, expected=expected, fix=fix)
+            raise RolloutError(
+                "multi_turn.format",
+                got=repr(self.config.format),
+                expected=f"one of {', '.join(PARSERS)}",
+                fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
+            )
         self.parser = PARSERS[self.config.format]
 
     async def run(self, chat: Conversation) -> None:
-        columns, services, user = chat.sample.columns, self.services, None
-        tools = ToolBox(
-            services.tools, columns.get("tools_kwargs") or {}, self.config, services.thread
-        )
+        """Lead a conversation with the tools and the user simulator of its sample."""
+        services = self.services
+        columns = chat.sample.columns
+        tools_kwargs = columns.get("tools_kwargs") or {}
+        tools = ToolBox(services.tools, tools_kwargs, self.config, services.thread)
+        user = None
         interaction = columns.get("interaction_kwargs") or {}
         if interaction.get("name") is not None:
-            user = UserSimulator(
-                services.interactions, interaction, services.thread, self.config.tool_timeout_s
-            )
+            limit_s = self.config.tool_timeout_s
+            user = UserSimulator(services.interactions, interaction, services.thread, limit_s)
         if services.tools:
             chat.begin(chat.sample.messages, [spec.schema for spec in services.tools.values()])
         async with tools, user or contextlib.nullcontext():
@@ -179,47 +205,56 @@ class ToolAgent(AgentLoop):
     async def _take_turns(
         self, chat: Conversation, tools: ToolBox, user: UserSimulator | None
     ) -> None:
-        parameters = {
-            name: spec.schema["function"]["parameters"]
-            for name, spec in self.services.tools.items()
-        }
+        """Generate turns of the model, each answered by tools or the user, until none is needed."""
+        parameters = {}
+        for name, spec in self.services.tools.items():
+            parameters[name] = spec.schema["function"]["parameters"]
         while True:
             turn = await chat.generate()
             calls = self.parser(turn.text, parameters) if parameters else []
-            started = time.perf_counter()
             if calls:
-                functions = [
-                    {"name": call.name, "arguments": call.arguments}
-                    for call in calls
-                    if not call.problem
-                ]
-                turn.messages[0]["tool_calls"] = [
-                    {"type": "function", "function": one} for one in functions
-                ]
-                chat.require_another()
-                responses = await tools.call_all(calls)
-                first = sum(len(turn.tool_responses) for turn in chat.turns)
-                messages = [
-                    {
-                        "role": "tool",
-                        "name": one.name or "unknown",
-                        "tool_call_id": f"call{number:05d}",
-                        "content": one.content,
-                    }
-                    for number, one in enumerate(responses, start=first)
-                ]
-                chat.append(
-                    messages, tool_responses=responses, seconds=time.perf_counter() - started
-                )
+                await self._call_tools(chat, turn, calls, tools)
             elif user is not None:
-                # It scores the model's last turn too, so it replies before the limits are checked.
-                reply = await user.reply(chat.messages)
-                if reply.score is not None:
-                    chat.turn_scores.append(reply.score)
-                if reply.is_over:
-                    raise ConversationOver("interaction")
-                chat.append(
-                    [{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started
-                )
+                await self._ask_user(chat, user)
             else:
                 return
+
+    async def _call_tools(
+        self, chat: Conversation, turn: Turn, calls: list[ToolCall], tools: ToolBox
+    ) -> None:
+        """Make the calls of the model's turn, and append their responses."""
+        started = time.perf_counter()
+        readable_calls = []
+        for call in calls:
+            if not call.problem:
+                function = {"name": call.name, "arguments": call.arguments}
+                readable_calls.append({"type": "function", "function": function})
+        turn.messages[0]["tool_calls"] = readable_calls
+        chat.require_another()
+        responses = await tools.call_all(calls)
+        # Templates may need an id for each call; it counts the calls of the conversation.
+        number = sum(len(earlier.tool_responses) for earlier in chat.turns)
+        messages = []
+        for response in responses:
+            message = {
+                "role": "tool",
+                "name": response.name or "unknown",
+                "tool_call_id": f"call{number:05d}",
+                "content": response.content,
+            }
+            messages.append(message)
+            number += 1
+        seconds = time.perf_counter() - started
+        chat.append(messages, tool_responses=responses, seconds=seconds)
+
+    async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
+        """Append the reply of the user simulator, and record its score of the model's turn."""
+        started = time.perf_counter()
+        # The last turn gets a score too, so the reply comes before the limits are checked.
+        reply = await user.reply(chat.messages)
+        if reply.score is not None:
+            chat.turn_scores.append(reply.score)
+        if reply.is_over:
+            raise ConversationOver("interaction")
+        message = {"role": "user", "content": reply.text}
+        chat.append([message], seconds=time.perf_counter() - started)

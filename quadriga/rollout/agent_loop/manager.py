@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leads the conversations of a batch, all at the same time.
+"""Lead the conversations of a batch, all at the same time.
 
     batch ──> a task for each row ──> loop: engine.generate / tools / user simulator ──> grade ──> batch, same rows
                      │                                                              │
-                     └── a tool failed: this row ends, with the reason              └── while others are generated
-                     └── the engine or the grader failed: all end, the error is raised
+                     └── a tool fails: its row ends, with the reason                └── while others are generated
+                     └── the engine or the grader fails: all rows end, the error is raised
 
 a task  consumes a row; waits for the engine, for tools and the grader; unblocked by each of them, or cancelled.
 
@@ -67,25 +67,33 @@ from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
 
+# Grades the row of a conversation that `graded_row` returns.
 Grade: TypeAlias = Callable[[dict[str, Any]], Awaitable[Outcome]]
+# So many failed conversations in a row, over all batches, stop the run.
 MAX_FAILURES_IN_A_ROW = 64
+
+# Finish reasons and failures are columns of the batch; a longer message is cut.
+_MAX_REASON_CHARACTERS = 2000
 
 
 class AgentLoopManager:
-    """Loads tools, user simulators and loops once, and leads batch after batch.
+    """Loads tools, user simulators and agent loops once, and leads batch after batch.
 
     Args:
+        config: `actor_rollout_ref.rollout`.
+        tokenizer: the model's tokenizer, with its chat template.
         prompt_length: P, `data.max_prompt_length`.
-        response_length: T, `data.max_response_length`: everything after the prompt, tools included.
+        response_length: T, `data.max_response_length`: all tokens after the prompt, including
+            those of tools and users.
         template_kwargs: `data.apply_chat_template_kwargs`.
-        log_dir: where MCP servers' standard error is written; None: a temporary folder.
-        processor: of a vision-language model, whose later turns may show images, and whose rows then have
-            `multi_modal_inputs`.
-        vocabulary_size: rows of the model's embedding. None: enough for each token.
+        log_dir: folder for the standard error of MCP servers. None: a temporary folder.
+        processor: processor of a vision-language model. Later turns may then show images, and the
+            rows have `multi_modal_inputs`.
+        vocabulary_size: rows of the model's embedding. None: at least one for each token.
 
     Raises:
-        ConfigError: a file with tools, interactions or loops is not as it must be.
-        RolloutError: a tool cannot be one, or an MCP server cannot be reached.
+        ConfigError: a file of tools, interactions or loops is invalid.
+        RolloutError: a function cannot be a tool, or an MCP server cannot be reached.
     """
 
     def __init__(
@@ -100,13 +108,20 @@ class AgentLoopManager:
         processor: Any = None,
         vocabulary_size: int | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.config = config
+        self.tokenizer = tokenizer
+        self.processor = processor
         self.encoder = TurnEncoder(tokenizer, template_kwargs or {}, vocabulary_size)
-        total, turns = config.max_model_len or prompt_length + response_length, config.multi_turn
+        turns = config.multi_turn
         self.limits = Limits(
-            prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns
+            prompt_tokens=prompt_length,
+            response_tokens=response_length,
+            total_tokens=config.max_model_len or prompt_length + response_length,
+            assistant_turns=turns.max_assistant_turns,
+            user_turns=turns.max_user_turns,
         )
-        self._thread, self._servers = ToolThread(), list[Server]()
+        self._thread = ToolThread()
+        self._servers: list[Server] = []
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
@@ -114,8 +129,9 @@ class AgentLoopManager:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
             tools = load_tools(turns, self._thread, self._servers, log_dir)
-            path = turns.interaction_config_path if turns.enable else None
-            interactions = load_interactions(path) if path else {}
+            interactions = {}
+            if turns.enable and turns.interaction_config_path:
+                interactions = load_interactions(turns.interaction_config_path)
         except BaseException:
             self.close()
             raise
@@ -123,69 +139,91 @@ class AgentLoopManager:
 
     @property
     def description(self) -> str:
-        """Which MCP servers there are and where their standard error is written; "" where there is none.
+        """Names of the MCP servers and the place of their standard error; "" without servers.
 
-        It is the same in every process, each of which starts servers of its own.
+        The text is the same in every process, although each starts servers of its own.
         """
-        folders = {
-            server.log.parent for server in self._servers if server.entry.command is not None
-        }
-        logs = "".join(f"; standard error in {folder}/mcp-*.log" for folder in folders)
-        return (
-            f"MCP servers {', '.join(server.name for server in self._servers)}{logs}"
-            if self._servers
-            else ""
-        )
+        if not self._servers:
+            return ""
+        text = f"MCP servers {', '.join(server.name for server in self._servers)}"
+        programs = [server for server in self._servers if server.entry.command is not None]
+        for folder in {server.log.parent for server in programs}:
+            text += f"; standard error in {folder}/mcp-*.log"
+        return text
 
     def generate(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
     ) -> DataProto:
-        """A conversation for each row. Not from within an event loop: there, `lead`.
-        Returns what `to_batch` does. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, whose
+        """Lead a conversation for each row of a batch.
+
+        Inside an event loop call `lead` instead. A tool that fails ends only its own row, whose
         `finish_reason` says why.
 
         Args:
-            prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
-                `agent_name`, `tools_kwargs`, `interaction_kwargs`, `data_source`, `reward_model`, `extra_info` where
-                they exist.
-            seed: `trainer.seed`; each sequence's own is derived from it.
-            grade: grades a conversation that has ended, while others go on.
+            engine: the engine that generates the model's turns.
+            prompts: the batch that `generate_sequences` takes, with further non-tensors:
+                `raw_prompt` where tools are offered; optionally `agent_name`, `tools_kwargs`,
+                `interaction_kwargs`, `data_source`, `reward_model`, `extra_info`.
+            seed: `trainer.seed`, from which the seed of each sequence is derived.
+            grade: grades each conversation as soon as it has ended, while others go on.
+
+        Returns:
+            The batch of `to_batch`, with `metrics` and `weight_version` in meta_info.
 
         Raises:
-            RolloutError: the engine failed, or nothing but failed conversations.
-            WeightSyncError: the engine's weights are not of the version that meta_info names.
+            RolloutError: the engine failed, or too many conversations in a row failed.
+            WeightSyncError: the engine's weights do not have the version that meta_info names.
         """
         return run_coroutine(self.lead(engine, prompts, seed=seed, grade=grade), self._runner.run)
 
     async def lead(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
     ) -> DataProto:
-        """The same as `generate`, for callers with an event loop of their own."""
-        if (expected := prompts.meta_info.get("weight_version")) is not None:
-            require_version(engine, expected)
+        """Lead a conversation for each row of a batch, in the caller's event loop.
+
+        Args:
+            engine: see `generate`.
+            prompts: see `generate`.
+            seed: see `generate`.
+            grade: see `generate`.
+
+        Returns:
+            The batch that `generate` returns.
+
+        Raises:
+            RolloutError, WeightSyncError: see `generate`.
+        """
+        expected_version = prompts.meta_info.get("weight_version")
+        if expected_version is not None:
+            require_version(engine, expected_version)
         started = time.perf_counter()
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
         samples = samples_of(prompts, self.config.agent.default_agent_loop)
-        drawn = [SamplingParams(**params, seed=own) for own in sequence_seeds(prompts, seed)]
-        chats = [
-            Conversation(engine, self.encoder, *one, self.limits, processor=self.processor)
-            for one in zip(samples, drawn, strict=True)
-        ]
+        chats = []
+        for sample, own_seed in zip(samples, sequence_seeds(prompts, seed), strict=True):
+            sampling = SamplingParams(**params, seed=own_seed)
+            chat = Conversation(
+                engine, self.encoder, sample, sampling, self.limits, processor=self.processor
+            )
+            chats.append(chat)
         outcomes: list[Outcome | None] = [None] * len(chats)
-        wait = waiting(f"{len(chats)} conversations", lambda: _state(chats))
+        wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
         try:
             with wait, guarded(self.config.agent.timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for chat in chats:
                         group.create_task(self._lead_one(chat, outcomes, grade))
-        except BaseExceptionGroup as failed:
-            # The first one ended the others; they say nothing of their own.
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        except BaseExceptionGroup as errors:
+            # The first error has cancelled the other conversations, so it is the only cause.
+            first_error = errors.exceptions[0]
+            raise first_error from first_error.__cause__
         finally:
             if self.config.trace_dir is not None:
                 write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
         self._count_failures(chats)
-        grades = None if grade is None and not any(outcomes) else outcomes
+
+        # Conversations without a grade are graded later, as a batch.
+        grades = outcomes if grade is not None or any(outcomes) else None
         batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(chats, time.perf_counter() - started)
@@ -193,28 +231,31 @@ class AgentLoopManager:
         return batch
 
     def close(self) -> None:
-        """Ends the MCP servers, and the thread in which tools run."""
+        """Stop the MCP servers and the thread in which tools run."""
         close_tools(self._thread, self._servers)
         off_the_loop(self._runner.close)
 
     async def _lead_one(
         self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
     ) -> None:
+        """Lead one conversation to its end, grade it, and store the grade in `outcomes`."""
         sample = chat.sample
         try:
             printed.set([0])
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
-            # What these two call has limits of its own.
-            is_ours = type(loop).run in (SingleTurnAgent.run, ToolAgent.run)
-            async with nullcontext() if is_ours else chat.limited(self.config.agent.timeout_s):
+            # Everything that the built-in loops call has time limits already.
+            is_built_in = type(loop).run in (SingleTurnAgent.run, ToolAgent.run)
+            timeout_s = self.config.agent.timeout_s
+            async with nullcontext() if is_built_in else chat.limited(timeout_s):
                 await _run(loop, chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
-        except ToolFailedError as failure:
-            chat.finish(f"tool_error: {failure}"[:2000], failure=failure.details or str(failure))
+        except ToolFailedError as error:
+            reason = f"tool_error: {error}"[:_MAX_REASON_CHARACTERS]
+            chat.finish(reason, failure=error.details or str(error))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -222,13 +263,12 @@ class AgentLoopManager:
             if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                 raise
             if isinstance(error, QuadrigaError):
-                error.add_note(
-                    f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}"
-                )
+                place = f"row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}"
+                error.add_note(f"in the conversation of {place}")
                 raise
-            # A loop of a user's failed, or called sys.exit: it ends its own conversation, as a tool does.
-            details = traceback_text(error)
-            chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
+            # A user's loop raised, or called sys.exit. It ends its own conversation, like a tool.
+            reason = f"loop_error: {type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
+            chat.finish(reason, failure=traceback_text(error))
         outcomes[sample.row] = chat.outcome
         if grade is not None and chat.outcome is None:
             chat.activity = "being graded"
@@ -236,19 +276,22 @@ class AgentLoopManager:
         chat.activity = ""
 
     def _count_failures(self, chats: list[Conversation]) -> None:
-        """Says how many failed and why; where all do, the run stops."""
-        failed = [chat for chat in chats if chat.failure]
+        """Report how many conversations failed and why; stop the run after too many in a row."""
+        failed = []
         for chat in chats:
-            self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if chat.failure else 0
+            if chat.failure:
+                failed.append(chat)
+                self._num_failed_in_a_row += 1
+            else:
+                self._num_failed_in_a_row = 0
         if not failed:
             return
         first = f"The first, row {failed[0].sample.row}: {failed[0].finish_reason}"
         if self._num_failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            got = f"{self._num_failed_in_a_row} conversations in a row that failed"
             raise RolloutError(
                 "agent loop",
-                got=got,
-                expected="some that do not",
+                got=f"{self._num_failed_in_a_row} conversations in a row that failed",
+                expected="some that succeed",
                 fix=f"{first}\n{failed[0].failure}",
             )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
@@ -257,16 +300,19 @@ class AgentLoopManager:
 def load_tools(
     turns: MultiTurnConfig, thread: ToolThread, servers: list[Server], log_dir: Path | None
 ) -> dict[str, ToolSpec]:
-    """Load the tools of a configuration, by name; none where `multi_turn.enable` is false.
+    """Load the tools of a configuration, by name; none if `multi_turn.enable` is false.
 
     Args:
         turns: `actor_rollout_ref.rollout.multi_turn`.
-        thread: reaches MCP servers.
-        servers: gets the servers that were started or reached; `close_tools` ends them.
-        log_dir: as for `AgentLoopManager`.
+        thread: thread in which MCP servers are reached.
+        servers: list to which each started or reached server is added; `close_tools` stops them.
+        log_dir: see `AgentLoopManager`.
+
+    Returns:
+        The tools by name: functions first, then classes, then tools of MCP servers.
 
     Raises:
-        ConfigError: a file is not as it must be, or two tools have one name.
+        ConfigError: a file is invalid, or two tools have the same name.
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
     specs: list[ToolSpec] = []
@@ -279,15 +325,19 @@ def load_tools(
     for spec in specs:
         if spec.name in tools:
             where = "actor_rollout_ref.rollout.multi_turn, tools"
-            raise ConfigError(
-                where, got=f"two with the name {spec.name!r}", expected="a name for each"
-            )
+            got = f"two with the name {spec.name!r}"
+            raise ConfigError(where, got=got, expected="a different name for each tool")
         tools[spec.name] = spec
     return tools
 
 
 def close_tools(thread: ToolThread, servers: list[Server]) -> None:
-    """End MCP servers, and the thread in which tools run."""
+    """Stop MCP servers, and the thread in which tools run.
+
+    Args:
+        thread: the thread that `load_tools` used.
+        servers: the servers that `load_tools` added; empty afterwards.
+    """
     while servers:
         thread.submit(servers.pop().close()).result()
     thread.close()
@@ -315,45 +365,62 @@ def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], fr
 
 
 async def _run(loop: AgentLoop, chat: Conversation) -> None:
-    """Runs a user's loop. A process that it forked, and that comes back here, ends: there is one trainer."""
+    """Run a user's loop, and end every process that the loop forked and that returns here."""
     pid = os.getpid()
     try:
         await loop.run(chat)
     finally:
         if os.getpid() != pid:
+            # A forked copy must not go on: it would be a second trainer.
             os._exit(1)
 
 
-def _state(chats: Sequence[Conversation]) -> str:
-    """How many have ended, and what the others are at."""
+def _progress_text(chats: Sequence[Conversation]) -> str:
+    """Number of conversations that have ended, and the activities of the others."""
     activities = Counter(chat.activity for chat in chats if chat.activity)
-    left = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
-    return f"{len(chats) - activities.total()} ended, {left}"
+    pending = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
+    return f"{len(chats) - activities.total()} ended, {pending}"
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
-    """The rows of a batch with `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]."""
-    batch, images = prompts.batch, images_of(prompts)
+    """The rows of a batch of prompts, as agent loops see them.
+
+    Args:
+        prompts: batch `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
+        default_agent: name of the loop for rows without `agent_name`.
+
+    Returns:
+        B samples, in the order of the rows.
+    """
+    batch = prompts.batch
+    images = images_of(prompts)
     num_axes = 1 if batch["position_ids"].dim() == 2 else batch["position_ids"].shape[1]
     samples = []
-    for row, (ids, mask) in enumerate(
-        zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ):
-        own = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
-        uid, agent = str(own.get("uid", f"row {row}")), own.get("agent_name") or default_agent
-        messages = (
-            None
-            if own.get("raw_prompt") is None
-            else [dict(message) for message in own["raw_prompt"]]
+    for row, token_ids in enumerate(batch["input_ids"]):
+        columns = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
+        messages = columns.get("raw_prompt")
+        if messages is not None:
+            messages = [dict(message) for message in messages]
+        is_prompt = batch["attention_mask"][row].bool()
+        sample = Sample(
+            row=row,
+            uid=str(columns.get("uid", f"row {row}")),
+            prompt_ids=token_ids[is_prompt].tolist(),
+            messages=messages,
+            columns=columns,
+            agent=columns.get("agent_name") or default_agent,
+            images=images[row],
+            num_axes=num_axes,
         )
-        samples.append(
-            Sample(row, uid, ids[mask.bool()].tolist(), messages, own, agent, images[row], num_axes)
-        )
+        samples.append(sample)
     return samples
 
 
 def graded_row(chat: Conversation) -> dict[str, Any]:
-    """What a score function reads of a conversation that has ended; `extra_info` also says how it went."""
+    """The row that a score function reads about a conversation that has ended.
+
+    `extra_info` has the columns of the data and the way in which the conversation went.
+    """
     columns = chat.sample.columns
     row = {
         "data_source": columns.get("data_source"),
@@ -381,27 +448,37 @@ def to_batch(
     limits: Limits,
     pad_token_id: int,
 ) -> DataProto:
-    """The columns of `generate_sequences`, and what became of each conversation.
-    Returns batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T],
-    `input_ids`, `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
-    `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`; with a processor
-    `multi_modal_inputs`. `response_mask` and log-probabilities are 0 on tokens of tools and users.
+    """Conversations that have ended as a batch, with the columns of `generate_sequences`.
+
+    `response_mask` and the log-probabilities are 0 on the tokens of tools and users.
 
     Args:
         chats: B conversations that have ended.
-        outcomes: their grades; None, or None of one: graded later.
-        limits: P and T.
-        pad_token_id: fills both sides.
+        outcomes: their grades. None, for all or for one of them: it is graded later.
+        limits: P and T, in tokens.
+        pad_token_id: the token that fills prompts on the left and responses on the right.
+
+    Returns:
+        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
+        `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
+        [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
+        `turn_scores`, `solution_messages`, if graded `reward_outcome`, and with a processor
+        `multi_modal_inputs`.
     """
-    shown = [chat.images for chat in chats]
-    prompts, position_ids = _prompts_of(chats, shown, limits, pad_token_id)
-    responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
-    routes = [chat.routes for chat in chats]
-    versions = [chat.versions for chat in chats]
+    images = [chat.images for chat in chats]
+    prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
+    position_ids = _position_ids(chats, images, limits, pad_token_id)
+    prompts["position_ids"] = position_ids[..., : limits.prompt_tokens]
     tensors = with_responses(
-        prompts, responses, limits.response_tokens, pad_token_id, routes, versions
+        prompts,
+        [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
+        limits.response_tokens,
+        pad_token_id,
+        [chat.routes for chat in chats],
+        [chat.versions for chat in chats],
     )
     tensors["position_ids"] = position_ids
+
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),
@@ -410,78 +487,95 @@ def to_batch(
         "solution_messages": object_array(chat.solution_messages for chat in chats),
     }
     if chats and chats[0].processor is not None:
-        non_tensors["multi_modal_inputs"] = object_array(
-            {} if one is None else one.inputs for one in shown
-        )
+        inputs = [{} if shown is None else shown.inputs for shown in images]
+        non_tensors["multi_modal_inputs"] = object_array(inputs)
     if outcomes is not None:
         non_tensors["reward_outcome"] = object_array(outcomes)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 
-def _prompts_of(
-    chats: Sequence[Conversation], shown: Sequence[Images | None], limits: Limits, pad_token_id: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The columns of prompts, as `with_responses` takes them, and the positions of prompts and responses."""
-    size, num_axes, prompt_length = (
-        len(chats),
-        chats[0].sample.num_axes if chats else 1,
-        limits.prompt_tokens,
-    )
-    input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
+def _prompt_columns(
+    chats: Sequence[Conversation], prompt_length: int, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` [B, P] of the prompts, padded on the left."""
+    input_ids = torch.full((len(chats), prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
-    positions = torch.zeros(
-        size, num_axes, prompt_length + limits.response_tokens, dtype=torch.int64
-    )
-    for row, (chat, images) in enumerate(zip(chats, shown, strict=True)):
+    for row, chat in enumerate(chats):
         start = prompt_length - len(chat.prompt_ids)
         if start < 0:
             got = f"{len(chat.prompt_ids)} tokens"
             raise RolloutError(f"prompt of row {row}", got=got, expected=f"at most {prompt_length}")
         input_ids[row, start:] = torch.tensor(chat.prompt_ids)
         attention_mask[row, start:] = 1
-        own = torch.arange(positions.shape[2] - start)
-        if images is not None:
-            own = images.followed_by(
-                [pad_token_id] * (len(own) - images.position_ids.shape[1])
-            ).position_ids.cpu()
-        positions[row, :, start:] = own
-    position_ids = positions[:, 0] if num_axes == 1 else positions
-    of_prompts = position_ids[..., :prompt_length]
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": of_prompts,
-    }, position_ids
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def _position_ids(
+    chats: Sequence[Conversation],
+    images: Sequence[Images | None],
+    limits: Limits,
+    pad_token_id: int,
+) -> torch.Tensor:
+    """Positions of prompts and responses, [B, P + T] or [B, 3, P + T]; 0 on the left padding."""
+    num_axes = chats[0].sample.num_axes if chats else 1
+    length = limits.prompt_tokens + limits.response_tokens
+    positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)
+    for row, (chat, shown) in enumerate(zip(chats, images, strict=True)):
+        start = limits.prompt_tokens - len(chat.prompt_ids)
+        num_tokens = length - start
+        if shown is None:
+            positions[row, :, start:] = torch.arange(num_tokens)
+        else:
+            # Positions of the padding on the right go on behind those of the last token.
+            padding = [pad_token_id] * (num_tokens - shown.position_ids.shape[1])
+            positions[row, :, start:] = shown.followed_by(padding).position_ids.cpu()
+    return positions[:, 0] if num_axes == 1 else positions
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
-    """Metrics of a batch; the first ones have the names that `generate_sequences` gives them."""
-    num_model = sum(sum(chat.mask) for chat in chats)
-    num_other = sum(len(chat.mask) for chat in chats) - num_model
-    num_rows, rows = len(chats), max(len(chats), 1)
-    turns = [turn for chat in chats for turn in (*chat.turns, *chat.unread)]
-    responses = [response for turn in turns for response in turn.tool_responses]
-    tools_s = [
-        sum(turn.seconds for turn in chat.turns if turn.role != "assistant") for chat in chats
-    ]
+    """Metrics of a batch of conversations.
+
+    Those that `generate_sequences` reports too have the same names here.
+
+    Args:
+        chats: B conversations that have ended.
+        seconds: time that the whole batch took.
+
+    Returns:
+        Metrics by name.
+    """
+    num_prompt_tokens = 0
+    num_model_tokens = 0
+    num_other_tokens = 0
+    num_turns = 0
+    num_cut = 0
+    num_failures = 0
+    responses = []
+    tools_s = []  # seconds of each conversation in tools and user simulators
+    for chat in chats:
+        num_prompt_tokens += len(chat.prompt_ids)
+        num_model_tokens += sum(chat.mask)
+        num_other_tokens += len(chat.mask) - sum(chat.mask)
+        num_turns += len(chat.turns)
+        num_cut += chat.finish_reason == "length"
+        num_failures += bool(chat.failure)
+        for turn in (*chat.turns, *chat.unread):
+            responses += turn.tool_responses
+        tools_s.append(sum(turn.seconds for turn in chat.turns if turn.role != "assistant"))
+    log_prob = sum(sum(chat.log_probs) for chat in chats) / max(num_model_tokens, 1)
+    num_refused = sum(response.is_refused for response in responses)
+    num_rows = len(chats)
+    divisor = max(num_rows, 1)
     return {
-        "rollout/num_prompt_tokens": Metric(sum(len(chat.prompt_ids) for chat in chats), "sum"),
-        "rollout/num_response_tokens": Metric(num_model, "sum"),
-        "rollout/num_tool_tokens": Metric(num_other, "sum"),
-        "rollout/log_prob": Metric(
-            sum(sum(chat.log_probs) for chat in chats) / max(num_model, 1), "mean", num_model
-        ),
-        "rollout/length_share": Metric(
-            sum(chat.finish_reason == "length" for chat in chats) / rows, "mean", num_rows
-        ),
-        "rollout/num_turns": Metric(
-            sum(len(chat.turns) for chat in chats) / rows, "mean", num_rows
-        ),
+        "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),
+        "rollout/num_response_tokens": Metric(num_model_tokens, "sum"),
+        "rollout/num_tool_tokens": Metric(num_other_tokens, "sum"),
+        "rollout/log_prob": Metric(log_prob, "mean", num_model_tokens),
+        "rollout/length_share": Metric(num_cut / divisor, "mean", num_rows),
+        "rollout/num_turns": Metric(num_turns / divisor, "mean", num_rows),
         "rollout/num_tool_calls": Metric(len(responses), "sum"),
-        "rollout/num_refused_calls": Metric(
-            sum(response.is_refused for response in responses), "sum"
-        ),
-        "rollout/num_failures": Metric(sum(bool(chat.failure) for chat in chats), "sum"),
+        "rollout/num_refused_calls": Metric(num_refused, "sum"),
+        "rollout/num_failures": Metric(num_failures, "sum"),
         "timing_s/tools": Metric(max(tools_s, default=0.0), "max"),
         "timing_s/generate_sequences": Metric(seconds, "max"),
     }
@@ -493,23 +587,27 @@ def write_trace(
     outcomes: Sequence[Outcome | None],
     meta_info: dict[str, Any],
 ) -> None:
-    """Appends a JSON record, one a line, for each conversation that has ended, with its grade where there is one.
+    """Append one JSON record, on one line, for each conversation that has ended.
 
-    Each process writes files of its own, one for each step: `000012.HOST-PID.jsonl`, in validation
+    Each process writes its own file for each step: `000012.HOST-PID.jsonl`, in validation
     `000012.validate.HOST-PID.jsonl`.
+
+    Args:
+        directory: `rollout.trace_dir`; made if it does not exist.
+        chats: B conversations; those that have not ended are left out.
+        outcomes: their grades. None: the conversation is not graded yet.
+        meta_info: meta_info of the batch, with `global_steps` and `validate`.
     """
-    step, is_validation = (
-        int(meta_info.get("global_steps", 0)),
-        bool(meta_info.get("validate", False)),
-    )
+    step = int(meta_info.get("global_steps", 0))
+    is_validation = bool(meta_info.get("validate", False))
     lines = []
     for chat, outcome in zip(chats, outcomes, strict=True):
         if not chat.finish_reason:
             continue
-        sample = chat.sample.columns.get("sample_index")
+        sample_index = chat.sample.columns.get("sample_index")
         record = {
             "uid": chat.sample.uid,
-            "sample": None if sample is None else int(sample),
+            "sample": None if sample_index is None else int(sample_index),
             "agent": chat.sample.agent,
             "finish_reason": chat.finish_reason,
             "failure": chat.failure,
@@ -520,8 +618,8 @@ def write_trace(
             "seconds": round(sum(turn.seconds for turn in (*chat.turns, *chat.unread)), 6),
             "prompt": chat.encoder.text(chat.prompt_ids, with_special=True),
             "prompt_token_ids": chat.prompt_ids,
-            "turns": [_turn(turn) for turn in chat.turns],
-            "unread": [_turn(turn) for turn in chat.unread],
+            "turns": [_turn_record(turn) for turn in chat.turns],
+            "unread": [_turn_record(turn) for turn in chat.unread],
             "tool_rewards": chat.tool_rewards,
             "turn_scores": chat.turn_scores,
             "score": outcome.score if outcome else None,
@@ -532,17 +630,22 @@ def write_trace(
         lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
     if not lines:
         return
-    folder, kind = Path(directory).expanduser(), ".validate" if is_validation else ""
+    folder = Path(directory).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl").open(
-        "a", encoding="utf-8"
-    ) as file:
+    kind = ".validate" if is_validation else ""
+    path = folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
-    record: dict[str, Any] = asdict(turn) | {"seconds": round(turn.seconds, 6)}
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    """The record of one turn, and of the tool calls to which it responds."""
+    record: dict[str, Any] = asdict(turn)
+    record["seconds"] = round(turn.seconds, 6)
     calls = record.pop("tool_responses")
     for call in calls:
-        call |= {"answer": call.pop("text"), "seconds": round(call["seconds"], 6)}
-    return {**record, "calls": calls} if calls else record
+        call["answer"] = call.pop("text")
+        call["seconds"] = round(call["seconds"], 6)
+    if calls:
+        record["calls"] = calls
+    return record

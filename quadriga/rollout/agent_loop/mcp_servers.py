@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of servers that speak the Model Context Protocol, over standard input and output or over HTTP.
+"""Tools of MCP servers (Model Context Protocol), over standard input and output or over HTTP.
 
     tool thread:   _serve() ── connects ── lists the tools ── waits ─────────────────────── closes
                                                │                  ▲ call_tool, from any conversation
@@ -7,8 +7,8 @@
 
 _serve  consumes an entry of the file; waits to be closed; unblocked by `close`, or by the end of the server.
 
-What a server writes to its standard error goes to a file, whose last lines are part of each error of the server.
-This is the one file that imports the package `mcp` (an extra), and only once a server is configured.
+The standard error of a server goes to a file. Errors about the server show its last lines.
+Only this file imports the package `mcp` (an extra), and only if a server is configured.
 """
 
 import asyncio
@@ -29,40 +29,47 @@ from quadriga.http_client import PROXY_FIX, direct_client, is_loopback, proxy_ro
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
 
-START_S = 60.0
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30.0, 300.0  # of the package itself
-LEAST_VERSION = 2
+START_S = 60.0  # limit for the start of a server, and again for its end
+# The defaults of the package `mcp`.
+CONNECT_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 300.0
+LEAST_VERSION = 2  # of the package `mcp`
 
 _SHOWN_BYTES = 1500  # of a server's standard error, in an error
 
 
 class Server:
     """An MCP server. Its methods run in the tool thread.
-    `folder`: working directory of a program whose entry names none.
-    `log`: takes the standard error of a program that is started."""
+
+    Args:
+        name: name of the server in the file of tools.
+        entry: its entry: a program to start, or a URL to reach.
+        folder: working directory of the program, if its entry has none.
+        log: file for the standard error of the program.
+        package: the module `mcp`.
+    """
 
     def __init__(
         self, name: str, entry: ServerEntry, folder: Path, log: Path, package: Any
     ) -> None:
-        self.name, self.entry, self.folder, self.log, self._package = (
-            name,
-            entry,
-            folder,
-            log,
-            package,
-        )
+        self.name = name
+        self.entry = entry
+        self.folder = folder
+        self.log = log
+        self._package = package
         self._session: Any = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     async def connect(self) -> list[ToolSpec]:
-        """Starts or reaches the server and returns its tools.
-        Raises RolloutError: it does not respond, or has no tool that the file names."""
-        if (
-            self.entry.url is not None
-            and (route := proxy_route(self.entry.url))
-            and (trouble := proxy_trouble())
-        ):
+        """Start or reach the server, and return its tools.
+
+        Raises:
+            RolloutError: the server does not respond, or lacks a tool that the file names.
+        """
+        route = proxy_route(self.entry.url) if self.entry.url else ""
+        trouble = proxy_trouble() if route else ""
+        if trouble:
             raise self._error(f"{trouble}, through {route}", "a proxy that can be used", PROXY_FIX)
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._serve(listed))
@@ -70,53 +77,52 @@ class Server:
             {self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not listed.done():
-            cause = (
-                self._task.exception() if self._task.done() and not self._task.cancelled() else None
-            )
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
+            got = self._start_failure(self._task)
             self._task.cancel()
-            got = (
-                f"{type(cause).__name__}: {cause}" if cause else f"no response within {START_S:g} s"
-            )
-            how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
-            raise self._error(got, "a server of tools", f"Try it alone: {how}.")
-        names = [tool.name for tool in listed.result()]
-        wanted = names if self.entry.tools is None else self.entry.tools
-        missing = [name for name in wanted if name not in names]
-        if missing or not wanted:
-            expected = f"some of {', '.join(names) or 'none: it has no tools'}"
+            command = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
+            raise self._error(got, "a server of tools", f"Try it alone: {command}.")
+
+        tools = listed.result()
+        known_names = [tool.name for tool in tools]
+        names = known_names if self.entry.tools is None else self.entry.tools
+        missing = [name for name in names if name not in known_names]
+        if missing or not names:
             raise RolloutError(
                 f"MCP server {self.name}, tools",
                 got=", ".join(missing) or "none",
-                expected=expected,
+                expected=f"some of {', '.join(known_names) or 'none: it has no tools'}",
             )
-        specs = []
-        for tool in listed.result():
-            if tool.name in wanted:
-                parameters = {
-                    key: one
-                    for key, one in tool.input_schema.items()
-                    if key not in ("title", "$schema")
-                }
-                said = tool.description or tool.title or tool.name
-                function = {"name": tool.name, "description": said, "parameters": parameters}
-                # One object serves every conversation: the server keeps what state there is.
-                make, schema = (
-                    as_tool(partial(self._call, tool.name)),
-                    {"type": "function", "function": function},
-                )
-                specs.append(ToolSpec(make, schema, validator_of(parameters), options={}))
-        return specs
+        return [self._spec_of(tool) for tool in tools if tool.name in names]
 
     async def close(self) -> None:
-        """Ends the connection, and the program if it was started."""
+        """End the connection, and the program if it was started."""
         if self._task is not None:
             self._closing.set()
             await asyncio.wait({self._task}, timeout=START_S)
 
+    @staticmethod
+    def _start_failure(task: "asyncio.Task[None]") -> str:
+        """The reason why a server has not listed its tools."""
+        cause = task.exception() if task.done() and not task.cancelled() else None
+        # anyio wraps the error in groups, one for each task group of the package.
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        return f"{type(cause).__name__}: {cause}" if cause else f"no response within {START_S:g} s"
+
+    def _spec_of(self, tool: Any) -> ToolSpec:
+        """A tool of the server as a tool of the configuration."""
+        parameters = dict(tool.input_schema)
+        parameters.pop("title", None)
+        parameters.pop("$schema", None)
+        description = tool.description or tool.title or tool.name
+        function = {"name": tool.name, "description": description, "parameters": parameters}
+        # All conversations share one session: state, if there is any, is the server's.
+        make = as_tool(partial(self._call, tool.name))
+        schema = {"type": "function", "function": function}
+        return ToolSpec(make, schema, validator_of(parameters), options={})
+
     async def _call(self, tool: str, /, **arguments: Any) -> str:
-        """The response of a tool, as text; ToolError: the tool says that the call was wrong."""
+        """The text of a tool's response. A ToolError means that the tool refused the call."""
         if self._task is None or self._task.done():
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
@@ -124,90 +130,108 @@ class Server:
             await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"its end during a call of {tool}", "a response")
-            if error := call.exception():
+            error = call.exception()
+            if error:
                 raise self._error(f"{type(error).__name__}: {error}", "a response") from error
             result = call.result()
         finally:
             call.cancel()
-        blocks = [(getattr(block, "text", None), block.type) for block in result.content]
-        text = "\n".join(
-            text if isinstance(text, str) else f"[{kind}, which is not text]"
-            for text, kind in blocks
-        )
+        texts = []
+        for block in result.content:
+            text = getattr(block, "text", None)
+            texts.append(text if isinstance(text, str) else f"[{block.type}, which is not text]")
+        response = "\n".join(texts)
         if result.is_error:
-            raise ToolError(f"{tool}: {text}")
-        return text
+            raise ToolError(f"{tool}: {response}")
+        return response
 
     async def _serve(self, listed: "asyncio.Future[list[Any]]") -> None:
-        """Opens and closes the connection in one task, as the package demands."""
-        entry, package = self.entry, self._package
+        """Open and close the connection in one task, as the package requires."""
         async with contextlib.AsyncExitStack() as stack:
-            if entry.url is not None:
-                client = None  # the package's own, which asks through the environment's proxies
-                if is_loopback(entry.url):
+            if self.entry.url is None:
+                transport = self._start_program(stack)
+            else:
+                # None: a client of the package, which uses the proxies of the environment.
+                client = None
+                if is_loopback(self.entry.url):
                     client = await stack.enter_async_context(
                         direct_client(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
                     )
                 connect = import_module("mcp.client.streamable_http").streamable_http_client
-                transport = connect(entry.url, http_client=client)
-            else:
-                own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
-                parameters = package.StdioServerParameters(
-                    # "python" is the interpreter that runs us, wherever it lies.
-                    command=sys.executable if entry.command == "python" else entry.command,
-                    args=entry.args,
-                    env={**own, **entry.env},
-                    cwd=entry.cwd or str(self.folder),
-                )
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-                self.log.touch(0o600)  # a server may print what it was started with
-                log = stack.enter_context(self.log.open("a", encoding="utf-8"))
-                transport = import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
+                transport = connect(self.entry.url, http_client=client)
             streams = await stack.enter_async_context(transport)
-            self._session = await stack.enter_async_context(
-                package.ClientSession(streams[0], streams[1])
-            )
+            session = self._package.ClientSession(streams[0], streams[1])
+            self._session = await stack.enter_async_context(session)
             await self._session.initialize()
-            listed.set_result(list((await self._session.list_tools()).tools))
+            response = await self._session.list_tools()
+            listed.set_result(list(response.tools))
             await self._closing.wait()
 
+    def _start_program(self, stack: contextlib.AsyncExitStack) -> Any:
+        """Transport to a program, which starts when the transport is entered."""
+        entry = self.entry
+        environment = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+        parameters = self._package.StdioServerParameters(
+            # "python" means the interpreter of this process, which has the same packages.
+            command=sys.executable if entry.command == "python" else entry.command,
+            args=entry.args,
+            env=environment | entry.env,
+            cwd=entry.cwd or str(self.folder),
+        )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch(0o600)  # a server may print secrets of its environment
+        log = stack.enter_context(self.log.open("a", encoding="utf-8"))
+        return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
+
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
+        """An error about the server, with the end of its standard error."""
         if self.log.is_file():
-            said = (
-                self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip() or "nothing"
-            )
-            fix = f"{fix} Its standard error ({self.log}) ends with:\n{said}\n"
+            tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
+            fix = f"{fix} Its standard error ({self.log}) ends with:\n{tail or 'nothing'}\n"
         return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
 
 
 def server_tools(
     path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None
 ) -> list[ToolSpec]:
-    """The tools of the servers in a YAML file; each server that is started or reached is added to `servers`.
-    `log_dir`: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
-    Raises ConfigError: the file is not as it must be.
-    Raises RolloutError: a server cannot be reached."""
-    entries, tools = read_tool_file(path).mcp_servers, list[ToolSpec]()
+    """Start or reach the MCP servers of a YAML file, and return their tools.
+
+    Args:
+        path: the file of tools.
+        thread: the thread in which the servers are reached.
+        servers: list to which each server is added before it is reached.
+        log_dir: folder for the standard error of each program, `mcp-NAME.HOST-PID.log`. None: a
+            temporary folder.
+
+    Returns:
+        The tools, in the order of the servers.
+
+    Raises:
+        ConfigError: the file is invalid.
+        RolloutError: the package `mcp` is missing or too old, or a server cannot be reached.
+    """
+    entries = read_tool_file(path).mcp_servers
+    tools: list[ToolSpec] = []
     if not entries:
         return tools
+    where = "mcp_servers"
     try:
         package = import_module("mcp")
     except ImportError as error:
         fix = "Install it: pip install -e '.[mcp]', or leave the servers out."
-        raise RolloutError(
-            "mcp_servers", got=str(error), expected="the package mcp", fix=fix
-        ) from error
+        raise RolloutError(where, got=str(error), expected="the package mcp", fix=fix) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:
-        raise RolloutError(
-            "mcp_servers", got=f"mcp {installed}", expected=f"mcp {LEAST_VERSION} or later"
-        )
-    folder, log_dir = (
-        Path(path).expanduser().resolve().parent,
-        log_dir or Path(tempfile.mkdtemp(prefix="quadriga-")),
-    )
+        expected = f"mcp {LEAST_VERSION} or later"
+        raise RolloutError(where, got=f"mcp {installed}", expected=expected)
+    folder = Path(path).expanduser().resolve().parent
+    if log_dir is None:
+        log_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
     for name, entry in entries.items():
-        log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{socket.gethostname()}-{os.getpid()}.log"
-        servers.append(Server(name, entry, folder, log, package))
-        tools += thread.submit(servers[-1].connect()).result()
+        # Each process starts its own servers, perhaps in the same folder.
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{process}.log"
+        server = Server(name, entry, folder, log, package)
+        servers.append(server)
+        tools += thread.submit(server.connect()).result()
     return tools

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of users' code, tools and user simulators: where it runs, how long it may take, and what the model reads.
+"""Calls of tools and user simulators: the thread in which they run, their time limits, and their responses.
 
     the model's mistake (no JSON, unknown tool, wrong arguments, `ToolError`) -> a text that says so; it may try again
     the tool's own failure (it raised, or took too long)                      -> `ToolFailedError`: the end
 
-The code runs in an event loop of its own, so that an engine which blocks its thread does not stop it:
+Users' code runs in a separate event loop, so that an engine that blocks its thread does not stop it:
 
     conversations (loop of the engine)        tool thread (its own loop)           a thread for each plain function
       │  await thread.call(function, ...)       │                                      │
@@ -16,8 +16,8 @@ The code runs in an event loop of its own, so that an engine which blocks its th
 call  consumes a function; waits for a free place among `MAX_CALLS`, then at most `limit_s`; unblocked by the function's
       end or by the clock. Its time begins when it has a place.
 
-Python cannot end a thread: a plain function that is over its limit is given up, and its thread runs on. With
-`MAX_GIVEN_UP` of these alive the run stops. The threads do not keep the process from ending.
+Python cannot end a thread: a plain function that exceeds its limit is given up, and its thread runs on. The run stops
+when `MAX_GIVEN_UP` of these are alive. They are daemon threads, so the process can end.
 """
 
 import asyncio
@@ -45,33 +45,38 @@ from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithIma
 
 Function: TypeAlias = Callable[..., Any]
 
-MAX_CALLS = 64
+MAX_CALLS = 64  # at the same time, over all conversations of the process
 MAX_GIVEN_UP = 256
 MARK = "...(truncated)..."
 
+_THREAD_NAME = "quadriga-tools"
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s"
-_SHOWN = 200
+_MAX_SHOWN_CHARACTERS = 200
+_MAX_ERROR_CHARACTERS = 2000
 
 
 class ToolFailedError(RolloutError):
-    """A tool or user simulator failed by itself: the conversation that called it ends.
-    `details`: the traceback, for the trace; "" where there is none."""
+    """A tool or user simulator failed by itself; the conversation that called it ends.
+
+    Attributes:
+        details: the traceback, for the trace; "" if there is none.
+    """
 
     details: str = ""
 
 
 class ToolsStuckError(RolloutError):
-    """So many tools hang that the run stops."""
+    """Too many tools hang; the run stops."""
 
 
 class ToolThread(EventLoopThread):
     """The thread and event loop in which users' code runs."""
 
     def __init__(self) -> None:
-        super().__init__("quadriga-tools")
+        super().__init__(_THREAD_NAME)
         self._places = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
-        self._place = ""
+        self._blocking_place = ""  # line of the function that blocked the last loop
 
     async def call(
         self,
@@ -82,12 +87,24 @@ class ToolThread(EventLoopThread):
         *,
         is_for_model: bool = False,
     ) -> Any:
-        """What a user's function returns, plain or async.
-        `limit_s`: the time that it may take, in seconds.
-        `is_for_model`: whether the model reads the result, and so a `ToolError`; else that is a failure like others.
-        Raises ToolError: the function raised it, for the model.
-        Raises ToolFailedError: the function raised something else, or took too long.
-        Raises ToolsStuckError: too many calls of plain functions were given up and still run."""
+        """Call a user's function, plain or async.
+
+        Args:
+            where: the call, for error messages.
+            function: the function.
+            kwargs: its keyword arguments.
+            limit_s: time limit of the call, in seconds.
+            is_for_model: whether the model reads the result, and thus a `ToolError`. Otherwise a
+                `ToolError` is a failure like others.
+
+        Returns:
+            The function's result.
+
+        Raises:
+            ToolError: the function raised it, for the model.
+            ToolFailedError: the function raised another error, or took too long.
+            ToolsStuckError: too many calls of plain functions were given up and still run.
+        """
         try:
             return await self._respond(self._limited(function, kwargs, limit_s), limit_s)
         except ToolsStuckError:
@@ -100,43 +117,54 @@ class ToolThread(EventLoopThread):
             fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."
             raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
         except Exception as error:
-            fix = "Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead."
             failure = ToolFailedError(
-                where, f"{type(error).__name__}: {error}"[:2000], "a result", fix
+                where,
+                got=f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS],
+                expected="a result",
+                fix="Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead.",
             )
             failure.details = traceback_text(error)
             raise failure from error
 
     async def _respond(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        """The result of work on the thread's loop. Where an async function blocks that loop, the thread is given up."""
-        loop, result = self._loop, asyncio.wrap_future(self.submit(work))
+        """Result of work on the thread's loop.
+
+        If an async function blocks the loop, the thread is given up and replaced by a new one.
+        """
+        loop = self._loop
+        result = asyncio.wrap_future(self.submit(work))
         while True:
+            # The work has limits of its own. This wait only notices a loop that does not run.
             responds = self.submit(asyncio.sleep(0))
             done, _ = await asyncio.wait({result}, timeout=limit_s)
             if done:
                 return result.result()
-            if loop is self._loop and responds.done():
-                continue
-            if loop is self._loop:
-                self._place = place_of(sys._current_frames().get(self._thread.ident or 0))
+            # Another call on the same loop may have replaced it already.
+            is_replaced = loop is not self._loop
+            if not is_replaced:
+                if responds.done():
+                    continue
+                self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
                 self._given_up.add(self._thread)
-                super().__init__("quadriga-tools")
+                super().__init__(_THREAD_NAME)
                 self._places = asyncio.Semaphore(MAX_CALLS)
+            place = self._blocking_place
             raise TimeoutError(
-                f"a call blocked all others for {limit_s:g} s{self._place}; it should `await`"
+                f"a call blocked all others for {limit_s:g} s{place}; it should `await`"
             )
 
     @property
     def num_given_up(self) -> int:
-        """Calls that were given up and still run."""
+        """Number of threads that were given up and still run."""
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
     async def _limited(self, function: Function, kwargs: Mapping[str, Any], limit_s: float) -> Any:
+        """Result of a function that has a place and ends within the limit."""
         async with self._places:
             task = asyncio.ensure_future(self._run(function, kwargs))
             try:
-                # Unlike asyncio.wait_for, this does not wait for a function that refuses to be cancelled.
+                # asyncio.wait_for would wait for a function that refuses to be cancelled.
                 done, _ = await asyncio.wait({task}, timeout=limit_s)
                 if not done:
                     raise TimeoutError(f"no response within {limit_s:g} s")
@@ -146,23 +174,29 @@ class ToolThread(EventLoopThread):
 
     async def _run(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
         try:
-            return await self._returned(function, kwargs)
+            if inspect.iscoroutinefunction(function):
+                return await function(**kwargs)
+            return await self._run_in_thread(function, kwargs)
         except (SystemExit, KeyboardInterrupt) as error:
             # They would end the loop instead of the call.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    async def _returned(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(**kwargs)
+    async def _run_in_thread(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
+        """Result of a plain function, which gets a new thread."""
         if self.num_given_up >= MAX_GIVEN_UP:
-            got = f"{self.num_given_up} calls that run on after {_TIMEOUT_KEY}"
-            fix = "Give the tool a time limit of its own, or let it do its work in a process that it can kill."
-            raise ToolsStuckError("tools", got=got, expected="tools that end", fix=fix)
+            raise ToolsStuckError(
+                "tools",
+                got=f"{self.num_given_up} calls that run on after {_TIMEOUT_KEY}",
+                expected="tools that end",
+                fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
+            )
         returned: Future[Any] = Future()
-        # The conversation's context goes along: what it prints is counted there.
-        arguments = (_deliver, returned, function, kwargs)
+        # The function runs in the conversation's context, which counts what it prints.
         thread = Thread(
-            target=copy_context().run, args=arguments, name="quadriga-tool", daemon=True
+            target=copy_context().run,
+            args=(_deliver, returned, function, kwargs),
+            name="quadriga-tool",
+            daemon=True,
         )
         thread.start()
         try:
@@ -174,6 +208,7 @@ class ToolThread(EventLoopThread):
 
 
 def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
+    """Call a function, and store its result or its error in a future."""
     if not returned.set_running_or_notify_cancel():
         return
     pid = os.getpid()
@@ -182,39 +217,51 @@ def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, A
         if os.getpid() == pid:
             returned.set_result(result)
     except BaseException as error:
-        # A tool may call sys.exit; inside a future that would end the loop instead of the call.
-        is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        returned.set_exception(
-            error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
-        )
+        # sys.exit or StopIteration inside a future would end the loop instead of the call.
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        returned.set_exception(error)
     finally:
         if os.getpid() != pid:
-            # A forked copy that came back: the conversation is its parent's.
+            # The tool forked, and this is the copy: the conversation belongs to its parent.
             os._exit(0)
 
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What became of a call."""
+    """The response to a call of a tool."""
 
     name: str  # of the tool that was called
     arguments: str  # as the model wrote them, JSON
     text: str  # that the model reads, cut to the limit
     num_chars: int  # length of the text before it was cut
-    seconds: float = 0.0  # that the call took; 0 where none was made
+    seconds: float = 0.0  # time that the call took; 0 if no call was made
     is_refused: bool = False  # whether the text says that the call was wrong
-    images: tuple[Any, ...] = ()  # that the model is shown before the text
+    images: tuple[Any, ...] = ()  # shown to the model before the text
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """Of a message: the text, or parts where there are images."""
-        shown = [{"type": "image", "image": one} for one in self.images]
-        return [*shown, {"type": "text", "text": self.text}] if shown else self.text
+        """Content of the message: the text, or a list of parts if there are images."""
+        if not self.images:
+            return self.text
+        parts = [{"type": "image", "image": image} for image in self.images]
+        return [*parts, {"type": "text", "text": self.text}]
 
 
 class ToolBox:
-    """The tools of one conversation: an async context, in which `call_all` and `rewards` may be used.
-    Raises RolloutError: the sample's `tools_kwargs` name a tool or an argument that there is not."""
+    """The tools of one conversation, as an async context manager.
+
+    Inside, `call_all` and `rewards` may be used.
+
+    Args:
+        specs: the tools of the configuration, by name.
+        tools_kwargs: keyword arguments for the methods of each tool, from the sample.
+        config: `actor_rollout_ref.rollout.multi_turn`.
+        thread: the thread in which tools run.
+
+    Raises:
+        RolloutError: `tools_kwargs` name a tool or an argument that does not exist.
+    """
 
     def __init__(
         self,
@@ -223,30 +270,43 @@ class ToolBox:
         config: MultiTurnConfig,
         thread: ToolThread,
     ) -> None:
-        self.specs, self.config, self.thread = specs, config, thread
-        given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
-        if unknown := [name for name in given if name not in specs]:
-            expected = f"names of tools: {', '.join(specs) or 'none is configured'}"
-            fix = "Correct extra_info.tools_kwargs of the row, or configure the tool."
-            raise RolloutError("tools_kwargs", got=", ".join(unknown), expected=expected, fix=fix)
-        self._kwargs = {
-            name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()
-        }
+        self.specs = specs
+        self.config = config
+        self.thread = thread
+        # A column of a parquet file gives each row the keys of all rows, some with None.
+        by_name = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
+        unknown = [name for name in by_name if name not in specs]
+        if unknown:
+            raise RolloutError(
+                "tools_kwargs",
+                got=", ".join(unknown),
+                expected=f"names of tools: {', '.join(specs) or 'none is configured'}",
+                fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
+            )
+        # Keyword arguments by tool and method: {"account": {"create_kwargs": {...}}}.
+        self._kwargs = {}
+        for name, spec in specs.items():
+            self._kwargs[name] = spec.method_kwargs(by_name.get(name, {}))
         self._tools: dict[str, Tool] = {}
         self._releases = AsyncExitStack()
 
     async def __aenter__(self) -> "ToolBox":
-        """Makes every tool and calls its `create`; on the way out `release` of each, whatever became of the others.
-        Raises ToolFailedError: one failed."""
+        """Make every tool and call its `create`; on exit call `release` of each.
+
+        A tool is released even if others failed.
+
+        Raises:
+            ToolFailedError: a tool failed.
+        """
+        limit_s = self.config.tool_timeout_s
         async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
-                if isinstance(spec.make, type):  # no more than a function: nothing of a user's runs
+                if isinstance(spec.make, type):
+                    # A tool that is only a function: making it runs no code of a user.
                     self._tools[name] = spec.make()
                 else:
-                    made = self.thread.call(
-                        f"tool {name}, create", spec.make, {}, self.config.tool_timeout_s
-                    )
-                    self._tools[name] = await made
+                    where = f"tool {name}, create"
+                    self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
                 releases.push_async_callback(self._hook, name, "release")
                 await self._hook(name, "create")
             self._releases = releases.pop_all()
@@ -256,88 +316,124 @@ class ToolBox:
         await self._releases.aclose()
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResponse]:
-        """The responses to the calls of one turn in their order: `max_parallel_calls` are made at the same time.
-        Raises ToolFailedError: a tool raised, took too long, or returned what cannot be written."""
+        """Make the calls of one turn at the same time, at most `max_parallel_calls` of them.
+
+        Returns:
+            The responses, in the order of the calls. Calls over the limit are refused.
+
+        Raises:
+            ToolFailedError: a tool raised, took too long, or returned what cannot be written.
+        """
         limit = self.config.max_parallel_calls
+        # An error is raised after all calls have ended: none runs on in a conversation that ends.
+        outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
         responses: list[ToolResponse] = []
-        # All have ended before one is raised: none runs on in a conversation that ends.
-        for response in await asyncio.gather(
-            *map(self._call, calls[:limit]), return_exceptions=True
-        ):
-            if isinstance(response, BaseException):
-                raise response
-            responses.append(response)
-        why = f"Error: only {limit} calls of a turn are made; call again"
-        return responses + [self._response(call, why, is_refused=True) for call in calls[limit:]]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            responses.append(outcome)
+        for call in calls[limit:]:
+            text = f"Error: only {limit} calls of a turn are made; call again"
+            responses.append(self._response(call, text, is_refused=True))
+        return responses
 
     async def rewards(self) -> dict[str, float]:
-        """What the tools' use earned, by name; tools that give no reward are left out.
-        Raises ToolFailedError: `calc_reward` failed, or returned no number."""
-        earned: dict[str, float] = {}
+        """Rewards for the use of the tools, by name; tools without a reward are left out.
+
+        Raises:
+            ToolFailedError: `calc_reward` failed, or did not return a number.
+        """
+        rewards: dict[str, float] = {}
         for name in self._tools:
             reward = await self._hook(name, "calc_reward")
+            if reward is None:
+                continue
             try:
-                earned |= {} if reward is None else {name: float(reward)}
+                rewards[name] = float(reward)
             except (TypeError, ValueError) as error:
                 where = f"tool {name}, calc_reward"
-                raise ToolFailedError(
-                    where, got=repr(reward)[:_SHOWN], expected="a number"
-                ) from error
-        return earned
+                got = repr(reward)[:_MAX_SHOWN_CHARACTERS]
+                raise ToolFailedError(where, got=got, expected="a number") from error
+        return rewards
 
     async def _call(self, call: ToolCall) -> ToolResponse:
+        """Make one call. A mistake of the model makes a response, a failure of the tool raises."""
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
-        where = (
-            f"{call.name}({arguments if len(arguments) <= _SHOWN else f'{arguments[:_SHOWN]}...'})"
-        )
+        if len(arguments) > _MAX_SHOWN_CHARACTERS:
+            arguments = f"{arguments[:_MAX_SHOWN_CHARACTERS]}..."
+        where = f"{call.name}({arguments})"
         started = time.perf_counter()
         try:
-            if call.problem:
-                raise ToolError(f"tool call: {call.problem}")
-            if (spec := self.specs.get(call.name)) is None:
-                fix, names = did_you_mean(call.name, self.specs), ", ".join(self.specs)
-                raise ToolError(
-                    "tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix
-                )
-            kwargs = {
-                **spec.check(call.arguments),
-                **self._kwargs[call.name].get("execute_kwargs", {}),
-            }
+            kwargs = self._execute_kwargs(call)
             execute = self._tools[call.name].execute
-            result = await self.thread.call(
-                where, execute, kwargs, self.config.tool_timeout_s, is_for_model=True
-            )
+            limit_s = self.config.tool_timeout_s
+            result = await self.thread.call(where, execute, kwargs, limit_s, is_for_model=True)
         except ToolError as error:
-            return self._response(
-                call, f"Error: {error}", time.perf_counter() - started, is_refused=True
+            seconds = time.perf_counter() - started
+            return self._response(call, f"Error: {error}", seconds, is_refused=True)
+        images: tuple[Any, ...] = ()
+        if isinstance(result, WithImages):
+            images = tuple(result.images)
+            result = result.text
+        response = self._response(call, as_text(result, where), time.perf_counter() - started)
+        return replace(response, images=images)
+
+    def _execute_kwargs(self, call: ToolCall) -> dict[str, Any]:
+        """Keyword arguments of `execute`: those of the call and those of the sample."""
+        if call.problem:
+            raise ToolError(f"tool call: {call.problem}")
+        spec = self.specs.get(call.name)
+        if spec is None:
+            raise ToolError(
+                "tool call",
+                got=f"the name {call.name!r}",
+                expected=f"one of {', '.join(self.specs)}",
+                fix=did_you_mean(call.name, self.specs),
             )
-        shown = result if isinstance(result, WithImages) else WithImages((), result)
-        response = self._response(call, as_text(shown.text, where), time.perf_counter() - started)
-        return replace(response, images=tuple(shown.images))
+        return {
+            **spec.check(call.arguments),
+            **self._kwargs[call.name].get("execute_kwargs", {}),
+        }
 
     async def _hook(self, name: str, method: str) -> Any:
-        """The result of a method that a tool may leave as it is: then it is not called."""
-        tool, kwargs = self._tools[name], self._kwargs[name].get(f"{method}_kwargs", {})
-        function = getattr(tool, method)
+        """Result of an optional method; None without a call if the tool does not define it."""
+        tool = self._tools[name]
+        kwargs = self._kwargs[name].get(f"{method}_kwargs", {})
         if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
             return None
-        return await self.thread.call(
-            f"tool {name}, {method}", function, kwargs, self.config.tool_timeout_s
-        )
+        where = f"tool {name}, {method}"
+        limit_s = self.config.tool_timeout_s
+        return await self.thread.call(where, getattr(tool, method), kwargs, limit_s)
 
     def _response(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
     ) -> ToolResponse:
-        # What is wrong with a call stands at the beginning; behind it stands what would have been right.
+        """The response with a text, which is cut to the limit."""
+        # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
-        arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
-        cut = truncate(text, self.config.max_tool_response_length, side)
-        return ToolResponse(call.name, arguments, cut, len(text), seconds, is_refused)
+        return ToolResponse(
+            name=call.name,
+            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            text=truncate(text, self.config.max_tool_response_length, side),
+            num_chars=len(text),
+            seconds=seconds,
+            is_refused=is_refused,
+        )
 
 
 def as_text(result: Any, where: str) -> str:
-    """What a tool returned, as text that any tokenizer takes.
-    Raises ToolFailedError: it is neither text nor anything that JSON can express."""
+    """Result of a tool as text that any tokenizer takes.
+
+    Args:
+        result: the result: text, bytes, a pydantic model, or a value that JSON can express.
+        where: the call, for the error message.
+
+    Returns:
+        The text; bytes are decoded, other values are written as JSON.
+
+    Raises:
+        ToolFailedError: the result is none of these.
+    """
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", errors="replace")
     if isinstance(result, BaseModel):
@@ -348,12 +444,21 @@ def as_text(result: Any, where: str) -> str:
         except (ValueError, TypeError, RecursionError) as error:
             got = f"a response of type {type(result).__name__} ({error})"
             raise ToolFailedError(where, got=got, expected="text, bytes or JSON") from error
-    # Half of a surrogate pair is a character that no encoding has.
+    # Half of a surrogate pair cannot be encoded; it becomes a question mark.
     return result.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) -> str:
-    """At most `limit` characters, a mark where some were left out included."""
+    """Cut a text to a number of characters.
+
+    Args:
+        text: the text.
+        limit: the number of characters, including the mark that shows where the text is cut.
+        side: the side on which the text is cut.
+
+    Returns:
+        The text, with at most `limit` characters. A short `limit` leaves no room for the mark.
+    """
     if len(text) <= limit:
         return text
     mark = MARK if limit >= 2 * len(MARK) else ""

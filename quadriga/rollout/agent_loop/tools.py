@@ -12,9 +12,9 @@
                                                             self.balance += amount
                                                             return f"You have {self.balance}."
 
-Every tool is a class whose objects live as long as a conversation: `Account` as it stands, `add` as a class whose
-`execute` is the function, and a tool of an MCP server as a class whose `execute` calls the server. Methods may be
-`async`. Text is returned to the model as it is, bytes are decoded, anything else is written as JSON.
+Every tool is a class whose objects live as long as a conversation: `Account` is one already; `add` becomes a class
+whose `execute` is the function, and a tool of an MCP server a class whose `execute` calls the server. Methods may be
+`async`. Text is returned to the model unchanged, bytes are decoded, anything else is written as JSON.
 """
 
 import inspect
@@ -38,14 +38,17 @@ from quadriga.user_file import PACKAGE, import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_SPEC = "quadriga_tool"  # the attribute of a function that `function_tool` has marked
+_SPEC = "quadriga_tool"  # attribute of a function with the `ToolSpec` that `function_tool` made
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _METHODS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_MAX_SCHEMA_CHARACTERS = 300  # of a wrong schema, in an error
+_MAX_VALUE_CHARACTERS = 200  # of a wrong value, in an error
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
 _SECTION = re.compile(
     r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$"
 )
 _ARGUMENT = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+# Python's types by their names in JSON schemas.
 _TYPES = {
     "string": str,
     "integer": int,
@@ -66,20 +69,19 @@ class ToolError(RolloutError):
 
 @dataclass(frozen=True)
 class WithImages:
-    """What a tool returns that shows images to a vision-language model.
-    `images`: `PIL.Image.Image`s, paths, or the bytes of files; they stand before the text.
-    `text`: or anything that a tool may return alone."""
+    """Result of a tool that shows images to a vision-language model."""
 
-    images: Sequence[Any]
-    text: Any = ""
+    images: Sequence[Any]  # `PIL.Image.Image`s, paths, or the bytes of files; before the text
+    text: Any = ""  # or any other result of a tool
 
 
 class Tool(ABC):
-    """A tool. A conversation that may call it gets an object of its own.
+    """Base class of tools. Each conversation that may call a tool gets its own object.
 
-    Its name is the class's, in small letters, unless `name` says otherwise; what the model reads is made of `execute`'s
-    type hints and docstring. `config` of the configuration file has the arguments of `__init__`. Every method may be
-    `async`; the `*_kwargs` of a sample's `tools_kwargs` add keyword arguments to the method of that name.
+    The model calls the tool by `name`, by default the name of the class in small letters. It reads
+    the type hints and the docstring of `execute`. `config` of the configuration file has the
+    arguments of `__init__`. Every method may be `async`. `create_kwargs`, `execute_kwargs` and so
+    on in a sample's `tools_kwargs` are keyword arguments of the method of that name.
     """
 
     name: str = ""
@@ -88,27 +90,39 @@ class Tool(ABC):
     def tool_spec(
         cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
     ) -> "ToolSpec":
-        """The class as a file of tools lists it; `where` is named by a ConfigError about the schema."""
+        """The tool as an entry of a file of tools describes it.
+
+        Args:
+            config: arguments of `__init__`.
+            schema: schema for the model. None: it is made from `execute`.
+            where: the entry, for error messages.
+
+        Returns:
+            The tool of the configuration.
+
+        Raises:
+            ConfigError: the schema lacks a part.
+            RolloutError: there is no schema, and `execute` cannot be described.
+        """
+        make = partial(cls, **config)
         if schema is None:
-            said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
-            schema, validate = describe(
-                cls.execute, name=cls.name or cls.__name__.lower(), description=said
-            )
-            return ToolSpec(partial(cls, **config), schema, validate)
+            description = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
+            name = cls.name or cls.__name__.lower()
+            schema, validate = describe(cls.execute, name=name, description=description)
+            return ToolSpec(make, schema, validate)
         function = schema.get("function", schema)
-        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(
-            function
-        ):
-            expected = '{"type": "function", "function": {"name", "description", "parameters"}}'
-            raise ConfigError(where, got=f"the tool_schema {schema}"[:300], expected=expected)
-        described, validate = (
-            {"type": "function", "function": function},
-            validator_of(function["parameters"]),
-        )
-        return ToolSpec(partial(cls, **config), described, validate)
+        needed_keys = {"name", "description", "parameters"}
+        if not isinstance(function, dict) or not needed_keys <= set(function):
+            raise ConfigError(
+                where,
+                got=f"the tool_schema {schema}"[:_MAX_SCHEMA_CHARACTERS],
+                expected='{"type": "function", "function": {"name", "description", "parameters"}}',
+            )
+        validate = validator_of(function["parameters"])
+        return ToolSpec(make, {"type": "function", "function": function}, validate)
 
     def create(self) -> Any:
-        """Begins a conversation."""
+        """Begin a conversation."""
         return None
 
     @abstractmethod
@@ -116,78 +130,86 @@ class Tool(ABC):
         """The response to one call; its parameters are what the model writes."""
 
     def calc_reward(self) -> Any:
-        """What the use of the tool earned, a number or None; called once, at the end."""
+        """Reward for the use of the tool, a number or None; called once, at the end."""
         return None
 
     def release(self) -> Any:
-        """Frees what `create` took; called once, however the conversation ended."""
+        """Free what `create` took; called once, however the conversation ends."""
         return None
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool of the configuration: what the model reads about it, and how a conversation gets its object."""
+    """A tool of the configuration: its description for the model, and a maker of objects."""
 
-    make: Callable[[], Tool]  # makes a conversation's `Tool`
+    make: Callable[[], Tool]  # makes the object of a conversation
     # As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
     schema: dict[str, Any]
-    # Checks the arguments of a call; the pydantic model that a function's return in their types.
+    # Checks the arguments of a call. For a function it returns a pydantic model with typed values.
     validate: Callable[[Any], Any]
-    # What `tools_kwargs` of a sample may give, such as "execute_kwargs", and which names; None: any.
+    # The keys that a sample's `tools_kwargs` may have, such as "execute_kwargs", each with the names
+    # of its arguments; None: any names.
     options: Mapping[str, frozenset[str] | None] = field(
         default_factory=lambda: dict.fromkeys(_METHODS)
     )
 
     @property
     def name(self) -> str:
-        """By which the model calls it."""
+        """Name by which the model calls the tool."""
         return self.schema["function"]["name"]
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call in the types that the tool takes; else a ToolError, which shows the schema."""
+        """Arguments of a call in the types that the tool takes.
+
+        Raises:
+            ToolError: an argument is wrong; the message shows the schema.
+        """
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
-            found = (
-                (".".join(map(str, one["loc"])), one["msg"])
-                for one in error.errors(include_url=False)
-            )
-            wrong = "; ".join(f"{place}: {message}" for place, message in found)
-            expected = f"arguments that fit {json.dumps(self.schema['function']['parameters'], ensure_ascii=False)}"
-            raise ToolError(f"tool {self.name}", got=wrong, expected=expected) from error
+            faults = []
+            for detail in error.errors(include_url=False):
+                place = ".".join(map(str, detail["loc"]))
+                faults.append(f"{place}: {detail['msg']}")
+            parameters = json.dumps(self.schema["function"]["parameters"], ensure_ascii=False)
+            expected = f"arguments that fit {parameters}"
+            raise ToolError(f"tool {self.name}", "; ".join(faults), expected) from error
         if isinstance(checked, BaseModel):
             return {name: getattr(checked, name) for name in checked.model_fields_set}
         return arguments
 
     def method_kwargs(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Keyword arguments for each method, out of a sample's `tools_kwargs`.
+        """Keyword arguments for each method, from the part of a sample's `tools_kwargs` for the tool.
 
-        A column of a parquet file gives each row the keys of all rows; those without a value are left out. Raises
-        RolloutError: a key or an argument that the tool does not take, or a value that is no mapping."""
-        where, kwargs = f"tools_kwargs.{self.name}", dict[str, dict[str, Any]]()
+        A column of a parquet file gives each row the keys of all rows; keys without a value are
+        left out.
+
+        Raises:
+            RolloutError: the tool does not take a key or an argument, or a value is no mapping.
+        """
+        where = f"tools_kwargs.{self.name}"
+        kwargs: dict[str, dict[str, Any]] = {}
         for key, value in given.items():
             if value is None:
                 continue
             if key not in self.options or not isinstance(value, Mapping):
-                got = f"{key}={value!r}"[:200]
-                expected = (
-                    f"{' or '.join(self.options)} with keyword arguments"
-                    if self.options
-                    else "nothing"
-                )
+                expected = "nothing"
+                if self.options:
+                    expected = f"{' or '.join(self.options)} with keyword arguments"
                 raise RolloutError(
                     where,
-                    got=got,
+                    got=f"{key}={value!r}"[:_MAX_VALUE_CHARACTERS],
                     expected=expected,
                     fix="Correct extra_info.tools_kwargs of the row.",
                 )
-            kwargs[key] = {name: one for name, one in value.items() if one is not None}
+            kwargs[key] = {name: part for name, part in value.items() if part is not None}
             known = self.options[key]
-            if known is not None and (unknown := sorted(kwargs[key].keys() - known)):
-                expected = f"one of {', '.join(sorted(known))}" if known else "nothing"
-                fix = "What tools_kwargs may set stands after a `*` in the function's parameters."
+            if known is not None and not kwargs[key].keys() <= known:
                 raise RolloutError(
-                    f"{where}.{key}", got=", ".join(unknown), expected=expected, fix=fix
+                    f"{where}.{key}",
+                    got=", ".join(sorted(kwargs[key].keys() - known)),
+                    expected=f"one of {', '.join(sorted(known))}" if known else "nothing",
+                    fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
                 )
         return kwargs
 
@@ -199,12 +221,21 @@ def function_tool(*, name: str = "", description: str = "") -> Callable[[Functio
 def function_tool(
     function: Function | None = None, *, name: str = "", description: str = ""
 ) -> Any:
-    """Decorator: offers a function to the model; it can still be called as before.
-    Raises RolloutError: the function cannot be a tool; the error says why.
-    `function`: with a type hint for each argument, and a docstring. What follows a `*` is hidden from the model and
-    comes from `tools_kwargs[NAME]["execute_kwargs"]` of a sample.
-    `name`: by which the model calls it; "": the function's.
-    `description`: what the model reads; "": the docstring up to its first section."""
+    """Decorator that offers a function to the model. The function can still be called as before.
+
+    Args:
+        function: a function with a docstring and a type hint for each argument. Parameters after a
+            `*` are hidden from the model; a sample sets them by
+            `tools_kwargs[NAME]["execute_kwargs"]`.
+        name: name by which the model calls it. "": the function's name.
+        description: description that the model reads. "": the docstring up to its first section.
+
+    Returns:
+        The function, or without a function a decorator.
+
+    Raises:
+        RolloutError: the function cannot be a tool; the error says why.
+    """
     if function is None:
         return partial(function_tool, name=name, description=description)
     setattr(function, _SPEC, spec_of(function, name=name, description=description))
@@ -212,36 +243,64 @@ def function_tool(
 
 
 def spec_of(function: Callable[..., Any], *, name: str = "", description: str = "") -> ToolSpec:
-    """A function as a tool; see `function_tool`."""
+    """A function as a tool of the configuration.
+
+    Args:
+        function: see `function_tool`.
+        name: see `function_tool`.
+        description: see `function_tool`.
+
+    Returns:
+        The tool.
+
+    Raises:
+        RolloutError: the function cannot be a tool.
+    """
     schema, validate = describe(function, name=name, description=description)
-    parameters = inspect.signature(function).parameters.values()
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-    hidden = frozenset(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
-    return ToolSpec(
-        as_tool(function), schema, validate, {"execute_kwargs": None if takes_any else hidden}
-    )
+    hidden: set[str] = set()
+    takes_any = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            hidden.add(parameter.name)
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            takes_any = True
+    options = {"execute_kwargs": None if takes_any else frozenset(hidden)}
+    return ToolSpec(as_tool(function), schema, validate, options)
 
 
 def as_tool(execute: Callable[..., Any]) -> type[Tool]:
-    """The class of tools that have nothing but a function."""
+    """Class of a tool that has only a function."""
     return type("FunctionTool", (Tool,), {"execute": staticmethod(execute)})
 
 
 def function_tools(path: str) -> list[ToolSpec]:
-    """The functions of a file that `@function_tool` has marked; a ConfigError where there is none."""
+    """Load the functions of a Python file that `@function_tool` has marked.
+
+    Raises:
+        ConfigError: the file cannot be loaded, or has no such function.
+    """
     where = f"{_KEY}.function_tool_path"
-    found = [getattr(member, _SPEC, None) for member in vars(import_file(path, where)).values()]
-    if not (specs := [spec for spec in found if isinstance(spec, ToolSpec)]):
-        fix = "Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool."
+    members = vars(import_file(path, where)).values()
+    marks = [getattr(member, _SPEC, None) for member in members]
+    specs = [mark for mark in marks if isinstance(mark, ToolSpec)]
+    if not specs:
         raise ConfigError(
-            where, got=f"{path}, in which no function is a tool", expected="at least one", fix=fix
+            where,
+            got=f"{path}, in which no function is a tool",
+            expected="at least one",
+            fix="Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool.",
         )
     return specs
 
 
 def class_tools(path: str) -> list[ToolSpec]:
-    """The classes of a YAML file of tools; a ConfigError where the file or a class is not as it must be."""
-    folder, specs = Path(path).expanduser().resolve().parent, []
+    """Load the classes of a YAML file of tools.
+
+    Raises:
+        ConfigError: the file or a class is invalid.
+    """
+    folder = Path(path).expanduser().resolve().parent
+    specs = []
     for entry in read_tool_file(path).tools:
         where = f"{_KEY}.tool_config_path, {entry.class_name}"
         cls: type[Tool] = class_named(entry.class_name, folder, Tool, where)
@@ -250,36 +309,62 @@ def class_tools(path: str) -> list[ToolSpec]:
 
 
 def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
-    """A user's subclass of `base` by `file.py:Name`, seen from a folder, or by `package.module.Name`.
-    Raises ConfigError: there is no such class, or it lacks a method; `where` names the key."""
-    place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
+    """Load a user's class.
+
+    Args:
+        reference: `file.py:Name` or `package.module.Name`.
+        folder: folder from which the path of a file is seen.
+        base: class of which the user's must be a subclass.
+        where: the key, for error messages.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: there is no such class, or it lacks a method.
+    """
+    separator = ":" if ":" in reference else "."
+    place, _, name = reference.rpartition(separator)
     if not place or not name:
+        expected = "file.py:Name or package.module.Name"
+        raise ConfigError(where, got=repr(reference), expected=expected)
+    source: Path | str = f"{PACKAGE}{place}"
+    if place.endswith(".py"):
+        source = folder / Path(place).expanduser()
+    user_class = member_of(import_file(source, where), name, where, base=base)
+    missing = sorted(getattr(user_class, "__abstractmethods__", ()))
+    if missing:
         raise ConfigError(
-            where, got=repr(reference), expected="file.py:Name or package.module.Name"
+            where,
+            got=f"{name}, a class without {', '.join(missing)}",
+            expected=f"each abstract method of {base.__name__}",
+            fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
         )
-    is_file = place.endswith(".py")
-    module = import_file(
-        folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}", where
-    )
-    found = member_of(module, name, where, base=base)
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        got = f"{name}, a class without {', '.join(missing)}"
-        fix = f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}."
-        raise ConfigError(
-            where, got=got, expected=f"each method that {base.__name__} leaves open", fix=fix
-        )
-    return found
+    return user_class
 
 
 def describe(
     function: Callable[..., Any], *, name: str = "", description: str = ""
 ) -> tuple[dict[str, Any], Callable[[Any], BaseModel]]:
-    """What a model reads about a function, out of its signature and docstring, and the check of a call's arguments.
-    Raises RolloutError: no docstring, a parameter without a type hint, `*args`, or a type that JSON cannot express."""
+    """Describe a function to the model, from its signature and its docstring.
+
+    Args:
+        function: the function.
+        name: name by which the model calls it. "": the function's name.
+        description: description that the model reads. "": the docstring up to its first section.
+
+    Returns:
+        The schema of the function, and the check of a call's arguments.
+
+    Raises:
+        RolloutError: there is no docstring, a parameter has no type hint or is `*args`, or JSON
+            cannot express a type.
+    """
     name = name or function.__name__
     where = f"tool {name} ({inspect.getsourcefile(function)})"
-    said, argument_texts = _read_docstring(inspect.getdoc(function) or "")
-    if not (description or said):
+    docstring, argument_texts = _read_docstring(inspect.getdoc(function) or "")
+    description = description or docstring
+    if not description:
         fix = "Write under its `def` in a sentence what it does: the model reads it."
         raise RolloutError(where, got="no docstring", expected="one", fix=fix)
     config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -287,56 +372,68 @@ def describe(
         model = create_model(name, __config__=config, **_fields(function, where))
         text = json.dumps(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
-        got = f"a parameter that has no JSON form ({str(error).splitlines()[0]})"
-        fix = "Take str, int, float, bool, list, dict, Literal, or a pydantic model."
-        raise RolloutError(where, got=got, expected="types of JSON", fix=fix) from error
+        raise RolloutError(
+            where,
+            got=f"a parameter that has no JSON form ({str(error).splitlines()[0]})",
+            expected="types of JSON",
+            fix="Take str, int, float, bool, list, dict, Literal, or a pydantic model.",
+        ) from error
 
-    # Pydantic makes titles up of names: they cost tokens and say nothing. A property may be named so, though.
-    parameters = json.loads(
-        text,
-        object_hook=lambda part: {
-            key: value
-            for key, value in part.items()
-            if key != "title" or not isinstance(value, str)
-        },
-    )
+    parameters = json.loads(text, object_hook=_without_title)
+    properties = parameters.get("properties", {})
     for argument, text in argument_texts.items():
-        if argument in parameters.get("properties", {}):
-            parameters["properties"][argument].setdefault("description", text)
+        if argument in properties:
+            properties[argument].setdefault("description", text)
     parameters.setdefault("required", [])
     del parameters["additionalProperties"]
-    described = {"name": name, "description": description or said, "parameters": parameters}
-    return {"type": "function", "function": described}, model.model_validate
+    schema = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": schema}, model.model_validate
+
+
+def _without_title(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a JSON schema without its title.
+
+    Pydantic makes titles from names; they cost tokens and say nothing. A property that is named
+    `title` has a schema as its value, and stays.
+    """
+    if isinstance(part.get("title"), str):
+        del part["title"]
+    return part
 
 
 def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """The check of arguments by a schema that a server or a file gives: their names, and types at the top."""
-    required, fields = parameters.get("required", ()), dict[str, Any]()
-    for name, schema in {
-        **{name: {} for name in required},
-        **parameters.get("properties", {}),
-    }.items():
+    """Check of arguments by the schema of a server or a file.
+
+    Only the names of the arguments and their outermost types are checked.
+    """
+    required = parameters.get("required", ())
+    schemas: dict[str, Mapping[str, Any]] = {name: {} for name in required}
+    schemas |= parameters.get("properties", {})
+    hints: dict[str, Any] = {}
+    for name, schema in schemas.items():
         kinds = schema.get("type") or []
-        types = tuple(
-            _TYPES.get(kind, Any) for kind in ([kinds] if isinstance(kinds, str) else kinds)
-        )
-        hint = reduce(or_, types) if types else Any
+        if isinstance(kinds, str):
+            kinds = [kinds]
+        types = [_TYPES.get(kind, Any) for kind in kinds]
         marker: Any = Required if name in required else NotRequired
-        fields[name] = marker[hint]
-    is_open = not parameters.get("properties") or parameters.get("additionalProperties", False)
-    arguments = cast(Any, TypedDict)("arguments", fields)
-    arguments.__pydantic_config__ = ConfigDict(strict=True, extra="allow" if is_open else "forbid")
+        hints[name] = marker[reduce(or_, types) if types else Any]
+    takes_any = not parameters.get("properties") or parameters.get("additionalProperties", False)
+    arguments = cast(Any, TypedDict)("arguments", hints)
+    extra: Any = "allow" if takes_any else "forbid"
+    arguments.__pydantic_config__ = ConfigDict(strict=True, extra=extra)
     return TypeAdapter(arguments).validate_python
 
 
 def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """The type and default of each argument, as `pydantic.create_model` takes them."""
+    """Type and default of each argument, as `pydantic.create_model` takes them."""
     try:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
     except NameError as error:
-        fix = "Import the type in the tool's file."
         raise RolloutError(
-            where, got=f"a type hint that is not known ({error})", expected="types", fix=fix
+            where,
+            got=f"a type hint that is not known ({error})",
+            expected="types",
+            fix="Import the type in the tool's file.",
         ) from error
     parameters.pop("self", None)
     fields: dict[str, Any] = {}
@@ -344,15 +441,15 @@ def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             fix = "Name each argument: a model writes arguments by name."
             raise RolloutError(where, got=f"*{name}", expected="named parameters", fix=fix)
+        # Hidden from the model: a sample's `tools_kwargs` set these.
         if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is inspect.Parameter.empty:
-            fix = f"Write for instance `{name}: str`."
             raise RolloutError(
                 where,
                 got=f"{name} without a type hint",
                 expected="a type for each argument",
-                fix=fix,
+                fix=f"Write for instance `{name}: str`.",
             )
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[name] = (parameter.annotation, default)
@@ -364,11 +461,14 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     description, *sections = _SECTION.split(text)
     texts: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title not in _ARGUMENT_SECTIONS:
+            continue
         name = ""
-        for line in inspect.cleandoc(body).splitlines() if title in _ARGUMENT_SECTIONS else ():
-            if found := _ARGUMENT.fullmatch(line):
-                name = found[1]
-                texts[name] = found[2].strip()
+        for line in inspect.cleandoc(body).splitlines():
+            argument = _ARGUMENT.fullmatch(line)
+            if argument:
+                name = argument[1]
+                texts[name] = argument[2].strip()
             elif name and line.strip():
                 texts[name] = f"{texts[name]} {line.strip()}".strip()
     return description.strip(), texts
