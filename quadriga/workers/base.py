@@ -58,7 +58,8 @@ One of them returns the result."""
 
 GROUPS = "rollout groups"  # name of the mesh of rollout groups
 BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
-"""A chunk of rows for each rollout group, the same for all its ranks. The leader returns the result."""
+"""A chunk of rows for each rollout group, the same for all its ranks. Its leader returns the
+result."""
 
 COPIED = frozenset({MODEL, OPTIMIZER})
 """Parts of an engine's state that are copied after each step: all parts of a checkpoint."""
