@@ -77,9 +77,9 @@ class RewardModelWorker(EngineWorker):
         Args:
             data: rows with `MODEL_INPUTS`, and `CHAT_OBJECTS` if the reward model reads chats.
 
-        Returns: `rm_scores` [B, T]: the score at the last valid token of each response, zero
-            elsewhere. The metric `reward/rm_cut` counts sequences that were too long, and lost
-            their beginning.
+        Returns:
+            `rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere.
+            The metric `reward/rm_cut` counts sequences that were too long and lost their beginning.
 
         Raises:
             EngineError, DataError: see `sequences`.

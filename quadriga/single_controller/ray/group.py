@@ -275,8 +275,9 @@ class RayWorkerGroup(WorkerGroup[W]):
         processes: processes of another group in which the workers have been built. By default
             processes are started.
 
-    Raises: WorkerError: the cluster lacks the resources, or the pool has no room for another group.
-        From a call: the error of a worker.
+    Raises:
+        WorkerError: the cluster lacks the resources, or the pool has no room for another group.
+            From a call: the error of a worker.
     """
 
     def __init__(

@@ -91,12 +91,15 @@ def check_resources(
 class RayResourcePool(ResourcePool):
     """Processes per node, with the resources of a Ray cluster.
 
-    Args: process_on_nodes: number of processes on each node. Once placed, in the order of the
-        nodes' addresses. use_gpu: whether a device is a GPU and a CPU, instead of a CPU. CPUs are
-        logical ones of Ray. name_prefix: prefix of the placement groups' names, also used in error
-        messages. max_colocate_count: number of groups that may run on the pool. Each takes this
-        fraction of the resources. num_devices: devices per process. A process with several starts
-        others that use them.
+    Args:
+        process_on_nodes: number of processes on each node. Once placed, in the order of the nodes'
+            addresses.
+        use_gpu: whether a device is a GPU and a CPU, instead of a CPU. CPUs are logical ones of
+            Ray.
+        name_prefix: prefix of the placement groups' names, also used in error messages.
+        max_colocate_count: number of groups that may run on the pool. Each takes this fraction of
+            the resources.
+        num_devices: devices per process. A process with several starts others that use them.
 
     Raises:
         WorkerError: `max_colocate_count` is less than 1.
