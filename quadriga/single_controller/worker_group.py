@@ -148,7 +148,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             return self.meshes[name]
         places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
         dp_ranks = tuple(dp_rank for dp_rank, _ in places)
-        collected: list[tuple[int, int]] = []
+        collected = []
         for rank, (dp_rank, is_collect) in enumerate(places):
             if is_collect:
                 collected.append((dp_rank, rank))

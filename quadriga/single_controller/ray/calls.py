@@ -244,7 +244,7 @@ class _Wait:
                 expected="a cluster that stays up until the run ends",
                 fix="A run restarts the cluster that it started itself; restart any other by hand.",
             )
-        addresses: dict[Any, ProcessAddress] = {}
+        addresses = {}
         for ref in self.pending():
             address = self.calls[ref].address
             if address:
@@ -274,7 +274,7 @@ class _Wait:
     def report(self) -> str:
         """Ranks that have responded, and the state of the others."""
         done: dict[str, list[int]] = {}
-        late: list[Call] = []
+        late = []
         for ref, call in self.calls.items():
             if ref in self.outputs:
                 done.setdefault(call.worker.role, []).append(call.worker.rank)
@@ -294,17 +294,15 @@ class _Wait:
                 phase = f"at {status.phase}"
             ranks_at.setdefault((call.worker.role, phase), []).append(call.worker.rank)
         has_several = len({call.worker.role for call in self.calls.values()}) > 1
-        done_ranks = [
-            f"{role} {_ranks(ranks)}" if has_several else _ranks(ranks)
-            for role, ranks in done.items()
-        ]
-        late_ranks: list[str] = []
-        for (role, phase), ranks in ranks_at.items():
-            prefix = f"{role} " if has_several else ""
-            late_ranks.append(f"{prefix}{_ranks(ranks)} {phase}")
-        responded = ", ".join(done_ranks) or "no rank"
-        missing = "; ".join(late_ranks) or "none"
-        return f"{responded} answered; not yet: {missing}"
+
+        def named(role: str, ranks: Sequence[int]) -> str:
+            return f"{role} {_ranks(ranks)}" if has_several else _ranks(ranks)
+
+        responded = ", ".join(named(role, ranks) for role, ranks in done.items())
+        missing = "; ".join(
+            f"{named(role, ranks)} {phase}" for (role, phase), ranks in ranks_at.items()
+        )
+        return f"{responded or 'no rank'} answered; not yet: {missing or 'none'}"
 
 
 def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:

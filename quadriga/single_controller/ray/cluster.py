@@ -231,7 +231,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has one line each for Ray and Python: of the cluster, then of this
             # process.
-            values: list[str] = []
+            values = []
             for line in str(error).splitlines():
                 if line.startswith("    "):
                     values.append(line.partition(":")[2].strip())
@@ -265,7 +265,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def forwarded_variables() -> dict[str, str]:
     """Variables of this process for the run's processes, without secrets, which Ray would show."""
-    variables: dict[str, str] = {}
+    variables = {}
     for name, value in os.environ.items():
         is_forwarded = name.startswith(FORWARDED) or name in FORWARDED_NAMES
         if is_forwarded and not any(word in name for word in _SECRET):
@@ -379,7 +379,7 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
     """
     deadline = time.monotonic() + limit_s
     while True:
-        lost: list[str] = []
+        lost = []
         for node in ray.nodes():
             address = node["NodeManagerAddress"]
             if node["Alive"] and not responds(address, node["NodeManagerPort"]):

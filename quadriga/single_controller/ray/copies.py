@@ -167,8 +167,8 @@ class StateCopies:
         self._mirrors = []
         self._driver.clear()
         self._plans = {part: worker.plan_copies()[0] for part, worker in workers.items()}
-        homes: dict[Owner, str] = {}
-        sizes: dict[Owner, int] = {}
+        homes = {}
+        sizes = {}
         for part, worker in workers.items():
             for rank, address in enumerate(worker.processes.addresses):
                 homes[part, rank] = HERE if _is_one_node() else address.node_id

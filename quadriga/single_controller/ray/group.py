@@ -37,7 +37,7 @@ from quadriga.single_controller.ray.heartbeat import Heartbeat
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
 from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
-from quadriga.single_controller.resource_pool import THREADS, ThreadShare, share_of_cores
+from quadriga.single_controller.resource_pool import THREADS, share_of_cores
 from quadriga.single_controller.worker import Worker, WorkerPlace
 from quadriga.single_controller.worker_group import (
     ClassWithInitArgs,
@@ -159,7 +159,7 @@ class WorkerProcesses:
         self.entries = dict(entries)
         self.bundles, share = pool.take_share(name)
         counts = Counter(bundle.node_id for bundle in self.bundles)
-        threads: dict[str, ThreadShare] = {}
+        threads = {}
         for node, count in counts.items():
             cores = run_on_node(node, num_usable_cores)
             threads[node] = share_of_cores(cores, count, pool.neighbours.get(node, count))
@@ -230,7 +230,7 @@ class WorkerProcesses:
 
     def loads(self) -> list[Call]:
         """Pending imports of all processes. Waits until the processes have started."""
-        loads: list[Call] = []
+        loads = []
         for rank, start in enumerate(self.starts()):
             address = self.addresses[rank]
             load = replace(start, ref=self.load_refs[rank], address=address, method="load")
@@ -308,7 +308,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         group, method = self._group_of(method_name)
         addresses = self.processes.addresses
         is_beside = method in group.methods and group.methods[method].is_beside
-        started: list[Call] = []
+        started = []
         for number, message in enumerate(OUTBOX.pack(per_rank)):
             rank = self.ranks[number]
             address = addresses[rank]
@@ -403,7 +403,7 @@ class RayWorkerGroups(WorkerGroups):
         )
         try:
             for name, pool in self._manager.create_resource_pool().items():
-                entries: dict[str, RayClassWithInitArgs[Any]] = {}
+                entries = {}
                 for role, entry in classes.items():
                     if roles[role] == name:
                         entries[role] = RayClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs)
@@ -424,7 +424,7 @@ class RayWorkerGroups(WorkerGroups):
         calls.resolve(loads)
 
     def describe(self) -> dict[str, str]:
-        choices: dict[str, str] = {}
+        choices = {}
         for pool, group in self._pool_groups.items():
             roles = ", ".join(role for role in self.groups if self._manager.mapping[role] == pool)
             nodes = Counter(address.node for address in group.processes.addresses)

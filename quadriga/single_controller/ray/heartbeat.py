@@ -100,7 +100,7 @@ class Heartbeat:
 
     def _take_started(self) -> None:
         """Watch the processes that have started since the last round."""
-        pending: dict[Any, Call] = {}
+        pending = {}
         for group in self._starts:
             for start in group():
                 if start.ref not in self._known:

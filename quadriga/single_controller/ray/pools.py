@@ -142,7 +142,7 @@ class RayResourcePool(ResourcePool):
             zip(nodes, self.process_on_nodes, strict=True),
             key=lambda part: (address_order(part[0].address), part[0].node_id),
         )
-        groups: list[Any] = []
+        groups = []
         for number, (node, count) in enumerate(parts):
             group = placement_group(
                 [each] * count,

@@ -258,7 +258,7 @@ class WorkerProcess:
     def stacks(self) -> str:
         """Stacks of all threads but this one, the innermost frame last."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks: list[str] = []
+        stacks = []
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 stack = "".join(traceback.format_stack(frame)).rstrip()

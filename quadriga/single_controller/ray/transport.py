@@ -275,30 +275,28 @@ class Outbox:
     def _locations(self, drafts: Sequence[_Draft]) -> dict[Any, Location]:
         """Locations in the store, by the id of a root or the key of a part. Puts missing bytes."""
         locations: dict[Any, Location] = {}
-        if any(len(draft.parts) > 1 for draft in drafts):
+        pairs = [(draft, part) for draft in drafts for part in draft.parts]
+        if len(pairs) > len(drafts):
             session = self.session()
             if self._session != session:
                 self._stored.clear()
                 self._session = session
-            parts = [part for draft in drafts for part in draft.parts]
-            roots = {id(part.root): part.root for part in parts if part.root is not None}
+            roots = {id(part.root): part.root for _, part in pairs if part.root is not None}
             for key, root in roots.items():
                 entry = self._stored.get(root)
                 if entry and entry[0] == stamp_of(root):
                     locations[key] = entry[1]
-        missing: list[tuple[_Draft, _Part]] = []
-        num_bytes = 0
-        for draft in drafts:
-            for part in draft.parts:
-                if id(part.root) not in locations:
-                    missing.append((draft, part))
-                    num_bytes += len(draft.ranks) * part.memory.nbytes
+        missing = [(draft, part) for draft, part in pairs if id(part.root) not in locations]
+        num_bytes = sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
         if num_bytes <= INLINE_UP_TO_BYTES:
             return locations
         # A put costs more than a few kilobytes inside a message, so short streams stay there.
-        streams = [draft.parts[0] for draft in drafts]
-        short_ids = {id(part) for part in streams if part.memory.nbytes <= INLINE_UP_TO_BYTES}
-        return locations | self._put([entry for entry in missing if id(entry[1]) not in short_ids])
+        large = []
+        for draft, part in missing:
+            is_stream = part is draft.parts[0]
+            if not is_stream or part.memory.nbytes > INLINE_UP_TO_BYTES:
+                large.append((draft, part))
+        return locations | self._put(large)
 
     def _put(self, missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, Location]:
         """Put whole storages where at least half of the bytes is used, else the parts."""
@@ -396,7 +394,7 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
         return pickle.loads(stream, buffers=map(_writable_copy, memories))
     if not isinstance(value, PackedResult):
         return value
-    buffers: list[Any] = []
+    buffers = []
     for memory, is_column in zip(value.memories, value.are_columns, strict=True):
         buffers.append(memory if borrow and is_column else _writable_copy(memory))
     return pickle.loads(value.stream, buffers=buffers)
@@ -421,7 +419,7 @@ def release_pages() -> None:
     if sys.platform != "linux":
         return
     if not _mappings or not all(_is_store(start, end) for start, end in _mappings):
-        mappings: list[tuple[int, int]] = []
+        mappings = []
         with open("/proc/self/maps", encoding="utf-8") as lines:
             for line in lines:
                 # 7f8f7c000000-7f8fbc000000 rw-s 00000000 00:1b 34 /dev/shm/plasmaIbiKHf (deleted)
