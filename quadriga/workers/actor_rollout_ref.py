@@ -123,6 +123,8 @@ class ActorRolloutRefWorker(Learner):
                 require_room(total, total - free, self.engine.moment_bytes, share)
             self._make_rollout(device)
             choices |= self.generation.choices
+
+        # The weights of the rollout come from the actor, whose adapter may travel separately.
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
         if self.parts.rollout:
@@ -130,6 +132,8 @@ class ActorRolloutRefWorker(Learner):
             if isinstance(self.weight_sync, ReshardedWeights):
                 self.generation.engine.shares_weights = self.weight_sync.num_shared > 0
                 choices["rollout"] += f"; {self.weight_sync.describe()}"
+
+        # Offloaded last: only now it is known whether the rollout shares the weights.
         if self.parts.actor and not reserves_memory:
             is_shared = self.parts.rollout and self.generation.engine.shares_weights
             choices["weights"] += self.offload_training(keeps_weights=is_shared)
@@ -141,6 +145,7 @@ class ActorRolloutRefWorker(Learner):
         """Build `generation`, and the weight sync from the actor."""
         size = rollout_group_size(self.config)
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
+        # Ranks of a rollout group get the same prompts; the first one returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         has_actor = self.engine.has_replicated_weights and group is None
         self.generation = Generation(
@@ -323,6 +328,7 @@ class ActorRolloutRefWorker(Learner):
         """
         copied: dict[str, torch.Tensor] = {}
         with self.engine.awake("weights"):
+            # All ranks take part in gathering each tensor, but only rank 0 copies it.
             for name, tensor in self.engine.weights(is_merged=True):
                 if self.rank == 0:
                     device = tensor.device if self.parts.rollout else "cpu"
@@ -355,6 +361,7 @@ class ActorRolloutRefWorker(Learner):
             return address if self.rank == 0 else None
         if self.rank != 0:
             return None
+        # A restarted rollout needs a new connection.
         if isinstance(self.sender, WeightSender):
             self.sender.close()
         self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)

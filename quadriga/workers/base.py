@@ -133,6 +133,7 @@ class EngineWorker(Worker):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
+        # Modules of the user register losses, engines and the like by name.
         import_external(config.actor_rollout_ref.model.external_lib)
         self.config = config
         self.tokenizer = tokenizer
@@ -196,6 +197,7 @@ class EngineWorker(Worker):
         }
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if settings is None:
+            # Only a single process has all weights, which the comparison needs.
             if self.processes.world.size == 1:
                 probe(loaded.scorer, name)
             return FSDPEngine(loaded.scorer, **options)
@@ -278,6 +280,7 @@ class Learner(EngineWorker):
             kinds.add("weights")
         if fsdp.optimizer_offload:
             kinds.add("optimizer")
+        # By default gradients are freed on accelerators, whose memory is scarcer.
         frees_gradients = fsdp.grad_offload
         if frees_gradients is None:
             frees_gradients = self.device.type != "cpu"
@@ -435,6 +438,7 @@ class UpdateInputs:
         """
         objective: Objective = self._value
         if role == "actor":
+            # Workers see only their chunks, so columns of the whole batch are computed here.
             self._policy.add_batch_columns(batch)
             objective = self._policy
         columns = [*MODEL_INPUTS, *objective.fields(batch)]

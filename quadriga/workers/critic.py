@@ -26,6 +26,7 @@ class CriticWorker(Learner):
         """Load the model and build the engine. Returns the choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, "critic")
         model = self.config.critic.model
+        # Without a path of its own the critic starts from the policy.
         path = model.path or self.config.actor_rollout_ref.model.path
         loaded = load_model(self.config, path, ValueScorer, torch.float32, self.processes)
         self.make_engine(loaded, model, "critic")

@@ -82,6 +82,7 @@ class Generation:
             )
             if self.loops.description:
                 self.choices["tools"] = self.loops.description
+        # Leave the device to the models that train.
         if self.sleeps:
             self.engine.sleep()
 
@@ -113,6 +114,7 @@ class Generation:
             self.engine.wake()
         try:
             if self.group is not None and not self.group.is_leader:
+                # Take the leader's steps until it releases the group.
                 self.engine.follow()
                 return DataProto()
             if self.loops is not None:

@@ -130,6 +130,7 @@ def load_model(
             path, dtype=dtype, device=device, needs_head=not is_critic, **options
         )
         replicated = scorer(causal_lm)
+        # transformers does not know the value head, so it is read separately.
         if is_critic and folder is not None:
             files = _files(replicated, folder)
             head = replicated.model.get_submodule("value_head")
@@ -138,6 +139,7 @@ def load_model(
                     parameter.data.copy_(files.read(name))
         return LoadedModel(replicated, None)
     loaded, missing = _read_when_cut(scorer(skeleton_causal_lm(folder, **options)), folder)
+    # Policies have no value head: the critic then starts with a head of zeros.
     missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
         raise EngineError(
@@ -197,6 +199,7 @@ def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
     def read(name: str) -> torch.Tensor:
         return files.read(name) if name in names else torch.zeros(shapes[name])
 
+    # Buffers are not cut: every rank reads them at once.
     buffers = weight_buffers(skeleton.model)
     for name, buffer in buffers.items():
         if name in names:
@@ -237,6 +240,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
+    # A configuration without architectures may be any model: loading it will show.
     names = policy.architectures or []
     has_custom_code = "AutoModelForCausalLM" in getattr(policy, "auto_map", {})
     generates = not names or has_custom_code or any(name.endswith(_GENERATING) for name in names)
@@ -261,6 +265,8 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         )
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
+
+    # The rollout divides attention heads over its ranks, and repeats key-value heads if necessary.
     size = rollout_group_size(config) * rollout_devices(config)
     num_heads, num_kv_heads = _num_heads(text)
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
@@ -272,6 +278,8 @@ def check_models(config: Config, *, has_critic: bool) -> None:
             expected=expected,
             fix="Choose another one.",
         )
+
+    # The training engines divide heads and layers in other ways.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
             require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
@@ -420,6 +428,7 @@ def _check_routers(config: Config, policy: Any) -> None:
     """Check keys that need a mixture of experts."""
     actor = config.actor_rollout_ref.actor
     fix = "Leave the key out."
+    # One expert-parallel rank is the default, which also holds for dense models.
     num_parts = config.actor_rollout_ref.rollout.expert_parallel_size
     values = {
         f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,
@@ -529,6 +538,7 @@ def _image_inputs(model: Any) -> tuple[Any, ...]:
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     """Tables of the rows of each rank, for each role with several ranks."""
+    # Several roles may share a section of the configuration, and so a layout.
     shown = set()
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         if size > 1 and where not in shown:

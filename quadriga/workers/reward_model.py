@@ -58,6 +58,7 @@ class RewardModelWorker(EngineWorker):
                 expected=f"at most {positions}, the positions of the reward model",
                 fix="Lower it, or leave it out.",
             )
+        # Without a configured limit, the smaller one of model and tokenizer applies.
         known_limits = [limit for limit in (positions, tokenizer_limit) if limit]
         self.limit = max_length or min(known_limits, default=None)
         if self.limit is not None:
@@ -97,6 +98,7 @@ class RewardModelWorker(EngineWorker):
         micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
+        # An overflow in a narrow dtype would spoil the advantages of all responses to a prompt.
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
             first = broken_rows[0]
@@ -105,6 +107,7 @@ class RewardModelWorker(EngineWorker):
             fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
             fix += "weights."
             raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+        # The score belongs to the last valid token, masked or not.
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)
         rm_scores = torch.zeros(len(data), num_columns, dtype=torch.float32)
@@ -142,6 +145,7 @@ class RewardModelWorker(EngineWorker):
             inputs = image_inputs[number] or {}
             rows.append(SequenceTokens(prompt, response, positions, inputs))
         if self.judge is not None:
+            # The images are encoded for the policy's tokens, which rendering would change.
             if any(row.inputs for row in rows):
                 raise EngineError(
                     "reward model",
@@ -229,6 +233,7 @@ def rendered_chats(
     solutions = data.non_tensor_batch.get(SOLUTION_MESSAGES, [None] * len(data))
     rendered = []
     for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
+        # Turns of tools or users have messages; other responses are decoded text.
         messages = [*chat, {"role": "assistant", "content": text}]
         if solution is not None and len(solution) > 1:
             messages = [*chat, *solution]
@@ -255,6 +260,8 @@ def rendered_chats(
         rendered.append(str(rendering))
     # The template has written the special tokens.
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
+
+    # Tokens shared by all responses to a prompt count as prompt, so that they are computed once.
     groups: dict[Any, list[list[int]]] = {}
     for uid, tokens in zip(uids, encoded, strict=True):
         groups.setdefault(uid, []).append(tokens)

@@ -125,6 +125,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses to prompts; see `rollout.generate_sequences`."""
+        # Refuse to generate with weights that were not loaded completely.
         self.receiver.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
@@ -133,6 +134,7 @@ class RolloutWorker(Worker):
         """Release the engines and the connection to the actor."""
         if self.stream is not None:
             self.stream.close()
+        # Do not build the engine only to close it.
         if "generation" in vars(self):
             self.generation.close()
         if isinstance(self._receiver, WeightReceiver):

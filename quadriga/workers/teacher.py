@@ -99,6 +99,7 @@ class TeacherWorker(EngineWorker):
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
+        # A larger vocabulary of the teacher may end in tokens that the student lacks.
         highest = int(columns[TEACHER_TOP_IDS].max()) if num_top is not None and len(data) else 0
         if highest >= len(self.tokenizer):
             raise EngineError(
