@@ -496,35 +496,40 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             fix="Let the run load the teacher.",
         )
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
-        if where == CRITIC and not is_vision(model):
-            raise ConfigError(
-                "critic.model.path",
-                got="a text model, with a vision-language policy",
-                expected=f"a vision-language model too: {', '.join(VISION_TYPES)}",
-                fix="Leave the key out: the critic then starts from the policy's model.",
-            )
-        if where == "reward_model" and _image_inputs(model) != _image_inputs(policy):
-            got = f"a model of type {model.model_type}, with a vision-language policy of type "
-            got += policy.model_type
-            raise ConfigError(
-                f"{where}.model.path",
-                got=got,
-                expected="one with its image tokens and patches",
-                fix="Train one with `quadriga sft objective=reward_model`, or grade with "
-                "custom_reward_function.path.",
-            )
-        if layout.pp == 1:
-            continue
-        # Images are added to the outputs of the first layers, which must be in the first stage.
-        vision = getattr(model, "vision_config", None)
-        num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))
-        first_stage = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
-        num_layers = len(first_stage)
-        if num_needed > num_layers:
-            got = f"{layout.describe()}, with {num_layers} layers in the first stage "
-            got += f"({model.model_type})"
-            expected = f"at least {num_needed} there, which images are added to"
-            raise ConfigError(where, got=got, expected=expected, fix="Take fewer stages.")
+        _check_vision_of_role(where, layout, model, policy)
+
+
+def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -> None:
+    """Check that the model of a role reads the images of a vision-language policy."""
+    if where == CRITIC and not is_vision(model):
+        raise ConfigError(
+            "critic.model.path",
+            got="a text model, with a vision-language policy",
+            expected=f"a vision-language model too: {', '.join(VISION_TYPES)}",
+            fix="Leave the key out: the critic then starts from the policy's model.",
+        )
+    if where == "reward_model" and _image_inputs(model) != _image_inputs(policy):
+        got = f"a model of type {model.model_type}, with a vision-language policy of type "
+        got += policy.model_type
+        raise ConfigError(
+            f"{where}.model.path",
+            got=got,
+            expected="one with its image tokens and patches",
+            fix="Train one with `quadriga sft objective=reward_model`, or grade with "
+            "custom_reward_function.path.",
+        )
+    if layout.pp == 1:
+        return
+    # Images are added to the outputs of the first layers, which must be in the first stage.
+    vision = getattr(model, "vision_config", None)
+    num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))
+    first_stage = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
+    num_layers = len(first_stage)
+    if num_needed > num_layers:
+        got = f"{layout.describe()}, with {num_layers} layers in the first stage "
+        got += f"({model.model_type})"
+        expected = f"at least {num_needed} there, which images are added to"
+        raise ConfigError(where, got=got, expected=expected, fix="Take fewer stages.")
 
 
 def _image_inputs(model: Any) -> tuple[Any, ...]:
