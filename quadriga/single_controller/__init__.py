@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One driver, many workers: how a call on a group becomes calls on its workers.
+"""Single controller: worker groups turn a call by the driver into calls on their workers.
 
 Backends: `LocalWorkerGroup` runs workers in this process, `ray` in processes of a Ray cluster.
 """

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arguments of a worker group's method reach its workers, and how their outputs come back.
+"""Dispatch modes: split the arguments of a call over the ranks of a group, and join their outputs.
 
-A worker's method names its dispatch mode in `@register`. A mode is a pair of functions. `dispatch_fn(group, *args,
-**kwargs)` gives, for each argument, the list of its values rank by rank; `collect_fn(group, outputs)` makes one result
-of the outputs, which stand in rank order. `group` is a `GroupLayout`.
+A worker's method names its dispatch mode in `@register`. A mode is a pair of functions:
+`dispatch_fn(group, *args, **kwargs)` returns, for each argument, the list of its values in rank
+order; `collect_fn(group, outputs)` makes one result of the outputs in rank order. `group` is a
+`GroupLayout`.
 
-    mode                         a rank's share of the arguments          result
-    RANK_ZERO                    all, whole; only rank 0 is called        rank 0's output
-    ONE_TO_ALL                   all, whole                               list of outputs
-    ALL_TO_ALL, DP_COMPUTE       entry `rank` of each (lists)             list of outputs
-    DP_COMPUTE_PROTO             its chunk of the rows                    rows of all outputs
-    DP_COMPUTE_PROTO_WITH_FUNC   the function, its chunk of the rest      rows of all outputs
-    DP_COMPUTE_METRIC            its chunk of the rows                    list of outputs
+    mode                         arguments of a rank                      result
+    RANK_ZERO                    unchanged; only rank 0 is called         output of rank 0
+    ONE_TO_ALL                   unchanged                                list of outputs
+    ALL_TO_ALL, DP_COMPUTE       entry `rank` of each list                list of outputs
+    DP_COMPUTE_PROTO             a chunk of the rows                      rows of all outputs
+    DP_COMPUTE_PROTO_WITH_FUNC   the function, and chunks of the rest     rows of all outputs
+    DP_COMPUTE_METRIC            a chunk of the rows                      list of outputs
     make_nd_compute_dataproto_dispatch_fn(mesh)
-                                 the chunk of its data-parallel rank      rows of the collecting ranks' outputs
+                                 the chunk of its data-parallel rank      rows of collected ranks
 
-Chunks are ragged: 7 rows on 4 ranks are 2 2 2 1, 3 rows are 1 1 1 0. Every rank is called, because workers that meet in
-a collective must all be there: a worker has to cope with a DataProto without rows, and may return one without columns.
-Data made with `auto_padding=True` is padded to equal chunks instead, and the rows of the padding are cut off the
-result; that is for methods that treat each row for itself (a loss would count the padding). DP_COMPUTE_METRIC never
-pads."""
+Chunks are ragged: 7 rows on 4 ranks are split 2 2 2 1, and 3 rows 1 1 1 0. Every rank is called,
+because all ranks must take part in a collective. A worker therefore has to accept a DataProto
+without rows, and may return one without columns.
+
+Data made with `auto_padding=True` is padded to equal chunks instead, and the padding is cut off the
+result. This is for methods that treat each row independently (a loss would count the padding).
+DP_COMPUTE_METRIC never pads.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,19 +46,23 @@ class DispatchError(WorkerError):
 
 
 class MeshLayout(NamedTuple):
-    """Which part of the data each rank of a mesh works on."""
+    """Assignment of data-parallel chunks to the ranks of a mesh."""
 
-    dp_ranks: tuple[
-        int, ...
-    ]  # data-parallel rank of each rank; ranks of one model-parallel group share theirs
-    collected: tuple[int, ...]  # of each data-parallel rank, the rank whose output is collected
+    # The data-parallel rank of each rank. Ranks of one model-parallel group share theirs.
+    dp_ranks: tuple[int, ...]
+    # For each data-parallel rank, the rank whose output is collected.
+    collected: tuple[int, ...]
 
 
 class GroupLayout:
-    """What dispatch and collect functions may use of a group; in the mesh "" each rank has a chunk of its own."""
+    """World size and meshes of a group, for dispatch and collect functions.
+
+    In the mesh "" each rank has its own chunk.
+    """
 
     def __init__(self, world_size: int, meshes: Mapping[str, MeshLayout] | None = None) -> None:
-        self.world_size, ranks = world_size, tuple(range(world_size))
+        self.world_size = world_size
+        ranks = tuple(range(world_size))
         self.meshes = {"": MeshLayout(ranks, ranks), **(meshes or {})}
 
     def mesh(self, name: str) -> MeshLayout:
@@ -69,61 +77,78 @@ CollectFn = Callable[[GroupLayout, list[Any]], Any]
 
 
 def replicate(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """Every argument, whole, for every rank."""
+    """Give every rank all arguments unchanged."""
     size = group.world_size
-    return [[value] * size for value in args], {
-        key: [value] * size for key, value in kwargs.items()
-    }
+    per_rank = [[value] * size for value in args]
+    named = {key: [value] * size for key, value in kwargs.items()}
+    return per_rank, named
 
 
 def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """Arguments that are lists with one entry per rank already."""
+    """Pass lists that already hold one entry per rank.
+
+    Raises:
+        DispatchError: an argument is not a list with one entry per rank.
+    """
     for name, value in (*enumerate(args), *kwargs.items()):
-        if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
-            length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
-            where, got = f"per-rank argument {name}", f"{type(value).__name__}{length}"
-            fix = "Dispatch.ONE_TO_ALL sends one value to every rank."
-            raise DispatchError(
-                where,
-                got=got,
-                expected=f"a list of {group.world_size}, one entry per rank",
-                fix=fix,
-            )
+        got = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            if len(value) == group.world_size:
+                continue
+            got += f" of {len(value)}"
+        raise DispatchError(
+            f"per-rank argument {name}",
+            got=got,
+            expected=f"a list of {group.world_size}, one entry per rank",
+            fix="Dispatch.ONE_TO_ALL sends one value to every rank.",
+        )
     return list(args), dict(kwargs)
 
 
 def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """A chunk of the rows of every DataProto for each data-parallel rank of a mesh; its ranks get the same one."""
+    """Split the rows of every DataProto over the data-parallel ranks of a mesh.
+
+    Ranks with the same data-parallel rank get the same chunk. Numbers, strings and None go to every
+    rank.
+
+    Raises:
+        DispatchError: an argument of another type, or DataProtos with different numbers of rows.
+    """
     dp_ranks = group.mesh(mesh_name).dp_ranks
-    chunks = max(dp_ranks) + 1
-    parts: dict[str, list[Any]] = {}
-    rows: dict[str, int] = {}
-    for name, value in (*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()):
+    num_chunks = max(dp_ranks) + 1
+    chunks: dict[str, list[Any]] = {}
+    num_rows = {}
+    positional = {str(number): value for number, value in enumerate(args)}
+    for name, value in (*positional.items(), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):
-            parts[name] = value.chunk(chunks)
+            chunks[name] = value.chunk(num_chunks)
         elif isinstance(value, _PLAIN):
-            parts[name] = [value] * chunks
+            chunks[name] = [value] * num_chunks
         else:
-            expected = "a DataProto, the future of one, or a plain number, string or None, which every rank gets"
-            fix = "What holds for all rows belongs into meta_info."
             raise DispatchError(
-                f"argument {name}", got=type(value).__name__, expected=expected, fix=fix
+                f"argument {name}",
+                got=type(value).__name__,
+                expected="a DataProto, a future of one, or a number, string or None for every rank",
+                fix="Put values that hold for all rows into meta_info.",
             )
-        # What has facts alone has no rows to differ.
+        # A DataProto with nothing but meta_info has no rows to compare.
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
-            rows[name] = len(value)
-    if len(set(rows.values())) > 1:
+            num_rows[name] = len(value)
+    if len(set(num_rows.values())) > 1:
         raise DispatchError(
-            "arguments to split", got=f"{rows} rows", expected="the same number in each DataProto"
+            "arguments to split",
+            got=f"{num_rows} rows",
+            expected="the same number in each DataProto",
         )
-    per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in parts.values()]
-    return per_rank[: len(args)], dict(zip(kwargs, per_rank[len(args) :], strict=True))
+    per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in chunks.values()]
+    named = dict(zip(kwargs, per_rank[len(args) :], strict=True))
+    return per_rank[: len(args)], named
 
 
 def split_rows_with_function(
     group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any
 ) -> PerRank:
-    """The function, whole, and the ranks' chunks of the other arguments."""
+    """Give every rank the function unchanged, and its chunk of the other arguments."""
     if not callable(function):
         raise DispatchError("first argument", got=type(function).__name__, expected="a function")
     chunks, named_chunks = split_rows("", group, *args, **kwargs)
@@ -134,24 +159,29 @@ def split_rows_with_function(
 
 
 def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
-    """The outputs as they are."""
+    """Return the list of outputs unchanged."""
     return outputs
 
 
 def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
-    """The rows of the collected ranks of a mesh, in the order of their chunks; None if the method returns nothing."""
+    """Join the rows of the collected ranks of a mesh, in the order of their chunks.
+
+    Returns:
+        The joined rows, or None if the method returns None on all ranks.
+
+    Raises:
+        DispatchError: an output is not a DataProto.
+    """
     outputs = [outputs[rank] for rank in group.mesh(mesh_name).collected]
     if all(output is None for output in outputs):
         return None
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
-            got, expected = (
-                type(output).__name__,
-                "a DataProto from each rank that is collected, or None from all",
-            )
-            fix = "Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list."
             raise DispatchError(
-                f"output {rank} of {len(outputs)}", got=got, expected=expected, fix=fix
+                f"output {rank} of {len(outputs)}",
+                got=type(output).__name__,
+                expected="a DataProto from each collected rank, or None from all",
+                fix="Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list.",
             )
     return DataProto.concat(outputs)
 
@@ -160,7 +190,7 @@ def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> Data
 
 
 class _Members(type):
-    """Makes the class iterable over its members, as an enumeration is, while members may be added."""
+    """Make the class iterable over its members: an enumeration to which members can be added."""
 
     members: ClassVar[dict[str, "Dispatch"]]
 
@@ -176,18 +206,19 @@ class _Members(type):
     def __getattr__(cls, name: str) -> "Dispatch":
         members = type.__getattribute__(cls, "members")
         if name not in members:
-            raise AttributeError(
-                f"there is no dispatch mode {name!r}; there are {', '.join(members)}"
-            )
+            known = ", ".join(members)
+            raise AttributeError(f"there is no dispatch mode {name!r}; there are {known}")
         return members[name]
 
 
 class Dispatch(metaclass=_Members):
     """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
 
-    `mesh`: of modes that split rows over the data-parallel ranks of a mesh and join those of the collected outputs with
-    `DataProto.concat`: its name, "" for all ranks. Auto padding is honoured then, and a backend may lend outputs as
-    views of shared memory. None: the mode does something else.
+    Attributes:
+        mesh: name of the mesh over whose data-parallel ranks the mode splits rows, joining the
+            collected outputs with `DataProto.concat` ("" for all ranks). Only such a mode supports
+            auto padding, and a backend may lend its outputs as views of shared memory. None for
+            any other mode.
     """
 
     members: ClassVar[dict[str, "Dispatch"]] = {}
@@ -206,15 +237,13 @@ class Dispatch(metaclass=_Members):
         collect_fn: CollectFn = collect_list,
         mesh: str | None = None,
     ) -> None:
-        self.name, self.dispatch_fn, self.collect_fn, self.mesh = (
-            name,
-            dispatch_fn,
-            collect_fn,
-            mesh,
-        )
+        self.name = name
+        self.dispatch_fn = dispatch_fn
+        self.collect_fn = collect_fn
+        self.mesh = mesh
 
     def __repr__(self) -> str:
-        return f"Dispatch.{self.name}" if self.name else "a dispatch function of its own"
+        return f"Dispatch.{self.name}" if self.name else "a custom dispatch function"
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.name:
@@ -223,45 +252,50 @@ class Dispatch(metaclass=_Members):
 
 
 def register_dispatch_mode(name: str) -> Dispatch:
-    """Add the mode `Dispatch.<name>`; `update_dispatch_mode` gives it its functions."""
+    """Add the mode `Dispatch.<name>`. Set its functions with `update_dispatch_mode`."""
     if not name.isidentifier() or name in Dispatch.members:
         got = "a name in use" if name in Dispatch.members else "no Python name"
         expected = f"an identifier other than {', '.join(Dispatch.members)}"
         raise WorkerError(f"register_dispatch_mode({name!r})", got=got, expected=expected)
-    Dispatch.members[name] = mode = Dispatch(name)
+    mode = Dispatch(name)
+    Dispatch.members[name] = mode
     return mode
 
 
 def update_dispatch_mode(
     mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn, mesh: str | None = None
 ) -> None:
-    """Set the functions of a mode: one splits the arguments, the other joins the outputs; `mesh` as in `Dispatch`."""
+    """Set the functions of a mode.
+
+    Args:
+        mode: the mode to change.
+        dispatch_fn: splits the arguments of a call.
+        collect_fn: joins the outputs.
+        mesh: see `Dispatch`.
+    """
     if mode not in Dispatch:
-        raise WorkerError(
-            "update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}"
-        )
-    mode.dispatch_fn, mode.collect_fn, mode.mesh = dispatch_fn, collect_fn, mesh
+        expected = f"one of {list(Dispatch)}"
+        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=expected)
+    mode.dispatch_fn = dispatch_fn
+    mode.collect_fn = collect_fn
+    mode.mesh = mesh
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
-    """The mode for data-parallel ranks that every worker names by `register_mesh(mesh_name, ...)`."""
+    """Mode for data-parallel ranks that workers declare with `register_mesh(mesh_name, ...)`."""
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 
-Dispatch.members |= {
-    mode.name: mode
-    for mode in (
-        Dispatch("RANK_ZERO", replicate, collect_list),
-        Dispatch("ONE_TO_ALL", replicate, collect_list),
-        Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
-        Dispatch("DP_COMPUTE", take_per_rank, collect_list),
-        Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
-        Dispatch(
-            "DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""
-        ),
-        Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
-    )
-}
+_BUILT_IN_MODES = (
+    Dispatch("RANK_ZERO", replicate, collect_list),
+    Dispatch("ONE_TO_ALL", replicate, collect_list),
+    Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
+    Dispatch("DP_COMPUTE", take_per_rank, collect_list),
+    Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
+    Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""),
+    Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
+)
+Dispatch.members |= {mode.name: mode for mode in _BUILT_IN_MODES}
 
 
 # ---- a call -------------------------------------------------------------------------------------
@@ -270,40 +304,47 @@ Dispatch.members |= {
 def rank_arguments(
     mode: Dispatch, group: GroupLayout, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Arguments], tuple[int, int]]:
-    """`(args, kwargs)` rank by rank, and the padding that was asked for: rows added, and rows then."""
+    """Split the arguments of a call by a dispatch mode.
+
+    Args:
+        mode: the dispatch mode of the method.
+        group: world size and meshes of the group.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+
+    Returns:
+        `(args, kwargs)` of each rank, and for auto padding the number of padding rows and the
+        number of rows with them (0, 0 without padding).
+
+    Raises:
+        DispatchError: the mode has no functions, or the arguments do not fit it.
+    """
     if mode.dispatch_fn is None:
-        fix = f"Give it some: update_dispatch_mode({mode!r}, ..., ...)."
+        fix = f"Call update_dispatch_mode({mode!r}, ..., ...)."
         raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
-    padding = 0, 0
-    given = [*args, *kwargs.values()]
-    if mode.mesh is not None and any(
-        isinstance(each, DataProto) and each.is_padding_enabled() for each in given
-    ):
-        chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
-        padded = [
-            pad_dataproto_to_divisor(each, chunks) if isinstance(each, DataProto) else (each, 0)
-            for each in given
-        ]
-        given = [each for each, _ in padded]
-        padding = max(
-            (pad_size, len(each)) for each, pad_size in padded if isinstance(each, DataProto)
-        )
-    per_rank, named = mode.dispatch_fn(
-        group, *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
-    )
-    for values in (*per_rank, *named.values()):
-        if len(values) != group.world_size:
-            got = f"{len(values)} values for an argument"
-            raise DispatchError(
-                "dispatch function", got=got, expected=f"{group.world_size}, one per rank"
-            )
-    return [
-        (
-            [values[rank] for values in per_rank],
-            {key: values[rank] for key, values in named.items()},
-        )
-        for rank in range(group.world_size)
-    ], padding
+    padding = (0, 0)
+    values = [*args, *kwargs.values()]
+    protos = [value for value in values if isinstance(value, DataProto)]
+    if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos):
+        num_chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
+        for number, value in enumerate(values):
+            if isinstance(value, DataProto):
+                padded, pad_size = pad_dataproto_to_divisor(value, num_chunks)
+                values[number] = padded
+                padding = max(padding, (pad_size, len(padded)))
+    named_values = dict(zip(kwargs, values[len(args) :], strict=True))
+    per_rank, named = mode.dispatch_fn(group, *values[: len(args)], **named_values)
+    for argument in (*per_rank, *named.values()):
+        if len(argument) != group.world_size:
+            got = f"{len(argument)} values for an argument"
+            expected = f"{group.world_size}, one per rank"
+            raise DispatchError("dispatch function", got=got, expected=expected)
+    arguments: list[Arguments] = []
+    for rank in range(group.world_size):
+        rank_args = [values[rank] for values in per_rank]
+        rank_kwargs = {key: values[rank] for key, values in named.items()}
+        arguments.append((rank_args, rank_kwargs))
+    return arguments, padding
 
 
 def collect_outputs(
@@ -314,20 +355,34 @@ def collect_outputs(
     padding: tuple[int, int],
     where: str,
 ) -> Any:
-    """One result of all ranks' outputs, without the rows that come from padding: `padding` is rows added, and rows
-    then; the last rows are cut off, or as many times more as the rows grew."""
+    """Join the outputs of all ranks, without rows that come from padding.
+
+    Args:
+        outputs: one output per rank, in rank order.
+        collect_fn: the collect function of the dispatch mode.
+        layout: world size and meshes of the group.
+        padding: number of padding rows and of all rows that were sent, from `rank_arguments`. A
+            method may return several rows per row: then as many more are cut off.
+        where: the call, for error messages.
+
+    Returns:
+        The result of `collect_fn`.
+
+    Raises:
+        DispatchError: the outputs do not fit the mode or the padding.
+    """
     try:
         result = collect_fn(layout, outputs)
         pad_size, padded_rows = padding
         if not pad_size or not isinstance(result, DataProto):
             return result
         if len(result) % padded_rows:
-            got, expected = (
-                f"{len(result)} rows from {padded_rows}",
-                "the same number of rows for each row",
+            raise DispatchError(
+                "result of padded rows",
+                got=f"{len(result)} rows from {padded_rows}",
+                expected="the same number of rows for each row",
+                fix="Send the data without auto_padding: chunks are then ragged.",
             )
-            fix = "Send the data without auto_padding: chunks are then ragged."
-            raise DispatchError("result of padded rows", got=got, expected=expected, fix=fix)
         return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
     except DispatchError as error:
         error.where = f"{where}: {error.where}"
@@ -338,7 +393,7 @@ def collect_outputs(
 
 
 class Execute(Enum):
-    """Which ranks run the method."""
+    """Selects the ranks that run a method."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -346,12 +401,18 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """How a method is called on a group; the arguments of `register`."""
+    """Options of a method that is called on a group; see `register`."""
 
     dispatch_mode: Dispatch
     blocking: bool
-    is_rank_zero_only: bool  # rank 0 alone gets the arguments, whole, and its output is the result
+    # Only rank 0 is called, with the arguments unchanged, and its output is the result.
+    is_rank_zero_only: bool
     is_beside: bool = False
+
+
+def _materialize(value: Any) -> Any:
+    """Wait for a future; return any other value unchanged."""
+    return value.get() if isinstance(value, DataProtoFuture) else value
 
 
 def register(
@@ -365,10 +426,17 @@ def register(
 
     Args:
         dispatch_mode: how arguments are split and outputs collected.
-        execute_mode: with RANK_ZERO, rank 0 alone is called, with the arguments whole, and its output is the result.
-        blocking: whether the call on the group waits for the result, or returns a DataProtoFuture of it.
-        materialize_futures: whether the worker waits for arguments that are futures; else the method gets the futures.
-        beside: whether it runs in a second thread of the worker's process, so that it may wait while others run.
+        execute_mode: with RANK_ZERO only rank 0 is called, with the arguments unchanged, and its
+            output is the result.
+        blocking: whether a call on the group waits for the result. Otherwise it returns a
+            DataProtoFuture.
+        materialize_futures: whether the worker waits for arguments that are futures. Otherwise the
+            method gets the futures.
+        beside: whether the method runs in a second thread of the worker's process, so that it may
+            wait while other methods run.
+
+    Raises:
+        WorkerError: an unknown dispatch mode or execute mode.
     """
     mode: Any = dispatch_mode
     if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:
@@ -377,25 +445,16 @@ def register(
         expected = f"one of {list(Dispatch)}, or a dictionary of dispatch_fn and collect_fn"
         raise WorkerError("@register: dispatch_mode", got=repr(mode), expected=expected)
     if not isinstance(execute_mode, Execute):
-        raise WorkerError(
-            "@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}"
-        )
+        expected = f"one of {list(Execute)}"
+        raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=expected)
     is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO
     registration = Registration(mode, blocking, is_rank_zero_only, beside)
 
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(each, DataProtoFuture) for each in (*args, *kwargs.values())):
-                args = tuple(
-                    each.get() if isinstance(each, DataProtoFuture) else each for each in args
-                )
-                named = {
-                    key: each.get()
-                    for key, each in kwargs.items()
-                    if isinstance(each, DataProtoFuture)
-                }
-                kwargs = {**kwargs, **named}
+            args = tuple(_materialize(value) for value in args)
+            kwargs = {key: _materialize(value) for key, value in kwargs.items()}
             return method(self, *args, **kwargs)
 
         registered: Any = call if materialize_futures else method

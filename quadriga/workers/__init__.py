@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One class per role. They hold engines, say how their arguments travel, and know nothing of processes or of Ray."""
+"""Worker classes, one per role. They hold engines, and are independent of processes and Ray."""
 
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.critic import CriticWorker

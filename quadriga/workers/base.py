@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of all roles do alike, and the columns of a batch that their calls read.
+"""Base classes of the workers, and the columns of a batch that their methods read.
 
 EngineWorker      a model in a training engine: device, ranks, engine, close
-  Learner         it learns: optimizer, update, metrics, checkpoint
+  Learner         a model that is trained: optimizer, update, metrics, checkpoint
 
-Columns are selected on the driver, so that nothing else travels:
+Columns are selected on the driver, so that no others are sent:
 
-generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; with rollout.mode=async CONVERSATION_OBJECTS as well
+generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; for conversations CONVERSATION_OBJECTS
 compute_*                    MODEL_INPUTS, MODEL_OBJECTS
-compute_rm_score             MODEL_INPUTS, and the chats where the reward model reads them
-update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, and the numbers of the rows
+compute_rm_score             MODEL_INPUTS, and CHAT_OBJECTS if the reward model reads chats
+update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, and row_index
 """
 
 import time
@@ -51,25 +51,25 @@ from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
 
 Pass = TypeVar("Pass", bound=Callable[..., DataProto])
-MESH = "replicas"  # the name under which a worker registers its place among the data-parallel ranks
+MESH = "replicas"  # name of the mesh of data-parallel ranks
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
-"""A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
-returns the result."""
+"""A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group.
+One of them returns the result."""
 
-GROUPS = (
-    "rollout groups"  # the name under which a worker registers its place among the rollout groups
-)
+GROUPS = "rollout groups"  # name of the mesh of rollout groups
 BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
-"""A chunk of rows for each rollout group, the same for all of its ranks; the leader returns the result."""
+"""A chunk of rows for each rollout group, the same for all its ranks. Its leader returns the
+result."""
 
 COPIED = frozenset({MODEL, OPTIMIZER})
-"""What of an engine's state is copied after each step: all that a checkpoint can have."""
+"""Parts of an engine's state that are copied after each step: all parts of a checkpoint."""
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
-    "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
-)  # fmt: skip
+    *("raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs"),
+    *("reward_model", "extra_info", "index"),
+)
 CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
@@ -77,41 +77,48 @@ MODEL_OBJECTS = ("multi_modal_inputs",)
 
 
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:
-    """The device of a worker: `auto` is the accelerator where there is one, `cuda` the rank's own of those it sees.
-    A GPU becomes the current device of the process. Raises ConfigError: there is no such device here."""
+    """Choose the device of a worker. A GPU becomes the current device of the process.
+
+    Args:
+        wish: `auto` for an accelerator if there is one, `cuda` for the rank's GPU among the visible
+            ones, or the name of a device.
+        local_rank: index of the GPU if several are visible.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
-    # Ray shows a process one device, its own; torchrun and the like show all to each.
+    # Ray shows each process only its device; torchrun shows all devices.
     if wish == "cuda" and torch.cuda.device_count() > 1:
         wish = f"cuda:{local_rank}"
     try:
         device = torch.empty(0, device=wish).device
     except (RuntimeError, AssertionError) as error:
-        got = f"{wish!r} ({str(error).strip().partition(chr(10))[0]})"
-        fix = "Set trainer.device=auto; `quadriga doctor` says what there is."
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            "trainer.device", got=got, expected="a device that torch can use here", fix=fix
+            "trainer.device",
+            got=f"{wish!r} ({reason})",
+            expected="a device that torch can use here",
+            fix="Set trainer.device=auto; `quadriga doctor` lists the devices.",
         ) from error
-    if (
-        device.type == "cuda"
-    ):  # where Triton, vLLM and NCCL work, whatever device their tensors are on
+    # Triton, vLLM and NCCL use the current device, whatever device their tensors are on.
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
 def timed(phase: str) -> Callable[[Pass], Pass]:
-    """Decorator of a worker's method that returns rows: `timing_s/PHASE`, its seconds on the slowest rank, go along."""
+    """Decorator: add the metric `timing_s/PHASE`, seconds on the slowest rank, to returned rows."""
 
     def decorate(method: Pass) -> Pass:
         @wraps(method)
         def measured(*args: Any, **kwargs: Any) -> DataProto:
             start = time.perf_counter()
             rows = method(*args, **kwargs)
-            metric = Metric(time.perf_counter() - start, "max")
-            rows.meta_info["metrics"] = {
-                **rows.meta_info.get("metrics", {}),
-                f"timing_s/{phase}": metric,
-            }
+            metrics = dict(rows.meta_info.get("metrics", {}))
+            metrics[f"timing_s/{phase}"] = Metric(time.perf_counter() - start, "max")
+            rows.meta_info["metrics"] = metrics
             return rows
 
         return cast(Pass, measured)
@@ -120,25 +127,33 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
 
 
 class EngineWorker(Worker):
-    """A worker whose model is in a training engine, which `init_model` makes."""
+    """A worker whose model is in a training engine, built by `init_model`."""
 
     engine: FSDPEngine
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
+        # Modules of the user register losses, engines and the like by name.
         import_external(config.actor_rollout_ref.model.external_lib)
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
 
     def join(self, sizes: ParallelConfig, fsdp: FSDPConfig, where: str) -> None:
-        """Choose the device and the dtype, and join the process group of the role. `sizes` are those of tensor,
-        sequence and pipeline parallelism; `where` is the section, for errors."""
+        """Choose the device and the dtype, and join the process group of the role.
+
+        Args:
+            sizes: sizes of tensor, sequence and pipeline parallelism.
+            fsdp: section with the dtype.
+            where: the section of the role, for errors.
+        """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        own = self.config.actor_rollout_ref.actor.megatron_if_chosen
-        world = process_group.join(self.place, self.device, also_alone=own is not None)
-        self.processes = Processes.arrange(world, sizes.layout(world.size, where, own))
-        self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
+        settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        world = process_group.join(self.place, self.device, also_alone=settings is not None)
+        self.processes = Processes.arrange(world, sizes.layout(world.size, where, settings))
+        place = self.processes.place
+        self.register_mesh(MESH, place.dp_rank, place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 
     def build_engine(
@@ -150,50 +165,69 @@ class EngineWorker(Worker):
         section: ActorConfig | CriticConfig | None = None,
         model: ModelConfig | CriticModelConfig | None = None,
     ) -> FSDPEngine:
-        """The training engine of a role, named `name` in errors; without `section` and `model` it is for inference.
-        Raises EngineError: one process has the whole model, and computes other numbers with it than transformers."""
+        """Build the training engine of a role.
+
+        Args:
+            loaded: the model, and the source of its weights.
+            fsdp: sharding and offloading.
+            name: name of the role in errors.
+            section: optimizer settings; None for inference.
+            model: memory settings of training; None for inference.
+
+        Raises:
+            EngineError: a single process computes other numbers with the model than transformers.
+        """
+        memory = Memory(
+            gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
+            activation_offload=model is not None and model.enable_activation_offload,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            offload_weights=fsdp.offload_policy,
+        )
+        training = None
+        if section:
+            training = Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
         options: dict[str, Any] = {
             "read": loaded.read,
             "dtype": self.dtype.value,
             "device": self.processes.world.device,
             "processes": self.processes,
-            "training": Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
-            if section
-            else None,
-            "memory": Memory(
-                gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
-                activation_offload=model is not None and model.enable_activation_offload,
-                reshard_after_forward=fsdp.reshard_after_forward,
-                offload_weights=fsdp.offload_policy,
-            ),
+            "training": training,
+            "memory": memory,
             "name": name,
         }
-        if (own := self.config.actor_rollout_ref.actor.megatron_if_chosen) is None:
+        settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        if settings is None:
+            # Only a single process has all weights, which the comparison needs.
             if self.processes.world.size == 1:
                 probe(loaded.scorer, name)
             return FSDPEngine(loaded.scorer, **options)
         return megatron.MegatronEngine(
             loaded.scorer,
-            sequence_parallel=own.sequence_parallel,
-            virtual=own.virtual_pipeline_model_parallel_size,
-            settings=own.override_transformer_config,
+            sequence_parallel=settings.sequence_parallel,
+            virtual=settings.virtual_pipeline_model_parallel_size,
+            settings=settings.override_transformer_config,
             **options,
         )
 
     def build_frozen(
         self, loaded: LoadedModel, fsdp: FSDPConfig, name: str
     ) -> tuple[FSDPEngine, str]:
-        """An engine for inference alone, whose weights rest where `fsdp` says so; and what it is, to be printed."""
+        """Build an engine for inference, offloaded between phases if `fsdp` says so.
+
+        Args:
+            loaded: the model, and the source of its weights.
+            fsdp: sharding and offloading.
+            name: name of the role in errors.
+
+        Returns:
+            The engine, and a description to be printed.
+        """
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
-        rests, said = (
-            engine.rest_between_phases(kinds, self.config.trainer.offload_directory),
-            engine.describe(),
-        )
-        return (
-            engine,
-            f"{said['parameters'] / 1e6:.1f} M parameters, {said['weights']} ({self.dtype.reason}){rests}",
-        )
+        offloaded = engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
+        facts = engine.describe()
+        text = f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} "
+        return engine, f"{text}({self.dtype.reason}){offloaded}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -202,65 +236,86 @@ class EngineWorker(Worker):
 
 
 class Learner(EngineWorker):
-    """A worker whose model learns. `init_model` makes its loss, and its part of a checkpoint."""
+    """A worker whose model is trained. `init_model` builds the engine and the loss."""
 
-    part = "actor"  # the name of its folder in a checkpoint
+    part = "actor"  # name of its folder in a checkpoint
     objective: Objective
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        is_critic = self.part == "critic"
-        self.section: ActorConfig | CriticConfig = (
-            config.critic if is_critic else config.actor_rollout_ref.actor
-        )
+        self.section: ActorConfig | CriticConfig = config.actor_rollout_ref.actor
+        if self.part == "critic":
+            self.section = config.critic
         self._peak_flops: float | None = None
 
     def make_engine(
         self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str
     ) -> None:
-        """Put the model into `engine`; without its section `model` it is for inference only."""
+        """Build `engine` and its checkpoint.
+
+        Args:
+            loaded: the model, and the source of its weights.
+            model: memory settings of training; None for inference.
+            name: name of the role in errors.
+        """
         section = self.section if model else None
-        self.engine = self.build_engine(
-            loaded, self.section.fsdp_config, name=name, section=section, model=model
-        )
+        fsdp = self.section.fsdp_config
+        self.engine = self.build_engine(loaded, fsdp, name=name, section=section, model=model)
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
-        """Let rest between phases what `fsdp_config` says. Returns what does, behind a semicolon, to be printed.
-        `keeps_weights`: another role computes with these weights."""
+        """Offload between phases what `fsdp_config` says.
+
+        Args:
+            keeps_weights: another role computes with the weights, so they are not offloaded.
+
+        Returns:
+            Description to be printed: empty, or starting with a semicolon.
+        """
         fsdp = self.section.fsdp_config
-        kinds = (
-            {"masters", *(() if keeps_weights else ("weights",))} if fsdp.param_offload else set()
-        )
-        kinds |= {"optimizer"} if fsdp.optimizer_offload else set()
-        frees = fsdp.grad_offload if fsdp.grad_offload is not None else self.device.type != "cpu"
+        kinds: set[str] = set()
+        if fsdp.param_offload:
+            kinds.add("masters")
+        if fsdp.param_offload and not keeps_weights:
+            kinds.add("weights")
+        if fsdp.optimizer_offload:
+            kinds.add("optimizer")
+        # By default gradients are freed on accelerators, whose memory is scarcer.
+        frees_gradients = fsdp.grad_offload
+        if frees_gradients is None:
+            frees_gradients = self.device.type != "cpu"
         text = self.engine.rest_between_phases(
-            kinds, self.config.trainer.offload_directory, frees_gradients=frees
+            kinds, self.config.trainer.offload_directory, frees_gradients=frees_gradients
         )
         if fsdp.param_offload and not self.engine.resting.keys() & {"masters", "weights"}:
             text += "; param_offload moves nothing: the rollout computes with these weights"
         if fsdp.offload_policy and self.device.type == "cpu":
-            text += (
-                "; offload_policy changes nothing on a CPU: weights are, and steps are taken, there"
-            )
+            text += "; offload_policy changes nothing on a CPU, where weights and optimizer are"
         return text
 
     def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
-        """The engine's automatic choices with their reasons, for people to read."""
-        chosen = self.engine.describe()
-        adapter = {"adapter": self.engine.adapter} if has_adapter else {}
+        """Automatic choices of the engine, with reasons, to be printed.
+
+        Args:
+            name: key of the model's description.
+            has_adapter: whether an adapter is trained.
+        """
+        facts = self.engine.describe()
+        choices: dict[str, str] = {}
         masters = f"masters and optimizer in {self.section.optim.master_dtype}"
-        masters += ", of the adapter" if has_adapter else ""
+        if has_adapter:
+            choices["adapter"] = self.engine.adapter
+            masters += ", of the adapter"
         if not is_packed(self.engine.model):
             way = way_of(self.engine.model.config)
-            adapter["rows"] = (
-                f"one at a time, by the attention '{way.attention}' of transformers: {way.reason}. Each row is a "
-                "micro-batch of its own, and prompts are computed once for each of their responses"
+            choices["rows"] = (
+                f"one at a time, by the attention '{way.attention}' of transformers: {way.reason}. "
+                "Each row is a separate micro-batch, and prompts are computed once per response"
             )
-        return adapter | {
-            name: f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
-            "weights": f"{chosen['weights']} ({self.dtype.reason}); {masters}",
-        }
+        size = f"{facts['parameters'] / 1e6:.1f} M parameters"
+        choices[name] = f"{size} on {facts['device']}, {facts['processes']}"
+        choices["weights"] = f"{facts['weights']} ({self.dtype.reason}); {masters}"
+        return choices
 
     def learn(
         self, data: DataProto, rows_per_prompt: int, *, temperature: float = 1.0
@@ -268,62 +323,66 @@ class Learner(EngineWorker):
         """Update the model on a batch.
 
         Args:
-            data: the columns of `UpdateInputs`; `meta_info` has `global_steps` and `total_training_steps`.
+            data: the columns of `UpdateInputs`; `meta_info` has `global_steps` and
+                `total_training_steps`.
             rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
             temperature: sampling temperature, by which logits are divided.
 
-        Returns metrics in `meta_info`; `perf/mfu/NAME` is the share of the device's measured peak that was reached."""
-        start, step, name = time.perf_counter(), data.meta_info["global_steps"], self.objective.name
-        metrics = update(
-            self.engine,
-            data,
-            self.objective,
-            Passes.of(self.section, rows_per_prompt, step, share_prompts=self.share_prompts),
-            lr=lr_at(step, self.section.optim, data.meta_info["total_training_steps"]),
-            temperature=temperature,
-        )
+        Returns:
+            Metrics in `meta_info`. `perf/mfu/NAME` is a share of the device's measured peak.
+        """
+        start = time.perf_counter()
+        step = data.meta_info["global_steps"]
+        name = self.objective.name
+        passes = Passes.of(self.section, rows_per_prompt, step, share_prompts=self.share_prompts)
+        lr = lr_at(step, self.section.optim, data.meta_info["total_training_steps"])
+        metrics = update(self.engine, data, self.objective, passes, lr=lr, temperature=temperature)
         rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
         release_free_memory()
-        # Measured once; where that was at a busy moment, a rate that an update reaches raises it.
+        # The peak is measured once. If the device was busy then, a higher rate corrects it.
         self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
-        return DataProto(
-            meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}}
-        )
+        metrics[f"perf/mfu/{name}"] = Metric(rate / self._peak_flops)
+        return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
-        """Copy the model and its optimizer, and begin to write them below `directory`."""
-        self.checkpoint.start(
-            directory / self.part, frozenset(self.section.checkpoint.save_contents)
-        )
+        """Copy the model and its optimizer, and start to write them below `directory`."""
+        contents = frozenset(self.section.checkpoint.save_contents)
+        self.checkpoint.start(directory / self.part, contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
-        """Begin to write the model as an ordinary Hugging Face folder, below `directory`."""
+        """Start to write the model as a Hugging Face folder, below `directory`."""
         self.checkpoint.start(directory, frozenset({"hf_model"}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether what was begun is on disk; with `wait`, it is when this returns."""
+        """Whether the started checkpoint is on disk. With `wait`, waits until it is."""
         return self.checkpoint.writer.is_written(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Read the model and its optimizer from below `directory`."""
-        self.checkpoint.load(
-            directory / self.part, frozenset(self.section.checkpoint.load_contents)
-        )
+        contents = frozenset(self.section.checkpoint.load_contents)
+        self.checkpoint.load(directory / self.part, contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
-        """How the ranks copy the model and its optimizer; from rank 0."""
+        """Plan of the ranks to copy the model and its optimizer. Rank 0 returns it."""
         with self.engine.awake(*ALL_KINDS):
             self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_copies(self, paths: Sequence[str]) -> str:
-        """Open the memory of this rank, one of those of all ranks. Returns why it cannot be; empty if it can."""
+        """Open the memory for this rank's copies.
+
+        Args:
+            paths: paths of all ranks.
+
+        Returns:
+            The reason if it cannot be opened, or "".
+        """
         try:
             self.copier.open(paths[self.rank])
         except OSError as error:
@@ -332,8 +391,9 @@ class Learner(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
-        """Begin to copy the model and its optimizer as they are after this step."""
-        with self.engine.awake(*ALL_KINDS):  # where something rests, until it is copied
+        """Start to copy the model and its optimizer after a step."""
+        # With offloading, this waits until the state is copied.
+        with self.engine.awake(*ALL_KINDS):
             self.engine.copying = self.copier.start(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -347,28 +407,42 @@ class Learner(EngineWorker):
 def model_inputs(
     batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS, *, with_routes: bool = False
 ) -> DataProto:
-    """What a pass without gradients reads: `MODEL_INPUTS`, those of the objects that are there, and `with_routes` the
-    experts of each token, where the rollout reported them."""
-    routes = {ROUTES} & set(batch.batch.keys()) if with_routes else ()
-    return batch.select(
-        [*MODEL_INPUTS, *routes], [key for key in objects if key in batch.non_tensor_batch]
-    )
+    """Select the columns that a pass without gradients reads.
+
+    Args:
+        batch: rows with `MODEL_INPUTS`.
+        objects: object columns, selected where they exist.
+        with_routes: whether to select the experts of each token, if the rollout reported them.
+    """
+    columns = list(MODEL_INPUTS)
+    if with_routes and ROUTES in batch.batch.keys():
+        columns.append(ROUTES)
+    return batch.select(columns, [key for key in objects if key in batch.non_tensor_batch])
 
 
 class UpdateInputs:
-    """The columns that the updates read, by the losses that the configuration chooses."""
+    """The columns that updates read, which depend on the configured losses."""
 
     def __init__(self, config: Config) -> None:
-        actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+        actor = config.actor_rollout_ref.actor
+        correction = config.algorithm.rollout_correction
         self._policy = PolicyObjective(actor, correction, config.distillation)
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
-        """Columns for `update_actor` or `update_critic`; what the policy loss makes of the whole batch is added."""
+        """Select the columns for `update_actor` or `update_critic`.
+
+        Args:
+            batch: all rows. The policy loss adds columns that it computes from the whole batch.
+            role: the role that is updated.
+        """
+        objective: Objective = self._value
         if role == "actor":
+            # Workers see only their chunks, so columns of the whole batch are computed here.
             self._policy.add_batch_columns(batch)
-        fields = (self._policy if role == "actor" else self._value).fields(batch)
-        names = dict.fromkeys((*MODEL_INPUTS, *fields, *({"row_index"} & set(batch.batch.keys()))))
-        return batch.select(
-            list(names), [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
-        )
+            objective = self._policy
+        columns = [*MODEL_INPUTS, *objective.fields(batch)]
+        if "row_index" in batch.batch.keys():
+            columns.append("row_index")
+        objects = [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
+        return batch.select(list(dict.fromkeys(columns)), objects)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role's part of a checkpoint: what its ranks write and read.
+"""Checkpoint of a role, written and read by all of its ranks.
 
     actor/
-      config.json, generation_config.json, the tokenizer's files      with `model`; the processor's, where it sees
-      model/         distributed checkpoint: float32 weights under the names that transformers' module gives them
-      adapter_config.json, adapter_model.safetensors                  with `model`, of one with an adapter: PEFT's files
-      optimizer/     distributed checkpoint: moments and step counts
-      huggingface/   with `hf_model`: safetensors of the whole model, and the small files above
+      config.json, generation_config.json, files of tokenizer and image processor     `model`
+      adapter_config.json, adapter_model.safetensors: PEFT's files of an adapter      `model`
+      model/         distributed checkpoint: float32 weights, names of transformers   `model`
+      optimizer/     distributed checkpoint: moments and step counts                  `optimizer`
+      huggingface/   safetensors of the full model, and the small files above         `hf_model`
 
-The folders are written by all ranks of the role, the rest by its first. `huggingface` is put together from the
-files of `model`, tensor by tensor, after all have written theirs: no rank holds more of it than one shard. Of a
-model with an adapter `model` is the adapter alone; for `huggingface` it is merged into the frozen weights, which are
-written beside it for that long.
+All ranks write the folders of distributed checkpoints; the first rank writes the rest.
+`huggingface` is assembled from the files of `model`, tensor by tensor, after all ranks have written
+theirs: no rank holds more of it than one shard. For a model with an adapter, `model` is only the
+adapter; for `huggingface` it is merged into the frozen weights, which are written to a temporary
+folder.
 """
 
 import shutil
@@ -30,67 +31,82 @@ from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
 from quadriga.models.weight_names import ConvertedFiles
 
-HF_FOLDER = "huggingface"  # where a role's part of a checkpoint has the model of `hf_model`
-OPTIMIZER, FROZEN = "optimizer", "frozen"
+HF_FOLDER = "huggingface"  # folder of `hf_model` in a role's checkpoint
+OPTIMIZER = "optimizer"
+FROZEN = "frozen"
 
 
 class RoleCheckpoint:
-    """Writes and reads one role's part. All ranks of the role call the same methods in turn."""
+    """Writes and reads the checkpoint of a role. All its ranks call the same methods in turn."""
 
     def __init__(
         self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self.engine = engine
+        self.model = model
+        self.tokenizer = tokenizer
         self.writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy `contents` (of `model`, `optimizer` and `hf_model`) out of the engine, and begin to write it into the
-        role's folder; `writer` knows when it is on disk.
-        Raises CheckpointError: something cannot be written, now or in the last call."""
-        adapter, config = adapter_of(self.model), self.model.config
-        whole = {MODEL, FROZEN} if adapter else {MODEL}
-        parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
+        """Copy state out of the engine, and start to write it. `writer` knows when it is on disk.
+
+        Args:
+            folder: folder of the role.
+            contents: some of `model`, `optimizer` and `hf_model`.
+
+        Raises:
+            CheckpointError: something cannot be written, now or since the last call.
+        """
+        adapter = adapter_of(self.model)
+        config = self.model.config
+        parts = contents & {MODEL, OPTIMIZER}
+        if "hf_model" in contents:
+            parts |= {MODEL, FROZEN} if adapter else {MODEL}
         with self.engine.awake(*ALL_KINDS):
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
             self.writer.start(states, partial(_complete, folder, contents, adapter, self.model))
         if not self.engine.world.is_first:
             return
-        # The small files, here and not in the thread: a tokenizer must not be saved while it is used.
+        # The small files are not written in the thread: a tokenizer must not be saved while in use.
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for part, place in ((MODEL, folder), ("hf_model", folder / HF_FOLDER)):
+            for part, target in ((MODEL, folder), ("hf_model", folder / HF_FOLDER)):
                 if part not in contents:
                     continue
-                place.mkdir(exist_ok=True)
-                config.save_pretrained(place)
-                # Without the checks of save_pretrained, which refuses files that models on the hub come with.
-                # A classifier has none.
-                if (generation := getattr(self.model, "generation_config", None)) is not None:
-                    generation.to_json_file(place / "generation_config.json")
-                self.tokenizer.save_pretrained(place)
-                copy_processor(config, place)
+                target.mkdir(exist_ok=True)
+                config.save_pretrained(target)
+                # Not by save_pretrained, which refuses the values of some models on the hub.
+                # Classifiers have no generation_config.
+                generation = getattr(self.model, "generation_config", None)
+                if generation is not None:
+                    generation.to_json_file(target / "generation_config.json")
+                self.tokenizer.save_pretrained(target)
+                copy_processor(config, target)
             if MODEL in contents and adapter:
                 write_adapter_config(self.model, folder)
 
     def load(self, folder: Path, contents: frozenset[str]) -> None:
-        """Read `model`, `optimizer` or both back into the engine, whatever layout has written them.
-        Raises CheckpointError: the checkpoint has no such part, or is that of another model or optimizer."""
+        """Load `model`, `optimizer` or both into the engine, from a checkpoint of any layout.
+
+        Args:
+            folder: folder of the role.
+            contents: the parts to load.
+
+        Raises:
+            CheckpointError: a part is missing, or belongs to another model or optimizer.
+        """
         parts = contents & {MODEL, OPTIMIZER}
         if MODEL in parts:
-            # An adapter goes on as an adapter of the same rank and scale, which its tensors do not say.
+            # Rank and scale of an adapter must be the same. Its tensors do not show the scale.
             saved = read_adapter(folder) if is_adapter(folder) else None
-            kinds = [
-                f"an adapter of rank {one.rank} and scale {one.scale:g}" if one else "all weights"
-                for one in (saved, adapter_of(self.model))
-            ]
-            if kinds[0] != kinds[1]:
-                where, expected = (
-                    folder / ADAPTER_CONFIG if saved else folder,
-                    "as actor_rollout_ref.model says",
-                )
-                fix = "Resume with the lora_rank and lora_alpha of the run that wrote it."
+            saved_kind = _kind_of_weights(saved)
+            kind = _kind_of_weights(adapter_of(self.model))
+            if saved_kind != kind:
                 raise CheckpointError(
-                    str(where), got=kinds[0], expected=f"{kinds[1]}, {expected}", fix=fix
+                    str(folder / ADAPTER_CONFIG if saved else folder),
+                    got=saved_kind,
+                    expected=f"{kind}, as actor_rollout_ref.model says",
+                    fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
                 )
         with self.engine.awake(*ALL_KINDS):
             for part in sorted(parts):
@@ -98,9 +114,16 @@ class RoleCheckpoint:
             self.engine.state_was_loaded(parts)
 
 
+def _kind_of_weights(adapter: AdapterShape | None) -> str:
+    if adapter is None:
+        return "all weights"
+    return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}"
+
+
 def _complete(
     folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel
 ) -> None:
+    """Convert the distributed checkpoint of an adapter or for `hf_model`, once it is written."""
     if adapter and MODEL in contents:
         with explained(folder):
             files = open_weights(folder / MODEL)

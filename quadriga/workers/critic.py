@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value function: what return to expect before each token of a response."""
+"""Critic worker: a value function that predicts the return before each token of a response.
+
+Legend: B rows, T response positions.
+"""
 
 import torch
 
@@ -20,9 +23,10 @@ class CriticWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
+        """Load the model and build the engine. Returns the choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, "critic")
         model = self.config.critic.model
+        # Without a path of its own the critic starts from the policy.
         path = model.path or self.config.actor_rollout_ref.model.path
         loaded = load_model(self.config, path, ValueScorer, torch.float32, self.processes)
         self.make_engine(loaded, model, "critic")
@@ -33,9 +37,10 @@ class CriticWorker(Learner):
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` [B, T]"""
+        """Predict `values` [B, T]."""
         micro = MicroBatching(None, self.section.ppo_max_token_len_per_gpu, self.share_prompts)
-        return DataProto.from_dict(tensors={"values": infer(self.engine, data, micro)["values"]})
+        values = infer(self.engine, data, micro)["values"]
+        return DataProto.from_dict(tensors={"values": values})
 
     @register(dispatch_mode=BY_REPLICA)
     def update_critic(self, data: DataProto) -> DataProto:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine at work, colocated with the actor or on processes of its own."""
+"""Generation by a rollout engine, colocated with the actor or in separate processes."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,14 +24,19 @@ from quadriga.workers.rollout_engines import make_rollout_engine
 
 
 class Generation:
-    """Responses to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
+    """Generates responses: for a batch at once, or with `rollout.mode=async` as conversations.
 
     Args:
-        is_beside_training: whether models train on the same device: the engine sleeps meanwhile
+        config: the configuration.
+        tokenizer: tokenizer of the policy.
+        device: device of the engine.
+        dtype: dtype of the engine's weights.
+        is_beside_training: whether models train on the same device. The engine sleeps meanwhile
             (`rollout.free_cache_engine`).
-        num_processes: how many generate; they share the graders.
-        actor: the actor's own module, where this process has all of its weights.
-        group: the ranks that generate together; its leader has agent loops and graders, and returns the responses.
+        num_processes: number of processes that generate. They share the graders.
+        actor: the actor's module, if this process has all of its weights.
+        group: the ranks that generate together. Its leader has agent loops and graders, and returns
+            the responses.
     """
 
     def __init__(
@@ -46,27 +51,25 @@ class Generation:
         actor: PreTrainedModel | None = None,
         group: RolloutGroup | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.group = config, tokenizer, group
+        self.config = config
+        self.tokenizer = tokenizer
+        self.group = group
         self.engine = make_rollout_engine(
             config, tokenizer, device=device, dtype=dtype, actor=actor, group=group
         )
-        leads, num_processes = (
-            group is None or group.is_leader,
-            num_processes // (1 if group is None else group.size),
-        )
-        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        rollout = config.actor_rollout_ref.rollout
         self.sleeps = is_beside_training and rollout.free_cache_engine
-        shape = load_config(
-            model.path,
-            trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
-        )
-        self.vocabulary_size = shape.get_text_config().vocab_size
+        self.vocabulary_size = _vocabulary_size(config)
         self.loops: AgentLoopManager | None = None
-        self.grader = early_grader(config, tokenizer, num_processes) if leads else None
+        self.grader = None
         self.choices = {"rollout": self.engine.description}
-        if rollout.mode == "async" and leads:
-            own_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
+        is_leader = group is None or group.is_leader
+        if is_leader:
+            num_leaders = num_processes // (1 if group is None else group.size)
+            self.grader = early_grader(config, tokenizer, num_leaders)
+        if rollout.mode == "async" and is_leader:
+            # Only loops with several turns add images to a conversation.
+            adds_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
             self.loops = AgentLoopManager(
                 rollout,
                 tokenizer,
@@ -74,32 +77,44 @@ class Generation:
                 response_length=config.data.max_response_length,
                 template_kwargs=config.data.apply_chat_template_kwargs,
                 log_dir=config.trainer.directory / "logs",
-                processor=build_processor(config) if own_turns else None,
+                processor=build_processor(config) if adds_turns else None,
                 vocabulary_size=self.vocabulary_size,
             )
-            self.choices |= {"tools": self.loops.description} if self.loops.description else {}
+            if self.loops.description:
+                self.choices["tools"] = self.loops.description
+        # Leave the device to the models that train.
         if self.sleeps:
             self.engine.sleep()
 
     def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
-        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`, from an engine
-        whose weights must have this version; a member of a rollout group generates with its leader, and returns no
-        rows.
-        Raises EngineError: a prompt has a token that the model does not know."""
+        """Generate responses by `rollout.generate_sequences` or `AgentLoopManager.generate`.
+
+        Args:
+            prompts: rows with `PROMPT_TENSORS`.
+            weight_version: the version that the engine's weights must have.
+
+        Returns:
+            The responses. Members of a rollout group other than its leader return no rows.
+
+        Raises:
+            EngineError: a prompt has a token that the model does not know.
+        """
         seed = self.config.trainer.seed
-        # The id of padding is never computed with.
+        # Padding is not checked: it is never computed with.
         token_ids = prompts.batch["input_ids"][prompts.batch["attention_mask"].bool()]
         if token_ids.numel() and int(token_ids.max()) >= self.vocabulary_size:
-            expected = f"ids below {self.vocabulary_size}, the size of the model's vocabulary"
-            fix = "Use the model's own tokenizer: see data.tokenizer."
             raise EngineError(
-                "prompts", got=f"token id {int(token_ids.max())}", expected=expected, fix=fix
+                "prompts",
+                got=f"token id {int(token_ids.max())}",
+                expected=f"ids below {self.vocabulary_size}, the size of the model's vocabulary",
+                fix="Use the model's own tokenizer: see data.tokenizer.",
             )
         prompts.meta_info["weight_version"] = weight_version
         if self.sleeps:
             self.engine.wake()
         try:
             if self.group is not None and not self.group.is_leader:
+                # Take the leader's steps until it releases the group.
                 self.engine.follow()
                 return DataProto()
             if self.loops is not None:
@@ -119,18 +134,19 @@ class Generation:
                 self.engine.release()
             if self.sleeps:
                 self.engine.sleep()
-        if not prompts.meta_info.get(
-            "validate", False
-        ):  # of validation no metrics of the engine are kept
-            counts, self.engine.counts = self.engine.counts, Counter()
-            responses.meta_info["metrics"] |= {
-                name: Metric(count, "sum") for name, count in counts.items() if count
-            }
+        # Validation does not report the counts of the engine.
+        if not prompts.meta_info.get("validate", False):
+            counts = self.engine.counts
+            self.engine.counts = Counter()
+            metrics = responses.meta_info["metrics"]
+            for name, count in counts.items():
+                if count:
+                    metrics[name] = Metric(count, "sum")
         release_free_memory()
         return responses
 
     def close(self) -> None:
-        """End the engine, the agent loops and the graders."""
+        """Close the engine, the agent loops and the graders."""
         if self.loops is not None:
             self.loops.close()
         if self.grader is not None:
@@ -147,21 +163,22 @@ def build_processor(config: Config) -> Any:
 
 
 def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
-    """What decides about prompts beside the section `data`.
+    """Facts outside the section `data` that decide about prompts.
 
     Raises:
-        ConfigError, RolloutError: as `offered_tools`.
-        DataError: as `embedding_limit`.
+        ConfigError, RolloutError: see `offered_tools`.
+        DataError: see `embedding_limit`.
     """
-    rollout, limit = config.actor_rollout_ref.rollout, embedding_limit(config, tokenizer)
+    rollout = config.actor_rollout_ref.rollout
+    limit = embedding_limit(config, tokenizer)
     tools, agents = offered_tools(rollout)
     return PromptContext(tools, agents, rollout.agent.default_agent_loop, limit)
 
 
 def embedding_limit(config: Config, tokenizer: Any) -> int | None:
-    """Rows of the model's embedding where the tokenizer has ids beyond them, else None.
+    """Number of rows of the model's embedding if the tokenizer has ids beyond them, else None.
 
-    Prints how many tokens cannot be used, unless it is the padding alone.
+    Prints the number of unusable tokens, unless it is only the padding.
 
     Raises:
         DataError: a token that ends responses has no row.
@@ -169,37 +186,40 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
     model = config.actor_rollout_ref.model
     if not model.path:
         return None
-    shape = load_config(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
-    )
-    size = shape.get_text_config().vocab_size
+    size = _vocabulary_size(config)
     name = f"tokenizer {tokenizer.name_or_path}"
     stops = [(name, tokenizer.eos_token_id)]
-    stops += [
-        (f"{model.path}, generation_config.json", token_id)
-        for token_id in declared_stop_token_ids(model.path)
-    ]
+    for token_id in declared_stop_token_ids(model.path):
+        stops.append((f"{model.path}, generation_config.json", token_id))
     for where, token_id in stops:
         if token_id is not None and token_id >= size:
-            expected = f"an id below {size}, the rows of the model's embedding"
-            fix = (
-                "The model can never write it: correct the file, or use the model's own tokenizer."
-            )
             raise DataError(
-                where, got=f"the end-of-sequence token id {token_id}", expected=expected, fix=fix
+                where,
+                got=f"the end-of-sequence token id {token_id}",
+                expected=f"an id below {size}, the rows of the model's embedding",
+                fix="The model can never write it: correct the file, or use the model's tokenizer.",
             )
     beyond = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= size)
     if not beyond:
         return None
-    if unusable := [token for token in beyond if token != tokenizer.pad_token]:
-        shown = ", ".join(map(repr, unusable[:5]))
-        what = f"{len(unusable)} tokens have no row in the model's embedding of {size} ({shown})"
-        print(f"{name}: {what}; a row that holds one is refused.", flush=True)
+    unusable = [token for token in beyond if token != tokenizer.pad_token]
+    if unusable:
+        examples = ", ".join(map(repr, unusable[:5]))
+        notice = f"{len(unusable)} tokens have no row in the model's embedding of {size}"
+        print(f"{name}: {notice} ({examples}); a row that holds one is refused.", flush=True)
     return size
 
 
+def _vocabulary_size(config: Config) -> int:
+    model = config.actor_rollout_ref.model
+    shape = load_config(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+    )
+    return shape.get_text_config().vocab_size
+
+
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Token ids that end a response by the generation_config.json of a model, which may have none."""
+    """Token ids that end a response, from a model's generation_config.json if it has one."""
     with explained(path):
         try:
             declared = GenerationConfig.from_pretrained(path).eos_token_id

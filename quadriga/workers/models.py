@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the roles: whether they fit the ranks and the sequences, and how they are loaded."""
+"""Models of the roles: loading, and checks against the layouts and sequence lengths of a run."""
 
 import json
 import re
@@ -52,40 +52,46 @@ from quadriga.observe.machine import choose_dtype
 from quadriga.workers.rollout_engines import ENGINES
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
-"""A value head of ours, of TRL, and of transformers' classifiers of tokens and of sequences."""
+"""Value heads of Quadriga, TRL, and transformers' token and sequence classifiers."""
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A scorer, and where its parameters' values come from: None where it has them."""
+    """A model with a head, and the source of its weights."""
 
     scorer: Scorer
-    read: ReadWeight | None
+    read: ReadWeight | None  # None: the scorer has its weights
 
 
 def load_policy(
     config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False
 ) -> LoadedModel:
-    """The model of `actor_rollout_ref.model` as a policy, for the ranks that will hold it; a vision encoder that the
-    configuration freezes is frozen, and the adapter of the configuration is in float32. `dtype`: of replicated weights;
-    sharded ones are read when they are cut."""
+    """Load the policy of `actor_rollout_ref.model`.
+
+    Freezes the vision encoder if the configuration says so.
+
+    Args:
+        config: the configuration.
+        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        processes: the ranks that will hold the model.
+        has_adapter: whether to add the configured adapter, in float32.
+    """
     section = config.actor_rollout_ref.model
     loaded = load_model(config, section.path, PolicyScorer, dtype, processes)
     if config.actor_rollout_ref.actor.freeze_vision_tower:
         vision_encoder(loaded.scorer.model).requires_grad_(False)
     if not has_adapter:
         return loaded
-    read_factor, read_base = (
-        add_adapter(loaded.scorer.model, section, config.trainer.seed),
-        loaded.read,
-    )
+    read_factor = add_adapter(loaded.scorer.model, section, config.trainer.seed)
+    read_base = loaded.read
     if read_base is None:
         return loaded
-    return LoadedModel(
-        loaded.scorer,
-        lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)),
-    )
+
+    def read(name: str) -> torch.Tensor:
+        return read_factor(name) if is_factor(name) else read_base(base_name(name))
+
+    return LoadedModel(loaded.scorer, read)
 
 
 def load_model(
@@ -97,48 +103,81 @@ def load_model(
     *,
     is_teacher: bool = False,
 ) -> LoadedModel:
-    """The model at `path` with a head, and the options of `actor_rollout_ref.model`, of which a teacher has none that
-    change the model; a value head is that of the files, zero where they have none. `dtype` is that of replicated
-    weights; sharded ones are read when they are cut.
-    Raises EngineError: the files lack a weight, or their head gives a token several numbers."""
+    """Load the model at `path`, with the options of `actor_rollout_ref.model`.
+
+    A value head comes from the files; without one there it is zero.
+
+    Args:
+        config: the configuration.
+        path: folder or hub name.
+        scorer: the head.
+        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        processes: the ranks that will hold the model.
+        is_teacher: whether to ignore `override_config`, which is for the policy.
+
+    Raises:
+        EngineError: the files lack a weight, or their head has several labels.
+    """
     model = config.actor_rollout_ref.model
-    overrides = {} if is_teacher else {"override_config": model.override_config}
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, **overrides}
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if not is_teacher:
+        options["override_config"] = model.override_config
     is_critic = scorer is ValueScorer
     folder = model_folder(path) if is_critic or not processes.layout.is_whole else None
     if folder is None or processes.layout.is_whole:
-        how = {"dtype": dtype, "device": processes.world.device, "needs_head": not is_critic}
-        whole = scorer(load_causal_lm(path, **how, **options))
+        device = processes.world.device
+        causal_lm = load_causal_lm(
+            path, dtype=dtype, device=device, needs_head=not is_critic, **options
+        )
+        replicated = scorer(causal_lm)
+        # transformers does not know the value head, so it is read separately.
         if is_critic and folder is not None:
-            files = _files(whole, folder)
-            for name, parameter in whole.model.get_submodule("value_head").named_parameters(
-                "value_head"
-            ):
+            files = _files(replicated, folder)
+            head = replicated.model.get_submodule("value_head")
+            for name, parameter in head.named_parameters("value_head"):
                 if name in files.shapes:
                     parameter.data.copy_(files.read(name))
-        return LoadedModel(whole, None)
+        return LoadedModel(replicated, None)
     loaded, missing = _read_when_cut(scorer(skeleton_causal_lm(folder, **options)), folder)
+    # Policies have no value head: the critic then starts with a head of zeros.
     missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
-        got = f"no weights for {len(missing)} parameters, first {missing[0]}"
-        expected = "all weights of the model, under the names that transformers gives them"
-        fix = "Load and save it once with transformers, or set fsdp_config.fsdp_size=1."
-        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
+        raise EngineError(
+            f"model {path}",
+            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
+            expected="all weights of the model, under the names that transformers gives them",
+            fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
+        )
     return loaded
 
 
 def load_judge(
     path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool
 ) -> LoadedModel:
-    """The reward model at `path`; sharded weights are read when they are cut. EngineError: as `load_reward_model`."""
+    """Load the reward model at `path`.
+
+    Args:
+        path: folder or hub name.
+        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        processes: the ranks that will hold the model.
+        trust_remote_code: whether to run code of the folder.
+
+    Raises:
+        EngineError: see `load_reward_model`.
+    """
     folder = None if processes.layout.is_whole else model_folder(path)
     if folder is None:
-        how = {"device": processes.world.device, "trust_remote_code": trust_remote_code}
-        return LoadedModel(RewardScorer(load_reward_model(path, dtype=dtype, **how)), None)
-    sees = is_vision(load_config(folder, trust_remote_code=trust_remote_code))
-    kind = None if sees else AutoModelForSequenceClassification
-    skeleton = skeleton_causal_lm(folder, trust_remote_code=trust_remote_code, auto_class=kind)
-    if sees:
+        device = processes.world.device
+        model = load_reward_model(
+            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+        return LoadedModel(RewardScorer(model), None)
+    has_vision = is_vision(load_config(folder, trust_remote_code=trust_remote_code))
+    auto_class = None if has_vision else AutoModelForSequenceClassification
+    skeleton = skeleton_causal_lm(
+        folder, trust_remote_code=trust_remote_code, auto_class=auto_class
+    )
+    if has_vision:
         add_score(skeleton)
     require_judge(path, skeleton, [])
     loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
@@ -148,208 +187,256 @@ def load_judge(
 
 
 def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
-    """A model whose weights are read from the files of a folder, and the names that these lack: they are zero."""
-    files, buffers = (
-        ConvertedFiles(_files(skeleton, folder), skeleton.model),
-        weight_buffers(skeleton.model),
-    )
-    names, shapes = (
-        files.shapes,
-        {name: one.shape for name, one in skeleton.model.named_parameters()},
-    )
-    loaded = LoadedModel(
-        skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name])
-    )
+    """Prepare a model for weights that are read from the files of a folder when they are cut.
+
+    Returns:
+        The model, and the names of weights that the files lack, which are zero.
+    """
+    files = ConvertedFiles(_files(skeleton, folder), skeleton.model)
+    names = files.shapes
+    shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
+
+    def read(name: str) -> torch.Tensor:
+        return files.read(name) if name in names else torch.zeros(shapes[name])
+
+    # Buffers are not cut: every rank reads them at once.
+    buffers = weight_buffers(skeleton.model)
     for name, buffer in buffers.items():
         if name in names:
             buffer.copy_(files.read(name))
-    return loaded, [name for name in (*shapes, *buffers) if name not in names]
+    missing = [name for name in (*shapes, *buffers) if name not in names]
+    return LoadedModel(skeleton, read), missing
 
 
 def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
-    """The weights of a folder, a critic's value head under our names. Raises EngineError: as `load_model`."""
+    """Open the weights of a folder. A critic's value head gets Quadriga's names.
 
-    def own_name(name: str) -> str:
+    Raises:
+        EngineError: the value head has several labels.
+    """
+
+    def renamed(name: str) -> str:
         head = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
         return f"{scorer.head}.{head[1]}" if head else name
 
-    files = RenamedFiles(open_model(folder), own_name)
-    if (size := files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]) != 1:
-        expected, fix = "one, the value", "Name a policy, a critic, or a classifier with one label."
+    files = RenamedFiles(open_model(folder), renamed)
+    num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
+    if num_labels != 1:
         raise EngineError(
-            f"critic {folder}", got=f"a head with {size} labels", expected=expected, fix=fix
+            f"critic {folder}",
+            got=f"a head with {num_labels} labels",
+            expected="one, the value",
+            fix="Name a policy, a critic, or a classifier with one label.",
         )
     return files
 
 
 def check_models(config: Config, *, has_critic: bool) -> None:
-    """ConfigError: heads or layers that cannot be divided over the ranks, or policies with too few positions."""
+    """Check that the models fit the layouts and sequence lengths of the configuration.
+
+    Raises:
+        ConfigError: heads or layers cannot be divided over the ranks, the policy has too few
+            positions, or a model has the wrong kind.
+    """
     policy = _model_config(config, ACTOR)
-    names, own = policy.architectures or [], getattr(policy, "auto_map", {})
-    generates = (
-        not names
-        or "AutoModelForCausalLM" in own
-        or any(name.endswith(_GENERATING) for name in names)
-    )
+    path = config.actor_rollout_ref.model.path
+    # A configuration without architectures may be any model: loading it will show.
+    names = policy.architectures or []
+    has_custom_code = "AutoModelForCausalLM" in getattr(policy, "auto_map", {})
+    generates = not names or has_custom_code or any(name.endswith(_GENERATING) for name in names)
     if not generates and config.task != "reward_model":
-        got = f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}"
-        fix = "Name a model whose architecture ends in ForCausalLM."
         raise ConfigError(
             "actor_rollout_ref.model.path",
-            got,
-            "a causal language model, which generates text",
-            fix,
+            got=f"'{path}', whose config.json names {', '.join(names)}",
+            expected="a causal language model, which generates text",
+            fix="Name a model whose architecture ends in ForCausalLM.",
         )
     _check_vision(config, policy, has_critic=has_critic)
-    positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
-    needed = config.data.max_prompt_length + config.data.max_response_length
-    if positions is not None and needed > positions:
-        expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
-        fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
+    text = policy.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    num_tokens = config.data.max_prompt_length + config.data.max_response_length
+    if positions is not None and num_tokens > positions:
         raise ConfigError(
-            "data.max_prompt_length + data.max_response_length", f"{needed} tokens", expected, fix
+            "data.max_prompt_length + data.max_response_length",
+            got=f"{num_tokens} tokens",
+            expected=f"at most {positions}, the positions of {path}",
+            fix="Lower one of them, or raise the positions with "
+            "actor_rollout_ref.model.override_config.",
         )
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
-    text, size = policy.get_text_config(), rollout_group_size(config) * rollout_devices(config)
-    heads = getattr(text, "num_attention_heads", 1)
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or (keys % size and size % keys):
-        where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {heads} heads"
-        expected = (
-            f"a number that divides them, and that {keys} key-value heads divide or are divided by"
-        )
+
+    # The rollout divides attention heads over its ranks, and repeats key-value heads if necessary.
+    size = rollout_group_size(config) * rollout_devices(config)
+    num_heads, num_kv_heads = _num_heads(text)
+    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
+        expected += "divide or are divided by"
         raise ConfigError(
-            where,
-            got=f"{got} and {keys} key-value heads",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
             expected=expected,
             fix="Choose another one.",
         )
+
+    # The training engines divide heads and layers in other ways.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
             require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             text = model.get_text_config()
+            num_heads, num_kv_heads = _num_heads(text)
             shape = ModelShape(
                 name=(model.architectures or [type(model).__name__])[0],
                 num_layers=text.num_hidden_layers,
-                num_heads=(heads := getattr(text, "num_attention_heads", 1)),
-                num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 tensor_plan={} if layout.has_own_modules else tensor_plan(text),
                 num_experts=_num_experts(text),
             )
             check_model(layout, shape, where)
 
 
+def _num_heads(text: Any) -> tuple[int, int]:
+    """Numbers of attention heads and key-value heads."""
+    num_heads = getattr(text, "num_attention_heads", 1)
+    return num_heads, getattr(text, "num_key_value_heads", None) or num_heads
+
+
 def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
+    """Check architectures whose rows cannot be packed."""
     rollout = ENGINES[config.actor_rollout_ref.rollout.name]
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
         if not way.reason:
             continue
-        alone = f"for an architecture whose rows are computed one at a time ({way.reason})"
+        problem = f"for an architecture whose rows are computed one at a time ({way.reason})"
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
-            fix = "Shard the weights with fsdp_config.fsdp_size."
             raise ConfigError(
-                where, f"{layout.describe()}, {alone}", "no other sizes than fsdp_size", fix
+                where,
+                got=f"{layout.describe()}, {problem}",
+                expected="no other sizes than fsdp_size",
+                fix="Shard the weights with fsdp_config.fsdp_size.",
             )
         if where == ACTOR and rollout.needs_packed_rows:
-            expected, fix = (
-                "an engine that knows its layers",
-                "Set it to hf, or to vllm where it loads the model.",
-            )
             raise ConfigError(
-                f"{ROLLOUT}.name", got=f"{rollout.name}, {alone}", expected=expected, fix=fix
+                f"{ROLLOUT}.name",
+                got=f"{rollout.name}, {problem}",
+                expected="an engine that knows its layers",
+                fix="Set it to hf, or to vllm where it loads the model.",
             )
-    limit, needed = (
-        length_limit(policy),
-        config.data.max_prompt_length + config.data.max_response_length,
-    )
-    if limit is not None and needed > limit and rollout.needs_packed_rows:
-        got = f"{rollout.name}, for sequences of up to {needed} tokens of a model with rope_type=longrope"
-        expected = (
-            f"at most {limit} tokens: beyond, its positions depend on the length of a sequence"
-        )
+    limit = length_limit(policy)
+    num_tokens = config.data.max_prompt_length + config.data.max_response_length
+    if limit is not None and num_tokens > limit and rollout.needs_packed_rows:
+        got = f"{rollout.name}, for sequences of up to {num_tokens} tokens of a model with "
+        got += "rope_type=longrope"
         raise ConfigError(
-            f"{ROLLOUT}.name", got=got, expected=expected, fix="Set it to hf, or lower the lengths."
+            f"{ROLLOUT}.name",
+            got=got,
+            expected=f"at most {limit} tokens: beyond, positions depend on a sequence's length",
+            fix="Set it to hf, or lower the lengths.",
         )
 
 
 def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
-    """Of the models that learn, as their config.json describes them: their parameters, what a token costs, and what a
-    process keeps of them; for people to read. Raises ConfigError: as `check_models`."""
+    """Describe the trained models by their config.json: parameters, cost per token, memory.
+
+    Raises:
+        ConfigError: see `check_models`.
+    """
     check_models(config, has_critic=has_critic)
-    model, device = config.actor_rollout_ref.model, "cuda" if torch.cuda.is_available() else "cpu"
+    model = config.actor_rollout_ref.model
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     arranged = {
         where: layout for where, layout, _ in _arranged_models(config, has_critic=has_critic)
     }
     for where, section in ((ACTOR, config.actor_rollout_ref.actor), (CRITIC, config.critic)):
-        if (layout := arranged.get(where)) is None:
+        layout = arranged.get(where)
+        if layout is None:
             continue
         path, options = _path_and_options(config, where)
         skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
         is_adapted = model.has_adapter and where == ACTOR
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
-        total = sum(one.numel() for one in skeleton.parameters())
+        total = sum(parameter.numel() for parameter in skeleton.parameters())
         layers = list(mixtures(skeleton))
-        of_experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
-        told = f"{where}: {total / 1e6:.1f} M parameters"
+        in_experts = 0
+        for layer in layers:
+            in_experts += sum(parameter.numel() for parameter in layer.experts.parameters())
+        text = f"{where}: {total / 1e6:.1f} M parameters"
         if layers:
-            counts = f"{router_of(layers[0]).top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
-            told += f", {of_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        told += (
-            f"; {(cost.num_block_parameters + cost.num_head_parameters) / 1e6:.1f} M multiply it"
+            top_k = router_of(layers[0]).top_k
+            counts = f"{top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
+            text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
+        num_active = cost.num_block_parameters + cost.num_head_parameters
+        forward = cost.forward_flops(1, 1, 0) / 1e9
+        update = cost.update_flops(1, 1, 0) / 1e9
+        yield (
+            f"{text}; {num_active / 1e6:.1f} M multiply it: {forward:.3g} GFLOP forward, "
+            f"{update:.3g} learned from, attention aside"
         )
-        forward, update = (
-            f"{one(1, 1, 0) / 1e9:.3g}" for one in (cost.forward_flops, cost.update_flops)
-        )
-        yield f"{told}: {forward} GFLOP forward, {update} learned from, attention aside"
         dtype = choose_dtype(section.fsdp_config.model_dtype, device).value
-        kept = layout.state_bytes(
-            of_experts, total - of_experts, dtype.itemsize, is_trained=not is_adapted
+        num_bytes = layout.state_bytes(
+            in_experts, total - in_experts, dtype.itemsize, is_trained=not is_adapted
         )
-        what = "frozen weights" if is_adapted else "weights, AdamW's moments and sums of gradients"
-        yield f"{where}: a process keeps about {kept / 1e9:.3g} GB of {what} ({layout.describe()}, {str(dtype)[6:]})"
+        state = "weights, AdamW's moments and sums of gradients"
+        if is_adapted:
+            state = "frozen weights"
+        yield (
+            f"{where}: a process keeps about {num_bytes / 1e9:.3g} GB of {state} "
+            f"({layout.describe()}, {str(dtype)[6:]})"
+        )
 
 
 def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
-    """Refuse to go on from a policy with another number of experts, as its config.json says; what else differs is found
-    when it is read, and damage too. Raises CheckpointError: says both numbers."""
+    """Refuse to resume a policy with another number of experts.
+
+    Other differences, and damage, are found when the checkpoint is read.
+
+    Raises:
+        CheckpointError: the numbers differ.
+    """
     if checkpoint is None:
         return
+    folder = checkpoint / "actor"
     try:
-        known = json.loads((checkpoint / "actor" / "config.json").read_text(encoding="utf-8"))
-        theirs = _num_experts(SimpleNamespace(**known.get("text_config", known)))
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved_experts = _num_experts(SimpleNamespace(**facts.get("text_config", facts)))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return
-    if theirs != (ours := _num_experts(_model_config(config, ACTOR).get_text_config())):
-        got, fix = (
-            f"a model of {theirs} experts in a layer",
-            "Resume with the model that the checkpoint was made of.",
-        )
+    num_experts = _num_experts(_model_config(config, ACTOR).get_text_config())
+    if saved_experts != num_experts:
         raise CheckpointError(
-            f"{checkpoint / 'actor'}", got, f"{ours}, as actor_rollout_ref.model.path has", fix
+            str(folder),
+            got=f"a model of {saved_experts} experts in a layer",
+            expected=f"{num_experts}, as actor_rollout_ref.model.path has",
+            fix="Resume with the model of the checkpoint.",
         )
 
 
 def _num_experts(text: Any) -> int:
-    """Of a layer; 0: it has none."""
-    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
+    """Number of experts per layer; 0 for a dense model."""
+    for name in EXPERT_COUNTS:
+        count = getattr(text, name, None)
+        if count:
+            return count
+    return 0
 
 
 def _check_routers(config: Config, policy: Any) -> None:
-    actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
-    losses = {
-        f"{ACTOR}.{one}": getattr(actor, one)
-        for one in ("router_aux_loss_coef", "router_z_loss_coef")
-    }
-    experts = config.actor_rollout_ref.rollout.expert_parallel_size
-    asked = losses | {
+    """Check keys that need a mixture of experts."""
+    actor = config.actor_rollout_ref.actor
+    fix = "Leave the key out."
+    # One expert-parallel rank is the default, which also holds for dense models.
+    num_parts = config.actor_rollout_ref.rollout.expert_parallel_size
+    values = {
+        f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,
+        f"{ACTOR}.router_z_loss_coef": actor.router_z_loss_coef,
         f"{ACTOR}.router_replay": actor.router_replay,
-        f"{ROLLOUT}.expert_parallel_size": experts - 1 and experts,
+        f"{ROLLOUT}.expert_parallel_size": num_parts if num_parts != 1 else 0,
     }
-    for key, value in asked.items():
+    for key, value in values.items():
         if value in (0.0, "off"):
             continue
         if not _num_experts(policy.get_text_config()):
@@ -362,98 +449,105 @@ def _check_routers(config: Config, policy: Any) -> None:
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    """Check that the models fit a vision-language policy, or that no key asks for one."""
+    model = config.actor_rollout_ref.model
+    actor = config.actor_rollout_ref.actor
     if not is_vision(policy):
         if actor.freeze_vision_tower:
-            got, expected = (
-                f"True, with a model without a vision encoder ({policy.model_type})",
-                "one that has it",
-            )
             raise ConfigError(
-                f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out."
+                f"{ACTOR}.freeze_vision_tower",
+                got=f"True, with a model without a vision encoder ({policy.model_type})",
+                expected="one that has it",
+                fix="Leave the key out.",
             )
         return
     if model.has_adapter and actor.freeze_vision_tower:
-        got = "True, with an adapter, which learns in the vision encoder, too"
-        fix = "Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the adapter out of it."
         raise ConfigError(
             f"{ACTOR}.freeze_vision_tower",
-            got=got,
+            got="True, with an adapter, which learns in the vision encoder, too",
             expected="False: all weights are frozen",
-            fix=fix,
+            fix="Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the "
+            "adapter out of it.",
         )
     if model.has_adapter and adapter_route(config).is_alone:
-        got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
-        expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
         raise ConfigError(
-            "actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true."
+            "actor_rollout_ref.model.lora_merge",
+            got=f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})",
+            expected="true: vLLM is not asked to apply an adapter in a vision encoder",
+            fix="Set it to true.",
         )
     sizes = config.data.mm_processor_kwargs.model_dump(
         include={"min_pixels", "max_pixels"}, exclude_none=True
     )
-    is_glm = (
-        policy.model_type in ONE_TOKEN
-        and ENGINES[config.actor_rollout_ref.rollout.name].cuts_images
-    )
-    if is_glm and (sizes or not policy.text_config.attention_bias):
-        where = "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path"
-        got, fix = (
-            f"{sizes or 'attention_bias=false'}, with vllm and glm4v",
-            "Set them in the model's own files.",
-        )
+    rollout = ENGINES[config.actor_rollout_ref.rollout.name]
+    is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
+    if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
-            where, got=got, expected="the model's sizes, and attention_bias=true", fix=fix
+            "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",
+            got=f"{sizes or 'attention_bias=false'}, with vllm and glm4v",
+            expected="the model's sizes, and attention_bias=true",
+            fix="Set them in the model's own files.",
         )
     if any(map(is_served, config.distillation.all_teachers)):
-        got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
         raise ConfigError(
-            "distillation", got=got, expected="a model's folder: servers get no images", fix=fix
+            "distillation",
+            got="a server, with a vision-language policy",
+            expected="a model's folder: servers get no images",
+            fix="Let the run load the teacher.",
         )
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
-        if where == CRITIC and not is_vision(model):
-            expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
-            fix = "Leave the key out: the critic then starts from the policy's model."
-            raise ConfigError(
-                "critic.model.path", "a text model, with a vision-language policy", expected, fix
-            )
-        if where == "reward_model" and _shown(model) != _shown(policy):
-            got = f"a model of type {model.model_type}, with a vision-language policy of type {policy.model_type}"
-            fix = "Train one with `quadriga sft objective=reward_model`, or grade with custom_reward_function.path."
-            raise ConfigError(
-                f"{where}.model.path",
-                got=got,
-                expected="one with its image tokens and patches",
-                fix=fix,
-            )
-        added = len(getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", ()))
-        held = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
-        if layout.pp != 1 and added > len(held):
-            got = f"{layout.describe()}, with {len(held)} layers in the first stage ({model.model_type})"
-            raise ConfigError(
-                where,
-                got,
-                f"at least {added} there, which images are added to",
-                "Take fewer stages.",
-            )
+        _check_vision_of_role(where, layout, model, policy)
 
 
-def _shown(model: Any) -> tuple[Any, ...]:
-    """How images come to a model: its type, their tokens, and their patches; () of a text model."""
+def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -> None:
+    """Check that the model of a role reads the images of a vision-language policy."""
+    if where == CRITIC and not is_vision(model):
+        raise ConfigError(
+            "critic.model.path",
+            got="a text model, with a vision-language policy",
+            expected=f"a vision-language model too: {', '.join(VISION_TYPES)}",
+            fix="Leave the key out: the critic then starts from the policy's model.",
+        )
+    if where == "reward_model" and _image_inputs(model) != _image_inputs(policy):
+        got = f"a model of type {model.model_type}, with a vision-language policy of type "
+        got += policy.model_type
+        raise ConfigError(
+            f"{where}.model.path",
+            got=got,
+            expected="one with its image tokens and patches",
+            fix="Train one with `quadriga sft objective=reward_model`, or grade with "
+            "custom_reward_function.path.",
+        )
+    if layout.pp == 1:
+        return
+    # Images are added to the outputs of the first layers, which must be in the first stage.
+    vision = getattr(model, "vision_config", None)
+    num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))
+    first_stage = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
+    num_layers = len(first_stage)
+    if num_needed > num_layers:
+        got = f"{layout.describe()}, with {num_layers} layers in the first stage "
+        got += f"({model.model_type})"
+        expected = f"at least {num_needed} there, which images are added to"
+        raise ConfigError(where, got=got, expected=expected, fix="Take fewer stages.")
+
+
+def _image_inputs(model: Any) -> tuple[Any, ...]:
+    """Image format of a model: its type, image tokens and patch sizes; () for a text model."""
     if not is_vision(model):
         return ()
-    sizes = (
-        getattr(model.vision_config, f"{one}_size")
-        for one in ("patch", "spatial_merge", "temporal_patch")
-    )
-    return (model.model_type, model.image_token_id, model.video_token_id, *sizes)
+    vision = model.vision_config
+    tokens = (model.model_type, model.image_token_id, model.video_token_id)
+    return (*tokens, vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
 
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
-    """For each role with several ranks, which rank has which rows."""
-    warned = set()
+    """Tables of the rows of each rank, for each role with several ranks."""
+    # Several roles may share a section of the configuration, and so a layout.
+    shown = set()
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        if size > 1 and where not in warned:
-            warned.add(where)
+        if size > 1 and where not in shown:
+            shown.add(where)
             layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
             table = layout.table().replace("\n", "\n    ")
             yield f"  {where}: {layout.describe()}\n    {table}"
@@ -478,7 +572,10 @@ def _model_config(config: Config, where: str) -> Any:
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
+    """Path and load options of the model of a role."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")
-    return path, {"override_config": model.override_config} if path == model.path else {}
+    if path == model.path:
+        return path, {"override_config": model.override_config}
+    return path, {}

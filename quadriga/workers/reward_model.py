@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model: one score for each response, by a classifier that was trained to score responses.
+"""Reward model worker: a frozen classifier gives one score to each response.
 
-It reads the policy's own tokens, or the chat rendered by its own template and tokenizer:
+The reward model reads the tokens of the policy, or the chat rendered by its own template:
 
-    rows of the policy ─ its tokens ──────────────────────────────────────> SequenceTokens ─ sequences_batch ─> engine
-                       └ rendered_chats: text, own template, own tokens ──┘
+    rows of the policy ─ policy's tokens ────────────────────────> SequenceTokens ─> sequences_batch
+                       └ rendered_chats: template, tokenizer ────┘                   ─> engine
 
-Legend: B rows, P prompt positions, T response positions.
+Legend: B rows, P prompt positions, T response positions, L tokens of a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,58 +38,76 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Load the model and its tokenizer. Returns what was chosen, with reasons, for people to read."""
-        section, model_section = self.config.reward_model, self.config.reward_model.model
+        """Load the model and its tokenizer. Returns the choices, with reasons, to be printed."""
+        section = self.config.reward_model
+        model_section = section.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
-        path, trust = str(model_section.path), model_section.trust_remote_code
+        path = str(model_section.path)
+        trust = model_section.trust_remote_code
         loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")
         self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        given = self.config.reward_model.max_length
-        if given is not None and positions is not None and given > positions:
-            got, expected = str(given), f"at most {positions}, the positions of the reward model"
+        max_length = section.max_length
+        if max_length is not None and positions is not None and max_length > positions:
             raise ConfigError(
                 "reward_model.max_length",
-                got=got,
-                expected=expected,
+                got=str(max_length),
+                expected=f"at most {positions}, the positions of the reward model",
                 fix="Lower it, or leave it out.",
             )
-        self.limit = given or min(
-            (limit for limit in (positions, tokenizer_limit) if limit), default=None
-        )
-        longest = "" if self.limit is None else f", up to {self.limit} tokens"
-        return {"reward model": about, "reward inputs": f"{reason}{longest}"}
+        # Without a configured limit, the smaller one of model and tokenizer applies.
+        known_limits = [limit for limit in (positions, tokenizer_limit) if limit]
+        self.limit = max_length or min(known_limits, default=None)
+        if self.limit is not None:
+            reason += f", up to {self.limit} tokens"
+        return {"reward model": about, "reward inputs": reason}
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
-        """Whether `compute_rm_score` reads `raw_prompt` and `uid` beside the tokens."""
+        """Whether `compute_rm_score` reads `CHAT_OBJECTS` in addition to the tokens."""
         return self.judge is not None
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("rm")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere; and the metric
-        `reward/rm_cut`, the sequences whose beginning was cut off because they were too long.
-        Raises EngineError, DataError: as `sequences`. RewardError: a score that is not finite."""
-        whole = self.sequences(data)
-        rows = whole if self.limit is None else [row.cut(self.limit) for row in whole]
-        num_cut = sum(row is not before for row, before in zip(rows, whole, strict=True))
+        """Score responses.
+
+        Args:
+            data: rows with `MODEL_INPUTS`, and `CHAT_OBJECTS` if the reward model reads chats.
+
+        Returns:
+            `rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere.
+            The metric `reward/rm_cut` counts sequences that were too long and lost their beginning.
+
+        Raises:
+            EngineError, DataError: see `sequences`.
+            RewardError: a score is not finite.
+        """
+        rows = self.sequences(data)
+        num_cut = 0
+        if self.limit is not None:
+            for number, row in enumerate(rows):
+                rows[number] = row.cut(self.limit)
+                num_cut += rows[number] is not row
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
-        micro = MicroBatching(
-            num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts
-        )
+        max_tokens = section.forward_max_token_len_per_gpu
+        micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
-        broken = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
-        if broken:
-            row = broken[0]
-            got = f"{len(broken)} of {len(scores)} scores that are not finite, first {scores[row]:g} for row {row}"
-            fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's weights."
+        # An overflow in a narrow dtype would spoil the advantages of all responses to a prompt.
+        broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
+        if broken_rows:
+            first = broken_rows[0]
+            got = f"{len(broken_rows)} of {len(scores)} scores that are not finite, "
+            got += f"first {scores[first]:g} for row {first}"
+            fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
+            fix += "weights."
             raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+        # The score belongs to the last valid token, masked or not.
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)
         rm_scores = torch.zeros(len(data), num_columns, dtype=torch.float32)
@@ -98,75 +116,85 @@ class RewardModelWorker(EngineWorker):
         return DataProto.from_dict(tensors={"rm_scores": rm_scores}, meta_info={"metrics": metrics})
 
     def sequences(self, data: DataProto) -> list["SequenceTokens"]:
-        """The rows as the reward model reads them: the policy's tokens, or chats rendered by its own template.
-        Raises EngineError: a row lacks prompt or response, or has a token that the reward model does not know; or it
-        has images, and is rendered anew. DataError: there are no chats, or the template refuses one."""
-        input_ids, attention = (
-            data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask")
-        )
+        """Convert rows to the tokens that the reward model reads, of the policy or rendered chats.
+
+        Args:
+            data: rows with `MODEL_INPUTS`, and `CHAT_OBJECTS` if the reward model reads chats.
+
+        Raises:
+            EngineError: a row lacks prompt or response, has a token that the reward model does not
+                know, or has images but must be rendered again.
+            DataError: there are no chats, or the template refuses one.
+        """
+        input_ids = data.batch["input_ids"].cpu().numpy()
+        is_valid = data.batch["attention_mask"].cpu().numpy() != 0
+        position_ids = data.batch["position_ids"].cpu()
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
-        rows, axes = (
-            [],
-            data.batch["position_ids"].cpu() if data.batch["position_ids"].dim() == 3 else None,
-        )
-        given = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
-        for number, (tokens, valid) in enumerate(zip(input_ids, attention != 0, strict=True)):
-            positions = None if axes is None else axes[number][:, torch.from_numpy(valid)]
+        image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
+        rows: list[SequenceTokens] = []
+        for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
+            prompt = tokens[:width][valid[:width]].tolist()
             response = tokens[width:][valid[width:]].tolist()
-            row = SequenceTokens(
-                tokens[:width][valid[:width]].tolist(), response, positions, given[number] or {}
-            )
-            if not (row.prompt and row.response):
-                empty = "response" if row.prompt else "prompt"
+            positions = None
+            if position_ids.dim() == 3:
+                positions = position_ids[number][:, torch.from_numpy(valid)]
+            if not (prompt and response):
+                empty = "response" if prompt else "prompt"
                 where = f"row {number} of a batch for the reward model"
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
-            rows.append(row)
-        if self.judge is not None and any(row.inputs for row in rows):
-            expected, fix = (
-                "text: it reads chats by its own template",
-                f"Set {_KEY}=null, for the policy's tokens.",
-            )
-            raise EngineError(
-                "reward model", got="a prompt with images or videos", expected=expected, fix=fix
-            )
+            inputs = image_inputs[number] or {}
+            rows.append(SequenceTokens(prompt, response, positions, inputs))
         if self.judge is not None:
+            # The images are encoded for the policy's tokens, which rendering would change.
+            if any(row.inputs for row in rows):
+                raise EngineError(
+                    "reward model",
+                    got="a prompt with images or videos",
+                    expected="text: it reads chats by its own template",
+                    fix=f"Set {_KEY}=null, for the policy's tokens.",
+                )
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
-            expected = f"ids below {self.vocabulary_size}, the size of its vocabulary"
-            fix = f"Set {_KEY} to the policy's tokenizer: responses are then rendered for the reward model."
             raise EngineError(
-                "reward model", got=f"token id {highest} of the policy", expected=expected, fix=fix
+                "reward model",
+                got=f"token id {highest} of the policy",
+                expected=f"ids below {self.vocabulary_size}, the size of its vocabulary",
+                fix=f"Set {_KEY} to the policy's tokenizer: responses are then rendered for the "
+                "reward model.",
             )
         return rows
 
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """The tokens of one row for the reward model: the beginning that it may share with others, and the rest; of a
-    vision-language model their positions [3, L], and what it takes of images and videos."""
+    """The tokens of one row for the reward model."""
 
-    prompt: list[int]
+    prompt: list[int]  # a beginning that other rows may have, too
     response: list[int]
+    # Of vision-language models: positions [3, L], and inputs of the vision encoder.
     positions: torch.Tensor | None = None
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int) -> "SequenceTokens":
-        """The last `limit` tokens, at least one of them as prompt. EngineError: images or videos, which are not cut."""
-        if (length := len(self.prompt) + len(self.response)) <= limit:
+        """Cut a row to its last `limit` tokens, at least one of which counts as prompt.
+
+        Raises:
+            EngineError: the row has images or videos, which cannot be cut.
+        """
+        length = len(self.prompt) + len(self.response)
+        if length <= limit:
             return self
         if self.inputs:
             expected = f"at most {limit}, for a row with images or videos is not cut"
             fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
             raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
         tokens = [*self.prompt, *self.response][-limit:]
-        kept = max(1, len(tokens) - len(self.response))
-        positions = (
-            None
-            if self.positions is None
-            else self.positions[:, -limit:] - self.positions[:, -limit:].min()
-        )
-        return SequenceTokens(tokens[:kept], tokens[kept:], positions)
+        prompt_length = max(1, len(tokens) - len(self.response))
+        positions = self.positions
+        if positions is not None:
+            positions = positions[:, -limit:] - positions[:, -limit:].min()
+        return SequenceTokens(tokens[:prompt_length], tokens[prompt_length:], positions)
 
 
 def rendered_chats(
@@ -177,8 +205,8 @@ def rendered_chats(
 ) -> list[SequenceTokens]:
     """Render chats with the template of `judge` and encode them.
 
-    A response with turns of tools or users follows its prompt as the messages of the column `solution_messages`;
-    any other one is a single assistant message.
+    A response is a single assistant message. With turns of tools or users, it is the messages of
+    the column `solution_messages`.
 
     Args:
         data: rows with the columns `raw_prompt` and `uid`.
@@ -195,81 +223,99 @@ def rendered_chats(
     texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
     for key in CHAT_OBJECTS:
         if key not in data.non_tensor_batch:
-            expected = "the chat messages of each prompt, for the reward model's own template"
-            fix = "A data set of your own must put them into each row where data.return_raw_chat is true."
-            raise DataError(f"column {key}", got="nothing", expected=expected, fix=fix)
+            raise DataError(
+                f"column {key}",
+                got="nothing",
+                expected="the chat messages of each prompt, for the reward model's own template",
+                fix="A custom data set must add them to each row if data.return_raw_chat is true.",
+            )
     chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
     solutions = data.non_tensor_batch.get(SOLUTION_MESSAGES, [None] * len(data))
     rendered = []
     for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
+        # Turns of tools or users have messages; other responses are decoded text.
         messages = [*chat, {"role": "assistant", "content": text}]
         if solution is not None and len(solution) > 1:
             messages = [*chat, *solution]
         if ends_with_assistant(chat):
-            continued = messages[len(chat)]
-            joined = {
-                **chat[-1],
-                **continued,
-                "content": chat[-1]["content"] + continued["content"],
-            }
+            # The response continues the last message of the prompt.
+            beginning = chat[-1]
+            response = messages[len(chat)]
+            content = beginning["content"] + response["content"]
+            joined = {**beginning, **response, "content": content}
             messages = [*chat[:-1], joined, *messages[len(chat) + 1 :]]
         try:
-            rendered.append(
-                str(
-                    judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
-                )
+            rendering = judge.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=False
             )
         except Exception as error:
-            # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
-            got = (
-                f"a chat that the reward model's template refuses ({type(error).__name__}: {error})"
-            )
-            expected = "messages in the form that the reward model was trained on"
-            fix = "Correct the row's chat, or use another reward model."
-            raise DataError(f"prompt {uid}", got=got, expected=expected, fix=fix) from error
+            # A template is a program of the model's author, and may raise any exception.
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"prompt {uid}",
+                got=f"a chat that the reward model's template refuses ({reason})",
+                expected="messages in the form that the reward model was trained on",
+                fix="Correct the row's chat, or use another reward model.",
+            ) from error
+        rendered.append(str(rendering))
     # The template has written the special tokens.
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
+
+    # Tokens shared by all responses to a prompt count as prompt, so that they are computed once.
     groups: dict[Any, list[list[int]]] = {}
     for uid, tokens in zip(uids, encoded, strict=True):
         groups.setdefault(uid, []).append(tokens)
-    shared: dict[Any, int] = {}
-    for uid, members in groups.items():
-        first, last = (
-            min(members),
-            max(members),
-        )  # in lexicographic order: what these two share, all share
-        differing = (
-            place
-            for place, (one, other) in enumerate(zip(first, last, strict=False))
-            if one != other
-        )
-        shared[uid] = max(1, next(differing, len(first)))
-    return [
-        SequenceTokens(tokens[: shared[uid]], tokens[shared[uid] :])
-        for uid, tokens in zip(uids, encoded, strict=True)
-    ]
+    shared_lengths = {uid: _shared_length(sequences) for uid, sequences in groups.items()}
+    rows: list[SequenceTokens] = []
+    for uid, tokens in zip(uids, encoded, strict=True):
+        length = shared_lengths[uid]
+        rows.append(SequenceTokens(tokens[:length], tokens[length:]))
+    return rows
+
+
+def _shared_length(sequences: Sequence[list[int]]) -> int:
+    """Number of tokens that all sequences begin with, at least 1."""
+    # What the first and the last in lexicographic order share, all share.
+    first = min(sequences)
+    last = max(sequences)
+    for position, (token, other) in enumerate(zip(first, last, strict=False)):
+        if token != other:
+            return max(1, position)
+    return max(1, len(first))
 
 
 def choose_tokenizer(
     config: Config, policy: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase | None, int | None, str]:
-    """The tokenizer by which the reward model reads chats (None: it reads the policy's tokens as they are), how many
-    tokens it allows, and the reason, to be printed.
-    Raises ConfigError: the tokens must be rendered again and cannot be."""
+    """Decide whether the reward model reads chats or the tokens of the policy.
+
+    Args:
+        config: the configuration.
+        policy: tokenizer of the policy.
+
+    Returns:
+        The tokenizer for chats (None for the policy's tokens), the number of tokens that it allows
+        (None: unknown), and the reason, to be printed.
+
+    Raises:
+        ConfigError: the tokens must be rendered again, but cannot be.
+    """
     model = config.reward_model.model
     if model.input_tokenizer is None:
         return None, None, f"the policy's tokens as they are ({_KEY} is null)"
     judge = _load(str(model.path), "reward_model.model.path", model.trust_remote_code)
-    # The longest input in tokens; where none is known, transformers says a number beyond all models.
+    # If the limit is unknown, transformers returns a huge number.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
     if model.input_tokenizer != "auto":
         source = _load(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
-            got = f"'{model.input_tokenizer}', whose vocabulary is not that of the run's tokenizer"
-            expected = "the policy's tokenizer: it decodes the responses"
             raise ConfigError(
-                _KEY, got=got, expected=expected, fix=f"Set {_KEY}=auto, or leave it out."
+                _KEY,
+                got=f"'{model.input_tokenizer}', whose vocabulary is not that of the run's "
+                "tokenizer",
+                expected="the policy's tokenizer: it decodes the responses",
+                fix=f"Set {_KEY}=auto, or leave it out.",
             )
         difference = f"{_KEY} is set"
     elif policy.get_vocab() != judge.get_vocab():
@@ -279,11 +325,13 @@ def choose_tokenizer(
     else:
         return None, limit, "the policy's tokens as they are: one tokenizer for both"
     if not judge.chat_template:
-        got = f"a tokenizer without a chat template, where {difference}"
-        expected = "a template to render chats with for the reward model"
-        fix = 'Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens mean the same to it, '
-        fix += f"{_KEY}=null."
-        raise ConfigError("reward_model.model.path", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            "reward_model.model.path",
+            got=f"a tokenizer without a chat template, where {difference}",
+            expected="a template to render chats with for the reward model",
+            fix='Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens '
+            f"mean the same to it, {_KEY}=null.",
+        )
     return judge, limit, f"chats rendered by its own template: {difference}"
 
 
@@ -291,42 +339,49 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        expected = "a folder or hub name with a tokenizer that transformers can load"
-        fix = f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own."
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            key, f"'{path}' ({str(error).strip().partition(chr(10))[0]})", expected, fix
+            key,
+            got=f"'{path}' ({reason})",
+            expected="a folder or hub name with a tokenizer that transformers can load",
+            fix=f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's.",
         ) from error
 
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
-    """Sequences as a batch whose one predicted token stands behind each sequence: what predicts it is its last token.
-    Returns input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T], with the token behind counted
-    in T; of a vision-language model position_ids [B, 3, P + T] and multi_modal_inputs."""
-    before = max((len(row.prompt) for row in rows), default=1)
-    after = max((len(row.response) for row in rows), default=0) + 1
-    input_ids = torch.zeros(len(rows), before + after, dtype=torch.int64)
+    """Build a batch that predicts a dummy token after each sequence, to score its last token.
+
+    Args:
+        rows: the sequences.
+
+    Returns:
+        input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]. T includes the
+        dummy token. For vision-language models position_ids [B, 3, P + T] and multi_modal_inputs.
+    """
+    prompt_width = max((len(row.prompt) for row in rows), default=1)
+    response_width = max((len(row.response) for row in rows), default=0) + 1
+    input_ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
+    spans: list[slice] = []
     for number, row in enumerate(rows):
-        start, stop = before - len(row.prompt), before + len(row.response)
-        input_ids[number, start:stop] = torch.tensor([*row.prompt, *row.response])
-        attention_mask[number, start : stop + 1] = 1
-    last = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
-    response_mask = (torch.arange(after) == last[:, None]).long()
+        span = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
+        spans.append(span)
+        input_ids[number, span] = torch.tensor([*row.prompt, *row.response])
+        attention_mask[number, span.start : span.stop + 1] = 1
+    lengths = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
+    response_mask = (torch.arange(response_width) == lengths[:, None]).long()
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    seen: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     if any(row.positions is not None for row in rows):
         position_ids = position_ids[:, None].repeat(1, 3, 1)
         for number, row in enumerate(rows):
-            start, stop = before - len(row.prompt), before + len(row.response)
-            position_ids[number, :, start:stop] = (
-                row.positions
-            )  # nothing reads that of the token behind
-        seen = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
+            # The position of the dummy token is not read.
+            position_ids[number, :, spans[number]] = row.positions
+        objects = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
     tensors = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
+        "response_mask": response_mask,
     }
-    return DataProto.from_dict(
-        tensors={**tensors, "response_mask": response_mask}, non_tensors=seen
-    )
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout on its own processes: an engine in each, and the receiving end of the actor's weights.
+"""Rollout worker in separate processes: an engine, and the receiving side of the weight sync.
 
 actor                          driver                         rollout
 offer_weights     ── address ──>   ── address ──>             expect_weights       once
-send_weights(v)   <── v ─────────────── v ──>                 receive_weights(v)   both at a time
+send_weights(v)   <── v ─────────────── v ──>                 receive_weights(v)   at the same time
                   ── buckets of weights ────────>
 """
 
@@ -29,46 +29,55 @@ from quadriga.workers.stream import ServedStream
 
 
 class RolloutWorker(Worker):
-    """Generates, and gets the weights of an actor in other processes."""
+    """Generates responses, with weights of an actor in other processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         import_external(config.actor_rollout_ref.model.external_lib)
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.weight_version = 0
         self._receiver: WeightReceiver | ReshardedWeights | None = None
         self.stream: ServedStream | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Make the engine; with `async_training` that of the stream. Returns what was chosen, with reasons."""
-        first = 0 if rollout_devices(self.config) > 1 else self.local_rank  # of those that it sees
-        self.device = choose_device(self.config.trainer.device, first)
+        """Build the engine or the stream. Returns the choices, with reasons, to be printed."""
+        # A process with several devices sees only its devices.
+        device_index = 0 if rollout_devices(self.config) > 1 else self.local_rank
+        self.device = choose_device(self.config.trainer.device, device_index)
         check_tool(self.config.global_profiler.tool, self.device)
         if rollout_group_size(self.config) > 1:
             self.world = process_group.join(self.place, self.device)
-        if (settings := self.config.async_training).enable:
+        settings = self.config.async_training
+        if settings.enable:
             self.stream = ServedStream(self._make(), waits=settings.deterministic)
-        choices = (
-            self.stream.generation.choices if self.stream is not None else self.generation.choices
-        )
+            choices = self.stream.generation.choices
+        else:
+            choices = self.generation.choices
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
 
     @cached_property
     def generation(self) -> Generation:
-        """What `generate_sequences` uses: beside a stream it validates, with weights of its own."""
+        """Engine of `generate_sequences`. With a stream it validates, with weights of its own."""
         return self._make()
 
     def _make(self) -> Generation:
-        dtype = choose_dtype(
-            self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device
-        ).value
-        own: dict[str, Any] = {"is_beside_training": False, "num_processes": self.world_size}
-        if (
-            size := rollout_group_size(self.config)
-        ) > 1:  # each engine has its own, for they compute at the same time
-            own["group"] = RolloutGroup(self.rank, self.world_size, size, self.device)
-        return Generation(self.config, self.tokenizer, self.device, dtype, **own)
+        model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
+        size = rollout_group_size(self.config)
+        group = None
+        if size > 1:
+            # One group per engine, because engines compute at the same time.
+            group = RolloutGroup(self.rank, self.world_size, size, self.device)
+        return Generation(
+            self.config,
+            self.tokenizer,
+            self.device,
+            choose_dtype(model_dtype, self.device).value,
+            is_beside_training=False,
+            num_processes=self.world_size,
+            group=group,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
     def call_stream(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -77,22 +86,23 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, beside=True)
     def stream_events(self) -> list[tuple[str, int, Any]]:
-        """What has happened in the stream; see `ServedStream.events`."""
+        """Events of the stream; see `ServedStream.events`."""
         assert self.stream is not None
         return self.stream.events()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
-        """Take the address that weights will come from, and leave an earlier one."""
+        """Connect to the address of the actor's weights, instead of an earlier one."""
         if sends_parts(self.config):
-            rank, size = address.num_senders + self.rank, address.num_senders + self.world_size
-            bucket_bytes = (
-                self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
-            )
+            rank = address.num_senders + self.rank
+            size = address.num_senders + self.world_size
+            rollout = self.config.actor_rollout_ref.rollout
+            bucket_bytes = rollout.update_weights_bucket_megabytes << 20
             meeting = partial(meet, address, rank, self.device)
-            kind = ReshardedWeights if has_shards(self.config) else StreamedWeights
-            self._receiver = kind(rank, size, self.device, bucket_bytes, meeting)
-            self.generation.engine.is_load_stable = True  # no tensor is written to again
+            sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
+            self._receiver = sync(rank, size, self.device, bucket_bytes, meeting)
+            # No received tensor is written to again.
+            self.generation.engine.is_load_stable = True
             return
         if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
@@ -100,8 +110,11 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> bool:
-        """Load what the actor sends meanwhile; the engine refuses to generate with any other weights. Returns whether
-        the next time an adapter may come alone."""
+        """Load weights that the actor sends meanwhile. The engine generates with no others.
+
+        Returns:
+            Whether the frozen weights below an adapter need not be sent the next time.
+        """
         if isinstance(self.receiver, ReshardedWeights):
             self.receiver.publish({}, self.generation.engine, version)
         else:
@@ -111,7 +124,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses to prompts; see `rollout.generate_sequences`."""
+        """Generate responses to prompts; see `rollout.generate_sequences`."""
+        # Refuse to generate with weights that were not loaded completely.
         self.receiver.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
@@ -120,6 +134,7 @@ class RolloutWorker(Worker):
         """Release the engines and the connection to the actor."""
         if self.stream is not None:
             self.stream.close()
+        # Do not build the engine only to close it.
         if "generation" in vars(self):
             self.generation.close()
         if isinstance(self._receiver, WeightReceiver):
@@ -129,11 +144,16 @@ class RolloutWorker(Worker):
 
     @property
     def receiver(self) -> WeightReceiver | ReshardedWeights:
-        """The receiving end of the actor's weights. Raises WeightSyncError: there is none."""
+        """The receiving side of the weight sync.
+
+        Raises:
+            WeightSyncError: `expect_weights` was not called.
+        """
         if self._receiver is None:
-            got = "no connection to the actor's weights (expect_weights was not called)"
-            fix = "Publish the weights before the first generation."
             raise WeightSyncError(
-                "rollout", got, "expect_weights, and weights that were published", fix
+                "rollout",
+                got="no connection to the actor's weights (expect_weights was not called)",
+                expected="expect_weights, and weights that were published",
+                fix="Publish the weights before the first generation.",
             )
         return self._receiver

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of the rollout engines that the configuration names (`ENGINES` of `config/rollout.py`)."""
+"""Classes of the rollout engines, by their names in the configuration."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,10 +22,14 @@ ENGINES: dict[str, type[RolloutEngine]] = {
 
 
 def rollout_engine_class(config: Config) -> type[RolloutEngine]:
-    """The class of the engine that the configuration names.
-    Raises ConfigError: there cannot be as many as `rollout.data_parallel_size` says."""
+    """The class of the configured engine.
+
+    Raises:
+        ConfigError: the engine does not support `rollout.data_parallel_size`.
+    """
     rollout = config.actor_rollout_ref.rollout
-    if problem := problem_of_several_engines(rollout):
+    problem = problem_of_several_engines(rollout)
+    if problem:
         raise problem
     return ENGINES[rollout.name]
 
@@ -39,9 +43,10 @@ def make_rollout_engine(
     actor: PreTrainedModel | None = None,
     group: RolloutGroup | None = None,
 ) -> RolloutEngine:
-    """The engine that the configuration names; for `actor` and `group` see `EngineSetup`."""
-    engine, given = rollout_engine_class(config), config.actor_rollout_ref.rollout.engine_kwargs
-    options = {name: value for name, value in given.items() if name not in ENGINES} | dict(
-        given.get(engine.name) or {}
-    )
+    """Build the configured engine. For the arguments see `EngineSetup`."""
+    engine = rollout_engine_class(config)
+    engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
+    # Options for all engines, and those below the name of this one.
+    options = {name: value for name, value in engine_kwargs.items() if name not in ENGINES}
+    options.update(engine_kwargs.get(engine.name) or {})
     return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor, group))

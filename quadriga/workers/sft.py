@@ -2,8 +2,10 @@
 """Workers for supervised training.
 
 SupervisedWorker              engine, update, checkpoints
-  SFTWorker                   learns the likelihood of given responses     `predict`: their log-probs
-  RewardModelTrainingWorker   learns to order responses by their score     `predict`: their scores
+  SFTWorker                   maximizes the likelihood of responses     `predict`: log-probs
+  RewardModelTrainingWorker   learns to rank responses by score         `predict`: scores
+
+Legend: B rows, T response positions.
 """
 
 from abc import abstractmethod
@@ -24,18 +26,18 @@ from quadriga.workers.models import LoadedModel, load_policy
 
 
 class SupervisedWorker(Learner):
-    """A model that learns from given responses; `predict` returns its `output` as `column`."""
+    """A model that is trained on responses from a data set."""
 
-    output: str
-    column: str
+    output: str  # output of the model that `predict` returns
+    column: str  # its column there
 
     @abstractmethod
     def prepare(self) -> tuple[LoadedModel, Objective]:
-        """The model that learns, with its head, and its loss."""
+        """Load the model with its head, and build the loss."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
+        """Load the model and build the engine. Returns the choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, ACTOR)
         model = self.config.actor_rollout_ref.model
         loaded, self.objective = self.prepare()
@@ -46,12 +48,12 @@ class SupervisedWorker(Learner):
 
     @register(dispatch_mode=BY_REPLICA)
     def update(self, data: DataProto) -> DataProto:
-        """One optimizer step on a whole batch. Returns metrics."""
+        """Take one optimizer step on a whole batch. Returns metrics."""
         return self.learn(data, 2)
 
     @register(dispatch_mode=BY_REPLICA)
     def predict(self, data: DataProto) -> DataProto:
-        """`column` [B, T] of given responses: the log-prob of each token, or the score behind the last one."""
+        """Predict `column` [B, T]: the log-prob of each token, or the score at the last token."""
         micro = Passes.of(self.section, 1, 0, share_prompts=self.share_prompts).micro
         values = infer(self.engine, data, micro)[self.output]
         release_free_memory()
@@ -59,9 +61,10 @@ class SupervisedWorker(Learner):
 
 
 class SFTWorker(SupervisedWorker):
-    """A policy that learns the likelihood of given responses."""
+    """A policy that maximizes the likelihood of responses."""
 
-    output, column = "log_probs", "old_log_probs"
+    output = "log_probs"
+    column = "old_log_probs"
 
     def prepare(self) -> tuple[LoadedModel, Objective]:
         has_adapter = self.config.actor_rollout_ref.model.has_adapter
@@ -72,12 +75,13 @@ class SFTWorker(SupervisedWorker):
 
 
 class RewardModelTrainingWorker(SupervisedWorker):
-    """A reward model that learns to order responses by their score."""
+    """A reward model that learns to rank responses by score."""
 
-    output, column = "scores", "rm_scores"
+    output = "scores"
+    column = "rm_scores"
 
     def prepare(self) -> tuple[LoadedModel, Objective]:
-        # Every rank loads the full model, and keeps its shard.
+        # Every rank loads the full model. The engine keeps the rank's shard.
         section = self.config.actor_rollout_ref.model
         model = fresh_reward_model(
             str(section.path),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of on-policy distillation: frozen models that say how likely the student's responses are, and other tokens.
+"""Teachers of on-policy distillation: frozen models that score the student's responses.
 
-    rows, by data source ─┬─ a model in an engine, which may rest between steps ──┬─> teacher_log_prob [B, T]
-                          └─ servers, asked for the log-probs of a prompt ────────┘   teacher_top_* [B, T, k]
+    rows, by data source ─┬─ a model in an engine ──────────────────┬─> teacher_log_prob [B, T]
+                          └─ servers that return prompt log-probs ──┘   teacher_top_* [B, T, k]
 
 Legend: B rows, P prompt positions, T response positions, k likeliest tokens.
 """
@@ -43,81 +43,96 @@ class TeacherWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Load the teachers. Returns what was chosen, with reasons, for people to read."""
-        self.section = section = self.config.distillation
-        self.join(section, section.fsdp_config, DISTILLATION)
+        """Load the teachers. Returns the choices, with reasons, to be printed."""
+        self.section = self.config.distillation
+        fsdp = self.section.fsdp_config
+        self.join(self.section, fsdp, DISTILLATION)
         self.teachers: dict[str, FSDPEngine | ServedScorer] = {}
-        about = []
-        for path in section.all_teachers:
+        descriptions: list[str] = []
+        for path in self.section.all_teachers:
             if is_served(path):
-                self.teachers[path] = served = _served(self.config, path)
-                about.append(f"{served.model} at {path}")
+                served = _served(self.config, path)
+                self.teachers[path] = served
+                descriptions.append(f"{served.model} at {path}")
                 continue
             loaded = load_model(
                 self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True
             )
-            self.teachers[path], size = self.build_frozen(
-                loaded, section.fsdp_config, f"teacher {path}"
-            )
-            about.append(f"{path}, {size}")
-        return {"teacher": "; ".join(about)}
+            engine, size = self.build_frozen(loaded, fsdp, f"teacher {path}")
+            self.teachers[path] = engine
+            descriptions.append(f"{path}, {size}")
+        return {"teacher": "; ".join(descriptions)}
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("teacher")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """`teacher_log_prob` [B, T] of each row by its teacher, and with `forward_kl_topk` `teacher_top_log_probs` and
-        `teacher_top_ids` [B, T, k].
-        Raises ConfigError: a data source has no teacher. EngineError: a teacher's likeliest tokens are none of the
-        student's. RolloutError: a server cannot be asked, or replies with something else."""
-        section, num_top = self.section, self.section.num_top_tokens
-        owners, shape = self._owners(data), data.batch["response_mask"].shape
+        """Score each row by the teacher of its data source.
+
+        Args:
+            data: rows with `MODEL_INPUTS`, and the data source if there are several teachers.
+
+        Returns:
+            `teacher_log_prob` [B, T], and with `forward_kl_topk` also `teacher_top_log_probs` and
+            `teacher_top_ids` [B, T, k].
+
+        Raises:
+            ConfigError: a data source has no teacher.
+            EngineError: the student lacks one of a teacher's likeliest tokens.
+            RolloutError: a server does not reply as expected.
+        """
+        num_top = self.section.num_top_tokens
+        owners = self._owners(data)
+        shape = data.batch["response_mask"].shape
         columns = {TEACHER_LOG_PROB: torch.zeros(shape)}
         if num_top is not None:
             columns[TEACHER_TOP_LOG_PROBS] = torch.zeros(*shape, num_top)
             columns[TEACHER_TOP_IDS] = torch.zeros(*shape, num_top, dtype=torch.int32)
         for path, teacher in self.teachers.items():
-            # All ranks ask each teacher in turn: they may share its weights.
+            # Also without rows: the ranks may share the teacher's weights, so all must take part.
             rows = [number for number, owner in enumerate(owners) if owner == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
             if isinstance(teacher, FSDPEngine):
-                if part.batch["position_ids"].dim() == 3 and teacher.image_tokens is None:
-                    # A text model, for rows without images of a vision-language student.
-                    part = part.select(deepcopy=True)
-                    part.batch["position_ids"] = (
-                        part.batch["attention_mask"].cumsum(-1) - 1
-                    ).clamp(min=0)
-                micro = MicroBatching(
-                    None, section.log_prob_max_token_len_per_gpu, self.share_prompts
-                )
-                temperature = self.config.actor_rollout_ref.rollout.temperature
-                scores = infer(teacher, part, micro, temperature=temperature, top_k=num_top)
+                scores = self._infer(teacher, part)
             else:
-                # The other ranks with the same rows return none.
+                # One of the ranks with the same rows asks the server.
                 scores = teacher.scores(part) if self.processes.place.is_collected else {}
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
+        # A larger vocabulary of the teacher may end in tokens that the student lacks.
         highest = int(columns[TEACHER_TOP_IDS].max()) if num_top is not None and len(data) else 0
         if highest >= len(self.tokenizer):
-            got = f"token {highest} among the {num_top} likeliest ones"
-            expected = f"ids below {len(self.tokenizer)}, the tokens of the student"
             raise EngineError(
-                "teacher", got=got, expected=expected, fix=f"Lower {DISTILLATION}.topk."
+                "teacher",
+                got=f"token {highest} among the {num_top} likeliest ones",
+                expected=f"ids below {len(self.tokenizer)}, the tokens of the student",
+                fix=f"Lower {DISTILLATION}.topk.",
             )
         return DataProto.from_dict(tensors=columns)
 
+    def _infer(self, teacher: FSDPEngine, rows: DataProto) -> dict[str, torch.Tensor]:
+        section = self.section
+        if rows.batch["position_ids"].dim() == 3 and teacher.image_tokens is None:
+            # Rows without images of a vision-language student, for a teacher that reads text only.
+            rows = rows.select(deepcopy=True)
+            positions = rows.batch["attention_mask"].cumsum(-1) - 1
+            rows.batch["position_ids"] = positions.clamp(min=0)
+        micro = MicroBatching(None, section.log_prob_max_token_len_per_gpu, self.share_prompts)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return infer(teacher, rows, micro, temperature=temperature, top_k=section.num_top_tokens)
+
     def _owners(self, data: DataProto) -> list[str]:
+        """The teacher of each row."""
         if not self.section.teachers:
             return self.section.all_teachers * len(data)
         sources = data.non_tensor_batch[self.config.data.reward_fn_key]
-        require_teachers(
-            self.config, ((f"row {number} of a batch", one) for number, one in enumerate(sources))
-        )
-        return [str(self.section.teacher_of(one)) for one in sources]
+        places = (f"row {number} of a batch" for number in range(len(sources)))
+        require_teachers(self.config, zip(places, sources, strict=True))
+        return [str(self.section.teacher_of(source)) for source in sources]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """End requests, and leave the process group of the role."""
+        """Close the connections to servers, and leave the process group of the role."""
         for teacher in self.teachers.values():
             if isinstance(teacher, ServedScorer):
                 teacher.close()
@@ -130,12 +145,19 @@ def _served(config: Config, addresses: str) -> ServedScorer:
 
 
 def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ConfigError, before a process starts: teachers that know other tokens than the student, or too few positions."""
-    section, longest = (
-        config.distillation,
-        config.data.max_prompt_length + config.data.max_response_length,
-    )
-    own = tokenizer.get_vocab()
+    """Check the teachers before processes are started.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the student.
+
+    Raises:
+        ConfigError: a teacher has other tokens than the student, or too few positions.
+    """
+    section = config.distillation
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    num_top = section.num_top_tokens
+    vocab = tokenizer.get_vocab()
     for key, path in section.named.items():
         if is_served(path):
             server = _served(config, path)
@@ -146,48 +168,64 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             continue
         trusts = config.actor_rollout_ref.model.trust_remote_code
         try:
-            others = read_tokenizer(path, trust_remote_code=trusts).get_vocab()
+            teacher_vocab = read_tokenizer(path, trust_remote_code=trusts).get_vocab()
         except (OSError, ValueError, KeyError) as error:
-            got = f"'{path}' ({str(error).strip().partition(chr(10))[0]})"
-            fix = "Put the tokenizer beside the model: it shows that both know the same tokens."
+            reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                key, got=got, expected="a model with its tokenizer", fix=fix
+                key,
+                got=f"'{path}' ({reason})",
+                expected="a model with its tokenizer",
+                fix="Put the tokenizer beside the model: it shows that both know the same tokens.",
             ) from error
-        differing = [token for token, number in own.items() if others.get(token) != number]
-        if section.num_top_tokens:
-            # What it tells besides the tokens of the response must be tokens of the student.
-            differing += [token for token in others if token not in own]
+        differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
+        if num_top:
+            # The likeliest tokens may be any tokens of the teacher, so the student must know all.
+            differing += [token for token in teacher_vocab if token not in vocab]
         if differing:
             token = differing[0]
-            got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, first {token!r}"
-            got += f" ({others.get(token, 'none')}; the student's {own.get(token, 'none')})"
-            fix = "Choose a teacher with the student's vocabulary."
+            got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
+            got += f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
+            got += f"the student's {vocab.get(token, 'none')})"
             raise ConfigError(
-                key, got=got, expected="the student's tokens under the same ids", fix=fix
+                key,
+                got=got,
+                expected="the student's tokens under the same ids",
+                fix="Choose a teacher with the student's vocabulary.",
             )
         text = load_config(path, trust_remote_code=trusts).get_text_config()
-        if (
-            limit := getattr(text, "max_position_embeddings", None)
-        ) is not None and limit < longest:
-            got = f"'{path}' with {limit} positions, for sequences of up to {longest} tokens"
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is not None and positions < longest:
             raise ConfigError(
-                key, got=got, expected=f"at least {longest}", fix="Lower the lengths under data."
+                key,
+                got=f"'{path}' with {positions} positions, for sequences of up to {longest} tokens",
+                expected=f"at least {longest}",
+                fix="Lower the lengths under data.",
             )
-        if (size := section.num_top_tokens) and size > text.vocab_size:
-            got, fix = f"{size}, with a vocabulary of {text.vocab_size}", "Lower it."
+        if num_top and num_top > text.vocab_size:
             raise ConfigError(
-                f"{DISTILLATION}.topk", got=got, expected=f"at most {text.vocab_size}", fix=fix
+                f"{DISTILLATION}.topk",
+                got=f"{num_top}, with a vocabulary of {text.vocab_size}",
+                expected=f"at most {text.vocab_size}",
+                fix="Lower it.",
             )
 
 
 def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None:
-    """Refuse rows, each a place and its data source, that no teacher is named for. Raises ConfigError: says which."""
+    """Refuse rows without a teacher.
+
+    Args:
+        config: the configuration.
+        sources: place and data source of each row.
+
+    Raises:
+        ConfigError: a data source has no teacher.
+    """
     section = config.distillation
     for place, source in sources:
         if section.enable and section.teacher_of(source) is None:
-            got, expected = (
-                f"no teacher for the data source {source!r} ({place})",
-                "one for each data source",
+            raise ConfigError(
+                f"{DISTILLATION}.teachers",
+                got=f"no teacher for the data source {source!r} ({place})",
+                expected="one for each data source",
+                fix=f"Add it, or set {DISTILLATION}.path for all that are not named.",
             )
-            fix = f"Add it, or set {DISTILLATION}.path for all that are not named."
-            raise ConfigError(f"{DISTILLATION}.teachers", got=got, expected=expected, fix=fix)

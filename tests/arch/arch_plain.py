@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from arch_tree import Source, is_text
 
 # The packages that keep these rules so far.
-PLAIN_PACKAGES = frozenset({"models", "protocol", "weight_sync"})
+PLAIN_PACKAGES = frozenset({"models", "protocol", "single_controller", "weight_sync", "workers"})
 
 MAX_ATTRIBUTES = 15
 VAGUE_NAMES = frozenset(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray backend: the only place that imports ray. `docs/controller.md` says what is in which file."""
+"""The Ray backend: the only package that imports ray. `docs/controller.md` describes its files."""
 
 from typing import TYPE_CHECKING
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the state after each step in the nodes' memory: nearer than a checkpoint on disk.
+"""Copies of the training state in the memory of the nodes, after each step.
 
-    driver                         a rank (engines/checkpoint.py)     keepers, one for each node
-      attach -- plan, open ------> maps its memory <----------------- make memory without a name
+    driver                         a rank (engines/checkpoint.py)     keepers, one per node
+      attach -- plan, open ------> maps its memory <----------------- make anonymous memory
       copy   -- copy_state ------> | thread: copies into it
-             -- mirror ---------------------------------------------> | fetch what the node before has
+             -- mirror ---------------------------------------------> | fetch from the node before
       step ...
-      newest -- whole? ---------------------------------------------> the steps whose sums are right
-      load   -- load_copy -------> reads its chunks, of its own node or from another one's keeper
+      newest -- whole? ---------------------------------------------> steps with right checksums
+      load   -- load_copy -------> reads its chunks, on its node or from another keeper
 
-A keeper is the driver itself where the cluster has one node, else an actor on each. Its memory is in no file system and
-ends with the processes that have it, whatever kills them. Nothing waits for a copy: a step that ends while the one
-before is still being mirrored has none. The driver's own part of the state stays in the driver.
+After a loss, a run resumes from such a copy instead of an older checkpoint on disk. A keeper is the
+driver itself if the cluster has one node, else an actor on each node. Its memory is in no file
+system, and is freed when the processes that map it end, however they end. Nothing waits for a copy:
+a step that ends while the previous copy is still being mirrored is not copied. The driver's part of
+the state stays in the driver.
 """
 
 import os
@@ -31,101 +33,113 @@ from quadriga.observe.machine import GIB, available_bytes
 from quadriga.protocol.memory import slot_of, whole_steps
 from quadriga.single_controller.ray.cluster import own_node_id
 
-MIRROR_BYTES, MIRROR_LIMIT_S = 64 << 20, 600.0
-HERE = "here"  # the driver's node where the cluster has no other, also when that cluster is started again
-Owner = tuple[str, int]  # a part of the checkpoint and a rank of its workers
+MIRROR_BYTES = 64 << 20
+MIRROR_LIMIT_S = 600.0
+# The only node of a cluster, by a name that stays valid when the cluster is started again.
+HERE = "here"
+Owner = tuple[str, int]  # a part of the checkpoint, and a rank of its workers
 
 
 class Keeper:
-    """Memory of one node, which ends with this process and the others that have opened it."""
+    """Memory of one node. It is freed when this process and the others that map it have ended."""
 
     def __init__(self) -> None:
         self._files: dict[Owner, int] = {}
 
     def make(self, sizes: Mapping[Owner, int]) -> tuple[dict[Owner, str], str]:
-        """Memory of these sizes, in place of what there was. Returns the paths by which processes of the node open it;
-        or why there is none: it would be more than half of what is free."""
+        """Allocate memory of these sizes, and release the earlier memory.
+
+        Returns:
+            The paths by which processes of the node open the memory, and "". Or no paths and a
+            reason, if more than half of the free memory would be needed.
+        """
         while self._files:
-            os.close(self._files.popitem()[1])
-        needed, free = sum(sizes.values()), available_bytes()
+            _, file = self._files.popitem()
+            os.close(file)
+        needed = sum(sizes.values())
+        free = available_bytes()
         if needed > free / 2:
-            return (
-                {},
-                f"they need {needed / GIB:.2f} GiB and may have half of the {free / GIB:.2f} GiB that are free",
-            )
+            reason = f"they need {needed / GIB:.2f} GiB and may have half of the "
+            reason += f"{free / GIB:.2f} GiB that are free"
+            return {}, reason
         for owner, size in sizes.items():
             self._files[owner] = os.memfd_create("quadriga-state-copy")
             os.truncate(self._files[owner], size)
-        return {owner: f"/proc/{os.getpid()}/fd/{file}" for owner, file in self._files.items()}, ""
+        folder = f"/proc/{os.getpid()}/fd"
+        return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
 
     def whole(self) -> dict[Owner, list[int]]:
-        """The steps of which there are whole copies."""
-        return {
-            owner: whole_steps(np.frombuffer(mmap(file, 0), np.uint8))
-            for owner, file in self._files.items()
-        }
+        """The steps of which there are complete copies, by owner."""
+        return {owner: whole_steps(self._content(owner)) for owner in self._files}
 
     def read(self, owner: Owner, step: int, start: int, size: int) -> np.ndarray | None:
-        """Bytes [size] of a step's slot; None while it has another step, or half of one."""
-        slot = slot_of(np.frombuffer(mmap(self._files[owner], 0), np.uint8), step)
-        header, content = slot[:8].view(np.int64), None
-        if header[0] == step:
-            content = slot[start : start + size].copy()
+        """Bytes [size] of a step's slot; None while the slot has another step, or is incomplete."""
+        slot = slot_of(self._content(owner), step)
+        header = slot[:8].view(np.int64)
+        if header[0] != step:
+            return None
+        content = slot[start : start + size].copy()
+        # The slot may have been overwritten during the copy.
         return content if header[0] == step else None
 
     def mirror(self, source: Any, owners: Sequence[Owner], step: int) -> None:
-        """Fetch the slots of a step from another node's keeper, as soon as they are whole there."""
+        """Fetch the slots of a step from the keeper of another node, once they are complete."""
         deadline = time.monotonic() + MIRROR_LIMIT_S
         for owner in owners:
-            slot = slot_of(np.frombuffer(mmap(self._files[owner], 0), np.uint8), step)
+            slot = slot_of(self._content(owner), step)
             slot[:8] = 0
-            # Backwards: what says that it is whole comes last.
+            # Backwards: the header, which marks the slot as complete, comes last.
             for start in reversed(range(0, len(slot), MIRROR_BYTES)):
-                while (
-                    content := ray.get(source.read.remote(owner, step, start, MIRROR_BYTES))
-                ) is None:
+                fetch = partial(source.read.remote, owner, step, start, MIRROR_BYTES)
+                content = ray.get(fetch())
+                while content is None:
                     if time.monotonic() > deadline:
                         return
                     time.sleep(0.02)
+                    content = ray.get(fetch())
                 slot[start : start + len(content)] = content
+
+    def _content(self, owner: Owner) -> np.ndarray:
+        return np.frombuffer(mmap(self._files[owner], 0), np.uint8)
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where the memory of each rank is: nodes, paths on them, and their keepers, where these are other processes."""
+    """Location of each rank's copies: nodes, paths on them, and keepers in other processes."""
 
     nodes: dict[Owner, list[str]]
     paths: dict[str, dict[Owner, str]]
     keepers: dict[str, Any]
 
     def read(self, step: int, part: str, rank: int, start: int, size: int) -> Any:
-        """Bytes [size] of a slot, in a worker."""
-        nodes, own = self.nodes[part, rank], own_node_id() if self.keepers else HERE
-        if own not in nodes:
-            return bytearray(
-                ray.get(self.keepers[nodes[0]].read.remote((part, rank), step, start, size))
-            )
-        with open(self.paths[own][part, rank], "r+b") as file:
-            return slot_of(memoryview(mmap(file.fileno(), 0)), step)[start : start + size]
+        """Bytes [size] of a slot. Called by a worker."""
+        nodes = self.nodes[part, rank]
+        this_node = own_node_id() if self.keepers else HERE
+        if this_node not in nodes:
+            keeper = self.keepers[nodes[0]]
+            return bytearray(ray.get(keeper.read.remote((part, rank), step, start, size)))
+        with open(self.paths[this_node][part, rank], "r+b") as file:
+            slot = slot_of(memoryview(mmap(file.fileno(), 0)), step)
+            return slot[start : start + size]
 
 
 @dataclass(frozen=True)
 class NewestState:
-    """The newest state of which all ranks have whole copies: that after `step`; `driver` is the driver's part of it."""
+    """The newest state of which all ranks have complete copies."""
 
-    step: int
-    driver: dict[str, Any]
+    step: int  # the step after which it was copied
+    driver: dict[str, Any]  # the driver's part of the state
     plans: dict[str, Any]
     memory: _Memory
 
     def load(self, workers: Mapping[str, Any]) -> None:
-        """Have the workers of each part read theirs, whatever their layout."""
+        """Load the state into the workers of each part. Their layout may have changed."""
         for part, worker in workers.items():
             worker.load_copy(self.plans[part], partial(self.memory.read, self.step, part))
 
 
 class StateCopies:
-    """The copies of a run: they and this object outlive its workers, and end with the driver."""
+    """The copies of a run. They and this object outlive its workers, and end with the driver."""
 
     def __init__(self) -> None:
         self._keepers: dict[str, Any] = {}
@@ -136,45 +150,67 @@ class StateCopies:
 
     @property
     def steps(self) -> str:
-        """The steps after which the last copies were begun, to be printed."""
+        """The last copied steps, to be printed."""
         return " or ".join(map(str, self._driver))
 
     def attach(self, workers: Mapping[str, Any]) -> str:
-        """Prepare copies of the states of these workers, by part. Returns what was chosen, with the reason.
+        """Prepare copies of the states of workers. Earlier copies are discarded: load them first.
 
-        The copies that there were are gone: what was loaded from them is to be copied first.
+        Args:
+            workers: groups of workers, by part of the checkpoint.
+
+        Returns:
+            The choice and its reason, to be printed.
         """
-        self._workers, self._memory, self._mirrors = workers, None, []
+        self._workers = workers
+        self._memory = None
+        self._mirrors = []
         self._driver.clear()
         self._plans = {part: worker.plan_copies()[0] for part, worker in workers.items()}
-        homes = {
-            (part, rank): HERE if _is_one_node() else address.node_id
-            for part, worker in workers.items()
-            for rank, address in enumerate(worker.processes.addresses)
-        }
+        homes = {}
+        sizes = {}
+        for part, worker in workers.items():
+            for rank, address in enumerate(worker.processes.addresses):
+                homes[part, rank] = HERE if _is_one_node() else address.node_id
+                sizes[part, rank] = 2 * self._plans[part].slot_bytes[rank]
+        # Each node mirrors the copies of the node before it in this cycle.
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))
-        after = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-        nodes = {owner: list(dict.fromkeys((node, after[node]))) for owner, node in homes.items()}
-        size = {(part, rank): 2 * self._plans[part].slot_bytes[rank] for part, rank in homes}
-        paths, refusal, largest = {}, "", 0
+        following = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+        nodes = {
+            owner: list(dict.fromkeys((node, following[node]))) for owner, node in homes.items()
+        }
+        paths: dict[str, dict[Owner, str]] = {}
+        refusal = ""
+        largest = 0
         for node in cycle:
-            sizes = {owner: size[owner] for owner, on in nodes.items() if node in on}
-            paths[node], why = self._call(node, "make", sizes)
-            refusal, largest = refusal or why, max(largest, sum(sizes.values()))
+            node_sizes = {owner: sizes[owner] for owner in nodes if node in nodes[owner]}
+            paths[node], reason = self._call(node, "make", node_sizes)
+            refusal = refusal or reason
+            largest = max(largest, sum(node_sizes.values()))
         for part, worker in workers.items():
-            own = [paths[node].get(owner, "") for owner, node in homes.items() if owner[0] == part]
-            refusal = refusal or next(filter(None, worker.open_copies(own)), "")
+            if refusal:
+                break
+            owners = [owner for owner in homes if owner[0] == part]
+            rank_paths = [paths[homes[owner]].get(owner, "") for owner in owners]
+            refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
-        apart = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
-        self._memory = _Memory(nodes, paths, apart)
-        what = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
-        return f"{largest / GIB:.2f} GiB a node, the last two steps of {what}: a lost process costs one step"
+        remote_keepers = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
+        self._memory = _Memory(nodes, paths, remote_keepers)
+        ranks = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
+        choice = f"{largest / GIB:.2f} GiB a node, the last two steps of {ranks}"
+        return f"{choice}: a lost process costs one step"
 
     def copy(self, step: int, driver: dict[str, Any]) -> None:
-        """Begin to copy the state as it is after this step; `driver` is the driver's own part of it."""
-        memory, mirrors = self._memory, self._mirrors
+        """Start to copy the state after a step.
+
+        Args:
+            step: number of the step.
+            driver: the driver's part of the state.
+        """
+        memory = self._memory
+        mirrors = self._mirrors
         if memory is None or not self._workers:
             return
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
@@ -182,41 +218,45 @@ class StateCopies:
         try:
             ray.get(mirrors)
         except ray.exceptions.RayError as error:
-            print(f"state copies: none from step {step} on, for a keeper was lost: {error}")
+            print(f"state copies: none from step {step} on, because a keeper was lost: {error}")
             self._workers = {}
             return
         for worker in self._workers.values():
             worker.copy_state(step)
-        self._driver = dict([*self._driver.items(), (step, deepcopy(driver))][-2:])
+        history = [*self._driver.items(), (step, deepcopy(driver))]
+        self._driver = dict(history[-2:])
         self._mirrors = []
         for source, keeper in memory.keepers.items():
             for node in memory.paths:
-                if owners := [owner for owner, on in memory.nodes.items() if on == [source, node]]:
-                    self._mirrors.append(self._keepers[node].mirror.remote(keeper, owners, step))
+                owners = [owner for owner in memory.nodes if memory.nodes[owner] == [source, node]]
+                if owners:
+                    mirror = self._keepers[node].mirror.remote(keeper, owners, step)
+                    self._mirrors.append(mirror)
 
     def newest(self) -> NewestState | None:
-        """The newest state of which each rank's copy is whole on a node that is there."""
-        whole: dict[str, dict[Owner, list[int]]] = {}
+        """The newest state of which each rank has a complete copy on a node that is alive."""
+        complete: dict[str, dict[Owner, list[int]]] = {}
         for node in list(self._keepers):
             try:
-                whole[node] = self._call(node, "whole")
+                complete[node] = self._call(node, "whole")
             except ray.exceptions.RayError:
                 print(f"state copies: those on node {node} are lost with it")
                 del self._keepers[node]
-        if self._memory is None or (HERE in whole and not _is_one_node()):
+        if self._memory is None or (HERE in complete and not _is_one_node()):
             return None
         for step, driver in reversed(self._driver.items()):
-            nodes = {
-                owner: [node for node in on if step in whole.get(node, {}).get(owner, [])]
-                for owner, on in self._memory.nodes.items()
-            }
+            nodes: dict[Owner, list[str]] = {}
+            for owner, owner_nodes in self._memory.nodes.items():
+                nodes[owner] = [
+                    node for node in owner_nodes if step in complete.get(node, {}).get(owner, [])
+                ]
             if all(nodes.values()):
                 memory = _Memory(nodes, self._memory.paths, self._memory.keepers)
                 return NewestState(step, driver, self._plans, memory)
         return None
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._drop(set(self._keepers))
 
     def _drop(self, nodes: Iterable[str]) -> None:
@@ -228,15 +268,16 @@ class StateCopies:
                 ray.kill(keeper)
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
-        """Call the keeper of a node, which is started where there is none yet."""
+        """Call the keeper of a node. Start one first if there is none."""
         if node == HERE:
-            return getattr(self._keepers.setdefault(node, Keeper()), method)(*args)
+            keeper = self._keepers.setdefault(node, Keeper())
+            return getattr(keeper, method)(*args)
         if node not in self._keepers:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
-            process = ray.remote(num_cpus=0)(Keeper).options(
-                max_concurrency=4, scheduling_strategy=where
+            keeper_class = ray.remote(num_cpus=0)(Keeper).options(
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            self._keepers[node] = process.remote()
+            self._keepers[node] = keeper_class.remote()
         return ray.get(getattr(self._keepers[node], method).remote(*args))
 
 

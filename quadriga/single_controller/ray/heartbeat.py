@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks after the processes of a run: one that no longer answers, or is beyond its limit, is killed, and so lost.
+"""Heartbeat: kills processes of a run that no longer answer, or whose call exceeds its time limit.
 
     heartbeat thread, on the driver     each process, every few seconds
-      status.remote  ---------------->  control thread: answers whatever the working thread does
-      no answer for a while             it is named, with its state
+      status.remote  ---------------->  control thread: answers while the working thread computes
+      no answer for a while             a message names the process and its state
       none for stall_timeout_s          SIGKILL
-      a call over half of it            it is named, with its limit
+      a call over half of its limit     a message names the call and its limit
       a call over phase_timeout_s       stacks of all processes are printed, then SIGKILL
 
-A process that answers is never killed for working long unless there is a limit for a call. What is killed here is seen
-by `calls.resolve` like any death. Consumes: statuses. Waits for: nothing but its own clock. Unblocked by: `close`.
+A process that answers is only killed if there is a limit for calls. `calls.resolve` notices a
+killed process like any other death.
+
+Consumes: statuses. Waits for: its own clock. Unblocked by: `close`.
 """
 
 import threading
@@ -30,7 +32,7 @@ from quadriga.single_controller.ray.process import ProcessAddress, Status, state
 
 EVERY_S = 2.5
 NAMED_AFTER_S = 15.0
-"""Without an answer for so long a process is named; a call in C that holds the interpreter's lock may take a while."""
+"""Time without an answer until a message. A call in C that holds the GIL may take a while."""
 
 STACKS_LIMIT_S = 5.0
 NODE_LIMIT_S = 10.0
@@ -38,21 +40,26 @@ NODE_LIMIT_S = 10.0
 
 @dataclass
 class _Watched:
-    """A process, the question that is under way, and for how long it has gone without an answer."""
+    """A watched process."""
 
     actor: Any
     worker: WorkerName
     address: ProcessAddress
-    question: Any
-    silent_s: float = 0.0
-    is_named: bool = False
-    long_call: str = ""  # the call that was named because it takes long
+    question: Any  # pending request of its status
+    silent_s: float = 0.0  # time without an answer
+    is_named: bool = False  # whether a message has named its silence
+    long_call: str = ""  # the long call that a message has named
 
 
 class Heartbeat:
-    """A thread that asks the processes of a run what they are doing, until `close`.
-    `starts`: give the starts of the processes of a group; each process is watched once it has started.
-    `settings`: `stall_timeout_s` and `phase_timeout_s` are read."""
+    """A thread that requests the statuses of a run's processes, until `close`.
+
+    Args:
+        starts: for each group, a function that returns the starts of its processes. A process is
+            watched once it has started.
+        settings: provides `stall_timeout_s` and `phase_timeout_s`.
+        emit: receives the messages.
+    """
 
     def __init__(
         self,
@@ -60,12 +67,11 @@ class Heartbeat:
         settings: TrainerConfig,
         emit: Callable[[str], None] = print,
     ) -> None:
-        self.stall_s, self.phase_s, self.emit = (
-            settings.stall_timeout_s,
-            settings.phase_timeout_s,
-            emit,
-        )
-        self._starts, self._known = starts, set[Any]()
+        self.stall_s = settings.stall_timeout_s
+        self.phase_s = settings.phase_timeout_s
+        self.emit = emit
+        self._starts = starts
+        self._known: set[Any] = set()  # refs of the starts that are complete
         self._watched: list[_Watched] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -73,64 +79,70 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no longer; after that processes may be ended without a word from here."""
+        """End the thread. Afterwards processes can be ended without a message."""
         self._is_over.set()
         self._thread.join()
 
     def _beat(self) -> None:
-        # Looks are counted, not the time between them: the driver itself may have been stopped for an hour.
+        # Counts rounds, not the time between them: the driver itself may have been stopped for
+        # long.
         while not self._is_over.wait(EVERY_S) and ray.is_initialized():
             if is_cluster_lost():
                 calls.HEAD_LOST.set()
                 return
             self._take_started()
-            for each in list(self._watched):
+            for process in list(self._watched):
                 try:
-                    self._look(each)
+                    self._look(process)
                 except RayError:
-                    # It has died, and whoever waits for it is told why.
-                    self._watched.remove(each)
+                    # It has died. The call that waits for it raises the reason.
+                    self._watched.remove(process)
 
     def _take_started(self) -> None:
-        new = {
-            start.ref: start
-            for group in self._starts
-            for start in group()
-            if start.ref not in self._known
-        }
-        ready, _ = ray.wait(list(new), num_returns=len(new), timeout=0) if new else ([], [])
+        """Watch the processes that have started since the last round."""
+        pending = {}
+        for group in self._starts:
+            for start in group():
+                if start.ref not in self._known:
+                    pending[start.ref] = start
+        if not pending:
+            return
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
         self._known.update(ready)
-        for start in map(new.__getitem__, ready):
-            # One that could not start is not watched: whoever waits for it is told why.
+        for ref in ready:
+            start = pending[ref]
+            # If a process could not start, the call that waits for it raises the reason.
             with suppress(RayError):
-                address: ProcessAddress = ray.get(start.ref)
+                address: ProcessAddress = ray.get(ref)
                 worker = replace(start.worker, node=address.node, pid=address.pid)
-                self._watched.append(
-                    _Watched(start.actor, worker, address, start.actor.status.remote())
-                )
+                question = start.actor.status.remote()
+                self._watched.append(_Watched(start.actor, worker, address, question))
 
     def _look(self, process: _Watched) -> None:
         ready, _ = ray.wait([process.question], timeout=0)
         if ready:
             status: Status = ray.get(process.question)
-            process.silent_s, process.is_named = 0.0, False
+            process.silent_s = 0.0
+            process.is_named = False
             process.question = process.actor.status.remote()
             if self.phase_s is not None:
                 self._limit_call(process, status, self.phase_s)
             return
         process.silent_s += EVERY_S
         if process.silent_s >= self.stall_s:
-            told = f"no answer of its control thread for {process.silent_s:.0f} s{self._state(process)}"
-            self._kill(process, told, f"It was killed: trainer.stall_timeout_s is {self.stall_s}.")
+            got = f"no answer of its control thread for {process.silent_s:.0f} s"
+            got += self._state(process)
+            self._kill(process, got, f"It was killed: trainer.stall_timeout_s is {self.stall_s}.")
         elif process.silent_s >= NAMED_AFTER_S and not process.is_named:
             process.is_named = True
             self.emit(
-                f"{process.worker}, process {process.worker.pid}, has not answered for {process.silent_s:.0f} s"
-                f"{self._state(process)}; after {self.stall_s} s (trainer.stall_timeout_s) it is killed, and so lost"
+                f"{process.worker}, process {process.worker.pid}, has not answered for "
+                f"{process.silent_s:.0f} s{self._state(process)}; after {self.stall_s} s "
+                "(trainer.stall_timeout_s) it is killed, and so lost"
             )
 
     def _limit_call(self, process: _Watched, status: Status, limit_s: float) -> None:
-        """Name a call that has taken half of its time; end one that is over its limit."""
+        """Name a call that has taken half of its time limit; kill the process of one beyond it."""
         call = f"{status.role}.{status.method}" if status.running_s > limit_s / 2 else ""
         if status.running_s > limit_s:
             self._end_call(process, status)
@@ -143,24 +155,24 @@ class Heartbeat:
         process.long_call = call
 
     def _end_call(self, process: _Watched, status: Status) -> None:
-        """Print where all processes stand, ranks alike together; then kill the one whose call is over its limit."""
-        name, limit = f"{status.role}.{status.method}", f"trainer.phase_timeout_s is {self.phase_s}"
-        refs = {each.actor.stacks.remote(): each.worker for each in self._watched}
+        """Print the stacks of all processes, equal ones once; then kill the process of the call."""
+        name = f"{status.role}.{status.method}"
+        limit = f"trainer.phase_timeout_s is {self.phase_s}"
+        refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
         workers_at: dict[str, list[str]] = {}
         for ref in ready:
             workers_at.setdefault(ray.get(ref), []).append(str(refs[ref]))
-        told = [
-            f"{process.worker}: {name} has taken {status.running_s:.0f} s, {limit}; all processes stand here:"
-        ]
-        told += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
-        self.emit("\n".join([*told, *(f"{refs[ref]}: no answer" for ref in silent)]))
-        self._kill(
-            process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}."
-        )
+        taken = f"{process.worker}: {name} has taken {status.running_s:.0f} s"
+        lines = [f"{taken}, {limit}; all processes stand here:"]
+        lines += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
+        lines += [f"{refs[ref]}: no answer" for ref in silent]
+        self.emit("\n".join(lines))
+        got = f"{name} not done after {status.running_s:.0f} s"
+        self._kill(process, got, f"It was killed: {limit}.")
 
     def _state(self, process: _Watched) -> str:
-        """What the kernel says of a process, in brackets; "" for nothing of note."""
+        """The kernel's state of a process, in brackets, if it explains its silence, or ""."""
         try:
             state = run_on_node(
                 process.address.node_id, state_of, process.address.pid, limit_s=NODE_LIMIT_S
@@ -173,7 +185,7 @@ class Heartbeat:
         try:
             calls.kill(process.address, got, fix)
         except RayError as error:
-            # Its node is lost too, or will answer at the next look.
+            # Its node is lost, too, or will answer in the next round.
             self.emit(f"{process.worker} cannot be killed: {type(error).__name__} from its node")
             return
         self._watched.remove(process)

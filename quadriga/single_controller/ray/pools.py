@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resource pools on Ray: one placement group per node, one bundle per process.
 
-A pool takes its resources when they are first needed (`bundles`), and keeps them until `close`. Each worker group
-that runs on it takes a share of each bundle, so that several groups, or several roles in one process, use it in turn.
+A pool takes its resources when `bundles` is first called, and keeps them until `close`. Each worker
+group on the pool takes a share of each bundle, so that several groups, or several roles in one
+process, can take turns.
 """
 
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -24,42 +25,52 @@ from quadriga.single_controller.resource_pool import (
     choose_nodes,
 )
 
-# The resources of what has just ended come back within a fraction of a second; Ray reports them with some delay.
+# Resources of processes that have just ended are free within a fraction of a second, but Ray
+# reports them with some delay.
 RELEASE_S = 3.0
-# A placement group that was planned on free resources is there in milliseconds, unless another driver was faster.
+# A placement group on free resources is created in milliseconds, unless another driver was faster.
 PLACEMENT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process: bundle `index` of a node's placement group, and the groups that run on it."""
+    """The resources of one process: bundle `index` of a node's placement group."""
 
     placement_group: Any
     index: int
     node_id: str
+    # Names of the worker groups that run on the bundle.
     groups: list[str] = field(default_factory=list, compare=False)
 
 
 def cluster_nodes() -> list[NodeResources]:
-    """The living nodes of the cluster that this process is connected to."""
+    """The living nodes of the connected cluster."""
     free = ray._private.state.available_resources_per_node()
-    return [
-        NodeResources(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            node["Resources"],
-            free.get(node["NodeID"], node["Resources"]),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    nodes: list[NodeResources] = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            node_id = node["NodeID"]
+            total = node["Resources"]
+            address = node["NodeManagerAddress"]
+            nodes.append(NodeResources(node_id, address, total, free.get(node_id, total)))
+    return nodes
 
 
 def check_resources(
     pools: Mapping[str, Sequence[int]], each: Mapping[str, float]
 ) -> dict[str, list[NodeResources]]:
-    """A node of the cluster for each node of each pool, chosen by `choose_nodes`.
-    Raises WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment."""
+    """Choose nodes with `choose_nodes`. Waits a moment for resources that are in use.
+
+    Args:
+        pools: number of processes on each node, by name of the pool.
+        each: resources of one process.
+
+    Returns:
+        The chosen nodes of each pool.
+
+    Raises:
+        WorkerError: the cluster lacks resources, even if it were idle or after the wait.
+    """
     await_lost_nodes()
     deadline = time.monotonic() + RELEASE_S
     while True:
@@ -69,9 +80,7 @@ def check_resources(
         except WorkerError as error:
             if time.monotonic() > deadline:
                 raise
-            idle = [
-                NodeResources(node.node_id, node.address, node.total, node.total) for node in nodes
-            ]
+            idle = [replace(node, free=node.total) for node in nodes]
             try:
                 choose_nodes(pools, each, idle)
             except WorkerError:
@@ -80,14 +89,20 @@ def check_resources(
 
 
 class RayResourcePool(ResourcePool):
-    """Processes by node, with the resources of a Ray cluster.
+    """Processes per node, with the resources of a Ray cluster.
 
     Args:
-        process_on_nodes: one number per node; once placed, those of the nodes in the order of their addresses.
-        use_gpu: a device is a GPU and a CPU, else a CPU. CPUs are Ray's logical ones.
-        name_prefix: of the placement groups' names; it stands in error messages too.
-        max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
-        num_devices: of each process; several, where it starts others that compute on them.
+        process_on_nodes: number of processes on each node. Once placed, in the order of the nodes'
+            addresses.
+        use_gpu: whether a device is a GPU and a CPU, instead of a CPU. CPUs are logical ones of
+            Ray.
+        name_prefix: prefix of the placement groups' names, also used in error messages.
+        max_colocate_count: number of groups that may run on the pool. Each takes this fraction of
+            the resources.
+        num_devices: devices per process. A process with several starts others that use them.
+
+    Raises:
+        WorkerError: `max_colocate_count` is less than 1.
     """
 
     def __init__(
@@ -100,26 +115,25 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes)
         if max_colocate_count < 1:
-            raise WorkerError(
-                "RayResourcePool.max_colocate_count", str(max_colocate_count), "at least 1 group"
-            )
+            where = "RayResourcePool.max_colocate_count"
+            raise WorkerError(where, str(max_colocate_count), "at least 1 group")
         self.device_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
-        self.num_devices, self.device_on_nodes = (
-            num_devices,
-            [count * num_devices for count in process_on_nodes],
-        )
-        self.use_gpu, self.name, self.max_colocate_count = (
-            use_gpu,
-            name_prefix or "pool",
-            max_colocate_count,
-        )
+        self.num_devices = num_devices
+        self.device_on_nodes = [count * num_devices for count in process_on_nodes]
+        self.use_gpu = use_gpu
+        self.name = name_prefix or "pool"
+        self.max_colocate_count = max_colocate_count
         self._prefix = name_prefix
-        # Processes of all pools that take turns with this one, its own included, by the id of their node.
+        # By node id, the processes of all pools that take turns there, including this pool.
         self.neighbours: Mapping[str, int] = {}
         self._bundles: list[Bundle] = []
 
     def bundles(self) -> list[Bundle]:
-        """The resources of each rank, taken now unless they are already; an error if the cluster has not enough."""
+        """The resources of each rank. The first call takes them.
+
+        Raises:
+            WorkerError: the cluster lacks the resources.
+        """
         if self._bundles:
             return self._bundles
         each = {name: amount * self.num_devices for name, amount in self.device_resources.items()}
@@ -128,59 +142,70 @@ class RayResourcePool(ResourcePool):
             zip(nodes, self.process_on_nodes, strict=True),
             key=lambda part: (address_order(part[0].address), part[0].node_id),
         )
-        groups = [
-            placement_group(
+        groups = []
+        for number, (node, count) in enumerate(parts):
+            group = placement_group(
                 [each] * count,
                 strategy="STRICT_PACK",
                 name=f"{self._prefix}:{number}" if self._prefix else "",
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
             )
-            for number, (node, count) in enumerate(parts)
-        ]
-        deadline = time.monotonic() + PLACEMENT_S
-        late = [group for group in groups if not group.wait(max(0.0, deadline - time.monotonic()))]
-        if late:
-            states = [placement_group_table(group).get("state", "unknown") for group in late]
-            found = "; ".join(node.describe(list(each)) for node in cluster_nodes())
-            for group in groups:
-                remove_placement_group(group)
-            where = f"resource pool {self.name} {self.device_on_nodes}"
-            got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s still {states}; {found}"
-            fix = "Another program took them at the same moment: `ray list placement-groups` shows it."
-            raise WorkerError(
-                where, got=got, expected="the resources that were free before", fix=fix
-            )
-        self._bundles = [
-            Bundle(group, index, node.node_id)
-            for group, (node, count) in zip(groups, parts, strict=True)
-            for index in range(count)
-        ]
+            groups.append(group)
+        self._await(groups, each)
+        for group, (node, count) in zip(groups, parts, strict=True):
+            self._bundles += [Bundle(group, index, node.node_id) for index in range(count)]
         counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
-        if len(counts) < len(self.process_on_nodes):
-            wanted = f"resource pool {self.name} {self.device_on_nodes}: {len(self.process_on_nodes)} nodes wanted"
+        num_wanted = len(self.process_on_nodes)
+        if len(counts) < num_wanted:
+            pool = f"resource pool {self.name} {self.device_on_nodes}"
             print(
-                f"notice: {wanted} (trainer.nnodes), {len(counts)} used, with {counts} processes: the cluster has no "
-                "more nodes with room for it."
+                f"notice: {pool}: {num_wanted} nodes wanted (trainer.nnodes), {len(counts)} used, "
+                f"with {counts} processes: the cluster has no more nodes with room for it."
             )
         self.process_on_nodes = counts
         return self._bundles
 
-    def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
-        """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
-        Raises WorkerError: the cluster has not enough, or as many groups as may share the pool are there already."""
-        bundles = self.bundles()
-        full = next(
-            (bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None
+    def _await(self, groups: Sequence[Any], each: Mapping[str, float]) -> None:
+        """Wait until placement groups are created. Removes them if they are not in time."""
+        deadline = time.monotonic() + PLACEMENT_S
+        late = [group for group in groups if not group.wait(max(0.0, deadline - time.monotonic()))]
+        if not late:
+            return
+        states = [placement_group_table(group).get("state", "unknown") for group in late]
+        available = "; ".join(node.describe(list(each)) for node in cluster_nodes())
+        for group in groups:
+            remove_placement_group(group)
+        got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s "
+        got += f"still {states}; {available}"
+        raise WorkerError(
+            f"resource pool {self.name} {self.device_on_nodes}",
+            got=got,
+            expected="the resources that were free before",
+            fix="Another program took them in the meantime: see `ray list placement-groups`.",
         )
-        if full:
-            where, got = (
-                f"resource pool {self.name}",
-                f"{group} as one more group with {', '.join(full.groups)}",
-            )
-            fix = "Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls."
-            raise WorkerError(
-                where, got=got, expected=f"at most {self.max_colocate_count} groups", fix=fix
-            )
+
+    def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
+        """Take the resources of one more worker group.
+
+        Args:
+            group: name of the worker group.
+
+        Returns:
+            The bundle of each rank, and the share of it that an actor takes, as options of Ray.
+
+        Raises:
+            WorkerError: the cluster lacks the resources, or the pool has no room for another group.
+        """
+        bundles = self.bundles()
+        for bundle in bundles:
+            if len(bundle.groups) >= self.max_colocate_count:
+                raise WorkerError(
+                    f"resource pool {self.name}",
+                    got=f"{group} as one more group with {', '.join(bundle.groups)}",
+                    expected=f"at most {self.max_colocate_count} groups",
+                    fix="Raise max_colocate_count, or put the roles into one process with "
+                    "create_colocated_worker_cls.",
+                )
         for bundle in bundles:
             bundle.groups.append(group)
         # Rounded down to Ray's precision: seven sevenths must not be more than one.
@@ -189,14 +214,14 @@ class RayResourcePool(ResourcePool):
 
     @property
     def placement_groups(self) -> list[Any]:
-        """The placement groups, in the order of their nodes' addresses; none before the resources are taken."""
-        return list(
-            {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values()
-        )
+        """The placement groups, in the order of the nodes' addresses. Empty before `bundles`."""
+        groups = {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}
+        return list(groups.values())
 
     def close(self) -> None:
-        """Give the resources back; Ray ends the processes that still use them."""
-        groups, self._bundles = self.placement_groups, []
+        """Release the resources. Ray ends the processes that still use them."""
+        groups = self.placement_groups
+        self._bundles = []
         # Without its head Ray would try for a minute, and then end this process.
         if groups and ray.is_initialized() and not is_cluster_lost():
             for group in groups:
@@ -204,11 +229,18 @@ class RayResourcePool(ResourcePool):
 
 
 class ResourcePoolManager:
-    """The pools of a run: which role runs on which, and whether the cluster has what all together need.
-    Raises WorkerError: a role on a pool that does not exist, or a pool that no role uses.
-    `resource_pool_spec`: processes on each node, by name of the pool.
-    `mapping`: name of the pool, by role. Roles on one pool take turns on its devices.
-    `devices`: of each process, by name of the pool, where it has several."""
+    """The pools of a run, and the pool of each role.
+
+    Args:
+        resource_pool_spec: number of processes on each node, by name of the pool.
+        mapping: name of the pool, by role. Roles on one pool take turns on its devices.
+        use_gpu: see `RayResourcePool`.
+        max_colocate_count: see `RayResourcePool`.
+        devices: devices per process, by name of the pool. 1 by default.
+
+    Raises:
+        WorkerError: a role on a pool that does not exist, or a pool without roles.
+    """
 
     def __init__(
         self,
@@ -223,39 +255,42 @@ class ResourcePoolManager:
         }
         self.mapping = dict(mapping)
         self._roles = ", ".join(map(str, mapping)) or "none"
+        known_pools = ", ".join(self.resource_pool_spec)
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
-                expected = f"one of {', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}"
-                fix = (
-                    "Name the pool in trainer.resource_pools, or map the role to one that is there."
-                )
                 raise WorkerError(
-                    f"pool of the role {role}", got=repr(pool), expected=expected, fix=fix
+                    f"pool of the role {role}",
+                    got=repr(pool),
+                    expected=f"one of {known_pools or 'the pools, of which there are none'}",
+                    fix="Name the pool in trainer.resource_pools, or choose another for the role.",
                 )
-        unused = [name for name in self.resource_pool_spec if name not in self.mapping.values()]
-        if unused:
-            where, got = f"resource pool {unused[0]}", f"no role on it; roles: {self._roles}"
-            raise WorkerError(
-                where,
-                got=got,
-                expected="at least one",
-                fix="Leave the pool out, or map a role to it.",
-            )
-        self.pools = {
-            name: RayResourcePool(
-                counts, use_gpu, name, max_colocate_count, (devices or {}).get(name, 1)
-            )
-            for name, counts in self.resource_pool_spec.items()
-        }
+        devices = devices or {}
+        self.pools: dict[str, RayResourcePool] = {}
+        for name, counts in self.resource_pool_spec.items():
+            if name not in self.mapping.values():
+                raise WorkerError(
+                    f"resource pool {name}",
+                    got=f"no role on it; roles: {self._roles}",
+                    expected="at least one",
+                    fix="Remove the pool, or map a role to it.",
+                )
+            num_devices = devices.get(name, 1)
+            pool = RayResourcePool(counts, use_gpu, name, max_colocate_count, num_devices)
+            self.pools[name] = pool
 
     def create_resource_pool(self) -> dict[str, RayResourcePool]:
-        """Take the resources of all pools. Returns the pools by name.
-        Raises WorkerError: the cluster has not enough for all of them together; nothing is taken then."""
+        """Take the resources of all pools.
+
+        Returns:
+            The pools, by name.
+
+        Raises:
+            WorkerError: the cluster lacks resources for all pools together. Nothing is taken then.
+        """
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):
-            check_resources(
-                {pool.name: pool.device_on_nodes for pool in pools}, pools[0].device_resources
-            )
+            shapes = {pool.name: pool.device_on_nodes for pool in pools}
+            check_resources(shapes, pools[0].device_resources)
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours
@@ -263,20 +298,19 @@ class ResourcePoolManager:
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
         if role not in self.mapping:
-            where, fix = f"role {role}", f"Map it to one of the pools {', '.join(self.pools)}."
             raise WorkerError(
-                where,
+                f"role {role}",
                 got="no pool",
                 expected=f"one of the roles with a pool: {self._roles}",
-                fix=fix,
+                fix=f"Map it to one of the pools {', '.join(self.pools)}.",
             )
         return self.pools[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Devices of all pools together: GPUs, if they use GPUs."""
+        """Total number of devices of all pools; GPUs if they use GPUs."""
         return sum(sum(pool.device_on_nodes) for pool in self.pools.values())
 
     def close(self) -> None:
-        """Give the resources of all pools back."""
+        """Release the resources of all pools."""
         for pool in self.pools.values():
             pool.close()

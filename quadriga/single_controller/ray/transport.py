@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How arguments reach a worker's process, and how outputs come back.
+"""Transport of arguments to a worker's process, and of outputs back to the driver.
 
-    driver    Outbox.pack(calls)     one Message per rank: pickled arguments, and refs of objects in Ray's store
+    driver    Outbox.pack(calls)     one Message per rank: pickled arguments, refs of stored objects
     worker    unpack(body, values)   the arguments, over copies of this rank's bytes
               pack_result(output)    the output, pickled; Ray writes large memory to its store
-    driver    unpack_result(value)   the output, its columns copied, or lent for a concatenation to copy
+    driver    unpack_result(value)   the output; its columns are copied, or lent to a concatenation
 
-Arguments are pickled by protocol 5, and the memory of tensors and of large arrays stays out of the stream. Chunks of a
-batch are views of its columns, so what is put into the store is a column's whole storage, once for all ranks; a rank's
-message says which bytes are its own. Of each storage:
+Arguments are pickled by protocol 5. The memory of tensors and large arrays stays out of the stream.
+Chunks of a batch are views of its columns. So a column's whole storage is put into the store, once
+for all ranks, and the message of a rank says which bytes of it the rank gets. For each storage:
 
-- Nothing is put if its bytes are in the store already, where it stays as long as the tensor lives: so the next role
-that gets the batch finds it. A tensor whose memory may change without a trace (`stamp_of`) is put on every call; after
-a write through `Tensor.data` or DLPack, call `Outbox.forget`. - If the ranks together use less than half of it, copies
-of what they use are put instead, for this call. - If the whole call needs no more than 64 KiB, the bytes travel inside
-the messages, without the store.
+- If its bytes are already in the store, nothing is put. They stay there as long as the tensor
+  lives, so that the next role which gets the batch finds them. A tensor whose memory may change
+  unnoticed (`stamp_of`) is put on every call. After a write through `Tensor.data` or DLPack, call
+  `Outbox.forget`. - If the ranks together use less than half of it, copies of the used bytes are
+  put, for this call. - If the whole call needs no more than 64 KiB, the bytes travel inside the
+  messages.
 
-Objects in the store are lists of byte arrays. A large array is alone in its object, so that its memory is free as soon
-as its column is gone; small ones share an object, for a put costs a millisecond whatever its size. Only what the same
-ranks read shares one, so that no node fetches what its ranks do not use.
+Objects in the store are lists of byte arrays. A large array is alone in its object, so that its
+memory is freed as soon as its column is gone. Small arrays share an object, because a put costs a
+millisecond whatever its size. Only arrays for the same ranks share one, so that no node fetches
+bytes that its ranks do not use.
 
-Tensors arrive on the CPU, contiguous, without their autograd graphs. Arguments with references to Ray's objects (a
-DataProtoFuture holds some), which Ray's own serialization counts, are Ray's to pickle.
-Everything here but `Outbox.put`, `Outbox.session` and `release_pages` works without a cluster.
+Tensors arrive on the CPU, contiguous, without autograd graphs. Arguments with references to Ray's
+objects (such as a DataProtoFuture) are pickled by Ray, which counts the references. Everything here
+except `Outbox.put`, `Outbox.session` and `release_pages` works without a cluster.
 """
 
 import io
@@ -47,64 +49,58 @@ from quadriga.protocol.wire import rebuild_proto, unpack_tensor
 
 INLINE_UP_TO_BYTES = 64 << 10
 ALONE_FROM_BYTES = 1 << 20
-# A buffer of its own costs an entry in every table on the way; below this size the bytes go with the stream.
+# A separate buffer costs an entry in several tables; smaller memory stays in the stream.
 BUFFER_FROM_BYTES = 4096
-Location = tuple[Any, int]  # ref of an object in the store, and which of its arrays
+Location = tuple[Any, int]  # ref of an object in the store, and the index of one of its arrays
 
 # ---- pickling -----------------------------------------------------------------------------------
 
 
 class _NeedsRayError(Exception):
-    """The value holds references to Ray's objects."""
+    """The value contains references to Ray's objects."""
 
 
 class _Column(NamedTuple):
-    """A column of a DataProto, as opposed to any other tensor: an output's columns may be lent."""
+    """A column of a DataProto. Unlike other tensors, columns of an output may be lent."""
 
     tensor: torch.Tensor
 
 
 @dataclass(slots=True)
 class _Part:
-    """Bytes that stay out of the stream; `root` is the tensor whose storage they lie in, None if they are a copy."""
+    """Bytes outside the pickle stream."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None
+    root: torch.Tensor | None = None  # the tensor whose storage contains them; None for a copy
     is_column: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
-        """Address and size."""
+        """Address and size in bytes."""
         return self.memory.__array_interface__["data"][0], self.memory.nbytes
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Leaves memory out of the stream; `parts` has it, in the order in which unpickling needs it."""
+    """Pickler that leaves large memory out of the stream.
+
+    Attributes:
+        parts: that memory, in the order in which unpickling needs it.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         self.parts: list[_Part] = []
-        self._of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
-        # Not a method: a cycle with the pickler would keep the objects until the next garbage collection.
-        super().__init__(
-            file, protocol=5, buffer_callback=partial(_take, self.parts, self._of_tensors)
-        )
+        self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
+        # Not a bound method: a reference cycle with the pickler would keep the objects alive until
+        # the next garbage collection.
+        callback = partial(_take, self.parts, self._tensor_parts)
+        super().__init__(file, protocol=5, buffer_callback=callback)
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is pickled that is no built-in."""
-        is_column = type(obj) is _Column
-        if is_column or (
-            type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
-        ):
-            tensor = obj.tensor if is_column else obj
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            memory = bytes_of(plain)
-            buffer = pickle.PickleBuffer(memory)
-            if memory.nbytes >= BUFFER_FROM_BYTES:
-                is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                part = _Part(memory, root_of(tensor) if is_view else None, is_column)
-                self._of_tensors[id(buffer)] = (buffer, part)
-            arguments = str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer
-            return open_column if is_column else unpack_tensor, arguments
+        """Reduce tensors, columns and batches; refuse references to Ray's objects."""
+        if type(obj) is _Column:
+            return self._reduce_tensor(obj.tensor, is_column=True)
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            return self._reduce_tensor(obj, is_column=False)
         if isinstance(obj, DataProto):
             columns = None if obj.batch is None else map_columns(obj.batch, _Column)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
@@ -113,22 +109,34 @@ class _Pickler(cloudpickle.Pickler):
             raise _NeedsRayError
         return super().reducer_override(obj)
 
+    def _reduce_tensor(self, tensor: torch.Tensor, *, is_column: bool) -> Any:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        memory = bytes_of(plain)
+        buffer = pickle.PickleBuffer(memory)
+        if memory.nbytes >= BUFFER_FROM_BYTES:
+            is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            part = _Part(memory, root_of(tensor) if is_view else None, is_column)
+            self._tensor_parts[id(buffer)] = (buffer, part)
+        arguments = (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer)
+        return open_column if is_column else unpack_tensor, arguments
+
 
 def _take(
     parts: list[_Part],
-    of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]],
+    tensor_parts: dict[int, tuple[pickle.PickleBuffer, _Part]],
     buffer: pickle.PickleBuffer,
 ) -> bool:
+    """Take a buffer out of the stream if it is large. Returns whether it stays in the stream."""
     memory = buffer.raw()
-    if id(buffer) in of_tensors:
-        parts.append(of_tensors[id(buffer)][1])
+    if id(buffer) in tensor_parts:
+        parts.append(tensor_parts[id(buffer)][1])
     elif memory.nbytes >= BUFFER_FROM_BYTES:
         parts.append(_Part(np.frombuffer(memory, dtype=np.uint8)))
     return memory.nbytes < BUFFER_FROM_BYTES
 
 
 def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """A column over the bytes of a buffer; lent if they may not be written to."""
+    """A column over the bytes of a buffer. It is lent if the buffer is read-only."""
     memory = np.frombuffer(buffer, dtype=np.uint8)
     if memory.flags.writeable:
         return unpack_tensor(dtype_name, shape, buffer)
@@ -137,16 +145,23 @@ def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.T
 
 
 def _pickled(value: Any) -> list[_Part]:
-    """The stream of a pickled value, and what stays out of it; a _NeedsRayError if it is Ray's to pickle."""
+    """Pickle a value.
+
+    Returns:
+        The stream, and the parts outside it.
+
+    Raises:
+        _NeedsRayError: Ray has to pickle the value.
+    """
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    # Not `clear_memo`: a garbage collection in another thread may follow the memo to what is freed there, and crash.
+    # Not `clear_memo`: a garbage collection in another thread could follow the memo to objects that
+    # are being freed, and crash.
     return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *pickler.parts]
 
 
-def _own(memory: Any) -> Any:
-    """A writable copy of bytes."""
+def _writable_copy(memory: Any) -> Any:
     if isinstance(memory, bytes):
         return bytearray(memory)
     return bytes_of(copy_of(tensor_over(memory, torch.uint8, (len(memory),))))
@@ -156,16 +171,18 @@ def _own(memory: Any) -> Any:
 
 
 class Message(NamedTuple):
-    """One rank's arguments."""
+    """Packed arguments of one rank."""
 
-    body: Any  # what travels with the call: bytes; or `(args, kwargs)` themselves, which are Ray's to pickle
-    # Objects in Ray's store; to be passed as top-level arguments, so that Ray fetches them first.
+    # Travels with the call: bytes, or `(args, kwargs)` that Ray has to pickle.
+    body: Any
+    # Objects in Ray's store. They are passed as top-level arguments, so that Ray fetches them
+    # first.
     refs: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """Pickled arguments, and the ranks that get them: the ranks of a model-parallel group get the same ones."""
+    """Pickled arguments, and the ranks that get them: all ranks of a model-parallel group."""
 
     parts: list[_Part]
     ranks: set[int] = field(default_factory=set)
@@ -173,18 +190,25 @@ class _Draft:
 
 @dataclass(slots=True)
 class _Item:
-    """An array to be put, for some ranks; with the state of its tensor, if it is a whole storage."""
+    """An array to put into the store."""
 
     memory: np.ndarray
+    # The tensor and its stamp, if the array is a whole storage.
     root: torch.Tensor | None = None
     stamp: Any = None
-    ranks: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)  # the ranks that read it
 
 
 def stamp_of(root: torch.Tensor) -> Any:
-    """Equal as long as the bytes of a tensor's storage are; None where they may change without a trace: in memory that
-    numpy has lent or was lent (torch may not resize it) or that other processes share, and in inference tensors, which
-    count no versions. What cannot be seen are writes through `Tensor.data` and through DLPack."""
+    """Stamp of a tensor's storage, which is equal as long as its bytes have not changed.
+
+    Writes through `Tensor.data` and DLPack are not noticed.
+
+    Returns:
+        The stamp; None where bytes may change unnoticed: in memory that numpy lent or borrowed
+        (torch may not resize it) or that other processes share, and in inference tensors, which
+        count no versions.
+    """
     storage = root.untyped_storage()
     is_shared = root.device.type == "cpu" and root.is_shared()
     if root.is_inference() or is_shared or not storage.resizable():
@@ -193,29 +217,30 @@ def stamp_of(root: torch.Tensor) -> Any:
 
 
 class Outbox:
-    """Packs the arguments of a process's calls; remembers which columns are in the store."""
+    """Packs the arguments of calls, and remembers which columns are in the store."""
 
     def __init__(self) -> None:
         self._session = ""
-        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Stamp and location of each stored tensor.
+        self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, arrays: list[np.ndarray]) -> Any:
-        """Write byte arrays to Ray's store as one object, which lives as long as the handle that is returned."""
+        """Put byte arrays into Ray's store as one object. It lives as long as the returned ref."""
         ref = ray.put(arrays)
         if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
             release_pages()
         return ref
 
     def session(self) -> str:
-        """This process in this cluster: a name that changes when earlier handles are no longer valid."""
+        """Name of this process in this cluster. It changes when earlier refs become invalid."""
         return ray.get_runtime_context().get_worker_id()
 
     def forget(self) -> None:
-        """Send every column again the next time, for instance after a write through `Tensor.data`."""
-        self._kept.clear()
+        """Send every column again the next time, for example after a write through DLPack."""
+        self._stored.clear()
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
-        """One message for each rank's `(args, kwargs)`."""
+        """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
         drafts: dict[Any, _Draft] = {}
         messages: dict[Any, Message] = {}
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
@@ -229,72 +254,60 @@ class Outbox:
                 drafts[key].ranks.add(rank)
         locations = self._locations(list(drafts.values()))
         for key, draft in drafts.items():
-            # Where each part lies: in one of the refs, or, without a location, in the message itself.
             refs: dict[Any, int] = {}
             places: list[Any] = []
             for part in draft.parts:
+                # Parts without a location travel in the message.
                 address, size = part.key if locations else (0, 0)
-                start, location = 0, locations.get((address, size))
+                start = 0
+                location = locations.get((address, size))
                 if part.root is not None and id(part.root) in locations:
-                    start, location = (
-                        address - part.root.untyped_storage().data_ptr(),
-                        locations[id(part.root)],
-                    )
+                    start = address - part.root.untyped_storage().data_ptr()
+                    location = locations[id(part.root)]
                 if location is None:
                     places.append(part.memory.tobytes())
-                else:
-                    ref, item = location
-                    places.append((refs.setdefault(ref, len(refs)), item, start, start + size))
+                    continue
+                ref, array = location
+                places.append((refs.setdefault(ref, len(refs)), array, start, start + size))
             messages[key] = Message(pickle.dumps(places, protocol=5), tuple(refs))
         return [messages[key] for key in keys]
 
     def _locations(self, drafts: Sequence[_Draft]) -> dict[Any, Location]:
-        """Where bytes are in the store, by the id of their root or by their key; what is missing there is put."""
-        kept: dict[Any, Location] = {}
-        if any(len(draft.parts) > 1 for draft in drafts):
-            if self._session != (session := self.session()):
-                self._kept.clear()
+        """Locations in the store, by the id of a root or the key of a part. Puts missing bytes."""
+        locations: dict[Any, Location] = {}
+        pairs = [(draft, part) for draft in drafts for part in draft.parts]
+        if len(pairs) > len(drafts):
+            session = self.session()
+            if self._session != session:
+                self._stored.clear()
                 self._session = session
-            roots = {
-                id(part.root): part.root
-                for draft in drafts
-                for part in draft.parts
-                if part.root is not None
-            }
-            entries = {key: self._kept.get(root) for key, root in roots.items()}
-            kept = {
-                key: entry[1]
-                for key, entry in entries.items()
-                if entry and entry[0] == stamp_of(roots[key])
-            }
-        missing = [
-            (draft, part) for draft in drafts for part in draft.parts if id(part.root) not in kept
-        ]
-        if (
-            sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
-            <= INLINE_UP_TO_BYTES
-        ):
-            return kept
-        # A put costs more than a few kilobytes inside a message.
-        streams = {
-            id(draft.parts[0])
-            for draft in drafts
-            if draft.parts[0].memory.nbytes <= INLINE_UP_TO_BYTES
-        }
-        return kept | self._put([each for each in missing if id(each[1]) not in streams])
+            roots = {id(part.root): part.root for _, part in pairs if part.root is not None}
+            for key, root in roots.items():
+                entry = self._stored.get(root)
+                if entry and entry[0] == stamp_of(root):
+                    locations[key] = entry[1]
+        missing = [(draft, part) for draft, part in pairs if id(part.root) not in locations]
+        num_bytes = sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
+        if num_bytes <= INLINE_UP_TO_BYTES:
+            return locations
+        # A put costs more than a few kilobytes inside a message, so short streams stay there.
+        large = []
+        for draft, part in missing:
+            is_stream = part is draft.parts[0]
+            if not is_stream or part.memory.nbytes > INLINE_UP_TO_BYTES:
+                large.append((draft, part))
+        return locations | self._put(large)
 
     def _put(self, missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, Location]:
-        """Put what is missing: whole storages where half of them is used, else the parts."""
+        """Put whole storages where at least half of the bytes is used, else the parts."""
         used: dict[int, set[tuple[int, int]]] = {}
         for _, part in missing:
             used.setdefault(id(part.root), set()).add(part.key)
+        used_bytes = {key: sum(size for _, size in keys) for key, keys in used.items()}
         items: dict[Any, _Item] = {}
         for draft, part in missing:
             storage = None if part.root is None else part.root.untyped_storage()
-            is_whole = (
-                storage is not None
-                and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
-            )
+            is_whole = storage is not None and 2 * used_bytes[id(part.root)] >= storage.nbytes()
             key = id(part.root) if is_whole else part.key
             if key not in items and is_whole and part.root is not None:
                 memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -302,17 +315,19 @@ class Outbox:
             elif key not in items:
                 items[key] = _Item(part.memory)
             items[key].ranks |= draft.ranks
+        # Large arrays are alone in their object. Small ones share it with those for the same ranks.
         objects: dict[Any, list[Any]] = {}
         for key, item in items.items():
             is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
             objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
-        locations = {}
+        locations: dict[Any, Location] = {}
         for keys in objects.values():
             ref = self.put([items[key].memory for key in keys])
             for number, key in enumerate(keys):
-                locations[key] = (ref, number)
+                location = (ref, number)
+                locations[key] = location
                 if items[key].stamp is not None:
-                    self._kept[items[key].root] = (items[key].stamp, locations[key])
+                    self._stored[items[key].root] = (items[key].stamp, location)
         return locations
 
 
@@ -320,54 +335,68 @@ OUTBOX = Outbox()
 
 
 def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """`(args, kwargs)` of a message, given its body and the values of its refs; in memory of the caller's own."""
+    """Unpack a message, in newly allocated memory.
+
+    Args:
+        body: body of the message.
+        values: values of its refs.
+
+    Returns:
+        `(args, kwargs)`.
+    """
     if not isinstance(body, bytes):
         return body
-    stream, *parts = (
-        place if isinstance(place, bytes) else values[place[0]][place[1]][place[2] : place[3]]
-        for place in pickle.loads(body)
-    )
-    return pickle.loads(stream, buffers=map(_own, parts))
+    parts: list[Any] = []
+    for place in pickle.loads(body):
+        if isinstance(place, bytes):
+            parts.append(place)
+        else:
+            ref, array, start, stop = place
+            parts.append(values[ref][array][start:stop])
+    return pickle.loads(parts[0], buffers=map(_writable_copy, parts[1:]))
 
 
 # ---- outputs ------------------------------------------------------------------------------------
 
 
 class PackedResult(NamedTuple):
-    """A large output: the pickle stream, the memory that stays out of it, and which of that are columns."""
+    """A large output."""
 
     stream: np.ndarray
+    # Memory outside the stream, and whether it is the memory of a column.
     memories: list[np.ndarray]
     are_columns: list[bool]
 
 
 def pack_result(value: Any) -> Any:
-    """What a worker's method returned, in the form that Ray stores; large tensors are not copied."""
+    """Pack the output of a worker's method for Ray's store, without copying large tensors."""
     try:
         stream, *parts = _pickled(value)
     except _NeedsRayError:
         return value
-    if stream.memory.nbytes + sum(part.memory.nbytes for part in parts) <= INLINE_UP_TO_BYTES:
-        return pickle.dumps(
-            (stream.memory.tobytes(), [part.memory.tobytes() for part in parts]), protocol=5
-        )
-    return PackedResult(
-        stream.memory, [part.memory for part in parts], [part.is_column for part in parts]
-    )
+    memories = [part.memory for part in parts]
+    if stream.memory.nbytes + sum(memory.nbytes for memory in memories) <= INLINE_UP_TO_BYTES:
+        contents = [memory.tobytes() for memory in memories]
+        return pickle.dumps((stream.memory.tobytes(), contents), protocol=5)
+    return PackedResult(stream.memory, memories, [part.is_column for part in parts])
 
 
 def unpack_result(value: Any, borrow: bool = False) -> Any:
-    """Inverse of `pack_result`, after `ray.get`. With `borrow`, columns may lie in read-only shared memory: they must
-    reach nothing but `DataProto.concat`, which copies them, even those of a single part."""
+    """Inverse of `pack_result`, after `ray.get`.
+
+    Args:
+        value: a packed output.
+        borrow: columns may be views of read-only shared memory. The caller passes them to nothing
+            but `DataProto.concat`, which copies even a single part.
+    """
     if isinstance(value, bytes):
         stream, memories = pickle.loads(value)
-        return pickle.loads(stream, buffers=map(_own, memories))
+        return pickle.loads(stream, buffers=map(_writable_copy, memories))
     if not isinstance(value, PackedResult):
         return value
-    buffers = [
-        memory if borrow and is_column else _own(memory)
-        for memory, is_column in zip(value.memories, value.are_columns, strict=True)
-    ]
+    buffers = []
+    for memory, is_column in zip(value.memories, value.are_columns, strict=True):
+        buffers.append(memory if borrow and is_column else _writable_copy(memory))
     return pickle.loads(value.stream, buffers=buffers)
 
 
@@ -379,23 +408,26 @@ _mappings: list[tuple[int, int]] = []
 
 
 def release_pages() -> None:
-    """Drop this process's page-table entries of Ray's store; does nothing where there is no /proc.
+    """Drop this process's page-table entries of Ray's store. Does nothing without /proc.
 
-    The store is one shared mapping. Each page that a process has written (`ray.put`) or read stays in its page table
-    and counts as its memory: a driver that sends a batch and collects the outputs would seem to hold all of them. The
-    bytes stay in the store. The same advice given to private memory would wipe it: so a mapping qualifies only if it
-    is shared and belongs to the store, and before each release it is checked that the mapping is still there.
+    The store is one shared mapping. Each page that a process has written (`ray.put`) or read stays
+    in its page table and counts as its memory: a driver that sends a batch and collects the outputs
+    would seem to hold all of them. The bytes stay in the store. The same advice would wipe private
+    memory: so a mapping must be shared and belong to the store, and is checked again before each
+    release.
     """
     if sys.platform != "linux":
         return
     if not _mappings or not all(_is_store(start, end) for start, end in _mappings):
+        mappings = []
         with open("/proc/self/maps", encoding="utf-8") as lines:
-            # 7f8f7c000000-7f8fbc000000 rw-s 00000000 00:1b 34    /dev/shm/plasmaIbiKHf (deleted)
-            fields = [line.split(maxsplit=5) for line in lines]
-        found = [
-            each[0].split("-") for each in fields if each[1].endswith("s") and _STORE in each[-1]
-        ]
-        _mappings[:] = [(int(start, 16), int(end, 16)) for start, end in found]
+            for line in lines:
+                # 7f8f7c000000-7f8fbc000000 rw-s 00000000 00:1b 34 /dev/shm/plasmaIbiKHf (deleted)
+                fields = line.split(maxsplit=5)
+                if fields[1].endswith("s") and _STORE in fields[-1]:
+                    start, end = fields[0].split("-")
+                    mappings.append((int(start, 16), int(end, 16)))
+        _mappings[:] = mappings
     for start, end in _mappings:
         advise(start, end - start, _MADV_DONTNEED)
 

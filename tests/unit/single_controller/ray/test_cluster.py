@@ -71,18 +71,20 @@ def test_what_is_no_address(address: str) -> None:
     [
         (
             "{'address': 'local', '_temp_dir': 'relative'}, 1",
-            "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine.",
+            ["ray_kwargs.ray_init: got temp_dir must be absolute path or None"],
         ),
         (
             "{}, num_processes=16, num_nodes=2",
-            "trainer.nnodes: got 2 machines, and no address of a cluster, expected 1: the cluster that a run starts "
-            "for itself is this machine alone. `ray start` makes one of several machines, and "
-            "ray_kwargs.ray_init.address=auto (or RAY_ADDRESS=auto) joins it",
+            [
+                "trainer.nnodes: got 2 machines, and no address of a cluster, expected 1:",
+                "ray_kwargs.ray_init.address=auto (or RAY_ADDRESS=auto)",
+                "trainer.nnodes=1",
+            ],
         ),
     ],
 )
 def test_a_cluster_that_cannot_be_started(
-    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a program of its own: this one may be connected to a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -94,7 +96,7 @@ def test_a_cluster_that_cannot_be_started(
         timeout=PROGRAM_S,
         check=False,
     )
-    assert said in done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
 
 
 SIGTERM_HANDLER = """

@@ -161,10 +161,10 @@ def test_columns_that_die_are_let_go_and_their_ids_may_come_back(post: Any) -> N
         )
         seen.add(id(data.batch["x"]))
         post.check([data])
-        assert len(post.outbox._kept) == 1
+        assert len(post.outbox._stored) == 1
         del data
     gc.collect()
-    assert len(post.outbox._kept) == 0
+    assert len(post.outbox._stored) == 0
     assert len(seen) < 30, "no id came back, so that the test has shown nothing"
 
 
@@ -176,7 +176,7 @@ def test_a_view_keeps_its_column_in_the_store(post: Any) -> None:
     post.there(parts)
     assert post.shelf.nbytes() == large().nbytes
     del parts
-    assert len(post.outbox._kept) == 0
+    assert len(post.outbox._stored) == 0
 
 
 def test_objects_that_change_are_sent(post: Any) -> None:
