@@ -395,9 +395,10 @@ class HTTPEngine(RolloutEngine):
         assert tokenizer is not None and self.image_token_id is not None, "images are refused"
 
         def decode(token_ids: Sequence[int]) -> str:
-            return tokenizer.decode(
+            text = tokenizer.decode(
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
+            return str(text)
 
         # The text before, between and behind the images.
         texts: list[list[int]] = [[]]

@@ -160,9 +160,7 @@ def test_what_other_parts_decide_by_the_device(
         beside = load_config(
             ["actor_rollout_ref.rollout.name=vllm", way, "trainer.device=cuda:1"]
         ).config
-        assert any(
-            "use the first GPUs" in str(problem) for problem in training_findings(beside)[0]
-        )
+        assert any("use the first GPUs" in str(problem) for problem in training_findings(beside)[0])
     keys = (
         "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",

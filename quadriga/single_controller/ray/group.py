@@ -173,14 +173,12 @@ class WorkerProcesses:
         actor_options = dict(options)
         runtime_env = dict(actor_options.pop("runtime_env", None) or {})
         variables |= runtime_env.pop("env_vars", {})
-        actor_class = ray.remote(
-            **share,
-            concurrency_groups={"control": 1, "beside": 1},
-            # Calls run in the order of submission, even if the arguments of the first one arrive
-            # last: all ranks must enter their collectives in the same order.
-            allow_out_of_order_execution=False,
-            **actor_options,
-        )(WorkerProcess)
+        # Ray's stubs know neither of these two options.
+        actor_options["concurrency_groups"] = {"control": 1, "beside": 1}
+        # Calls run in the order of submission, even if the arguments of the first one arrive last:
+        # all ranks must enter their collectives in the same order.
+        actor_options["allow_out_of_order_execution"] = False
+        actor_class = ray.remote(**share, **actor_options)(WorkerProcess)
         self._factories: list[Any] = []
         for bundle in self.bundles:
             strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)

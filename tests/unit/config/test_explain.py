@@ -101,7 +101,9 @@ def test_the_words() -> None:
     )  # fmt: skip
     assert "16 prompts x 8 responses = 128 sequences" in text
     assert "up to 512 + 512 = 1024 tokens per sequence" in text
-    assert "3 optimizer steps per batch: 3 mini-batches of 6 prompts (48 sequences) x 1 epoch" in text
+    assert (
+        "3 optimizer steps per batch: 3 mini-batches of 6 prompts (48 sequences) x 1 epoch" in text
+    )
     assert "the last mini-batch has 4 prompts" in text
     assert "5 micro-batches of 10 in a mini-batch" in text
     assert "validation: before training and every 1 step" in text

@@ -178,7 +178,8 @@ def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
 def test_what_is_read_on_ray_only() -> None:
     _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert (
-        "trainer.placement, ray_kwargs.ray_init: not used because trainer.backend is local." in notices
+        "trainer.placement, ray_kwargs.ray_init: not used because trainer.backend is local."
+        in notices
     )
     _, notices = findings(RAY, "trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert "not used because trainer.backend" not in notices

@@ -94,7 +94,8 @@ def test_it_is_read_as_the_other_tree_is(tmp_path: Path) -> None:
     said = str(caught.value)
     assert "model.path: got '${HOME}/x', expected a value. References" in said
     assert (
-        "engine: got 3, expected a section. Its keys are " in said and " max_token_len_per_gpu," in said
+        "engine: got 3, expected a section. Its keys are " in said
+        and " max_token_len_per_gpu," in said
     )
     assert "trainer.save_freq: got 'None'" in said
 
