@@ -18,7 +18,7 @@ SIZES: dict[str, int] = {
     "algorithms": 13200,
     "cli": 9450,
     "compat": 19150,
-    "config": 27110,
+    "config": 27420,
     "data": 35120,
     "engines": 34810,
     "models": 32140,

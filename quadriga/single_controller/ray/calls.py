@@ -375,7 +375,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         # The connection is closed, and its processes have ended. `ray.kill` would open a new one.
         return
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
-    addresses: list[ProcessAddress] = [value for ref in ready if (value := _value(ref)) is not None]
+    addresses: list[ProcessAddress] = list(filter(None, map(_value, ready)))
     # Without a head Ray kills nothing, and waits for a minute before it says so.
     has_head = not cluster.is_cluster_lost()
     patience_s = RAY_KILLS_S if has_head else 0.0
@@ -385,11 +385,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     survivors: list[str] = []
     nodes = {(address.node_id, address.node, address.raylet_port) for address in addresses}
     for node_id, node, raylet_port in nodes:
-        is_reachable = node_id == cluster.own_node_id()
-        if not is_reachable:
-            # Elsewhere a process ends with its raylet, and a raylet a minute after its head.
-            is_reachable = has_head and cluster.responds(node, raylet_port)
-        if not is_reachable:
+        is_here = node_id == cluster.own_node_id()
+        # Elsewhere a process ends with its raylet, and a raylet a minute after its head.
+        if not is_here and not (has_head and cluster.responds(node, raylet_port)):
             continue
         processes = [
             (address.pid, address.started) for address in addresses if address.node_id == node_id
