@@ -128,7 +128,7 @@ def test_a_step_that_fails_leaves_no_grader(
             deadline = time.monotonic() + PASSES_BEGIN_S
             while not (tmp_path / "grades").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            left.extend(process.process.pid for process in trainer.reward._pool._processes)
+            left.extend(process._program.process.pid for process in trainer.reward._pool._processes)
             raise OSError("the disk has gone")
             yield
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a program in several processes, one for each rank, and waits for them."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -89,6 +90,8 @@ def run_rank(program: str, arguments: list[str], log: str) -> None:
     with open(log, "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    # A rank that crashes leaves a traceback in its log.
+    faulthandler.enable()
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")
 
