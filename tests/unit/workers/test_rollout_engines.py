@@ -240,7 +240,7 @@ def test_addresses_that_are_none(make: Callable[..., Any], options: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "native"}, "More engines: more processes that generate"),
+        ({"name": "native"}, "For more engines, use more processes that generate"),
         ({"name": "hf"}, "computes in the calling process"),
         ({"name": "scripted"}, "computes in the calling process"),
         ({"name": "vllm"}, "1, or actor_rollout_ref.rollout.mode=async"),
