@@ -85,7 +85,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
         }
     )
     prompts = make_prompts(["do sum", "do odd", "do fail", "do hang"])
-    config = {"tool_config_path": tools_yaml(), "tool_timeout_s": 2.0, "max_user_turns": 1}
+    config = {"tool_config_path": tools_yaml(), "tool_timeout_s": 10.0, "max_user_turns": 1}
     output = converse(engine, prompts, config, prompt_length=2000, T=1000)
     texts = [tokenizer.decode(row) for row in output.batch["responses"]]
     assert '"Add two numbers."' in tokenizer.decode(engine.seen[0][0])
