@@ -182,9 +182,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="asynchronous runs in random time: repeated from their record; SIGKILL at random moments (one process)",
-    promise="the repeated run, or its part after a kill, has the same numbers bit for bit; with deterministic=True the "
-    "resumed run has those of the run left alone; no temporary file is left",
+    what="Asynchronous runs with random delays: replayed from their record; killed by SIGKILL at random "
+    "moments (one process)",
+    promise="A replay, also of the part after a kill, gives the same numbers bit for bit; so does a resumed "
+    "run with deterministic=True. No temporary file is left",
     wanted={"replay": 20} | dict.fromkeys(SIDES, 30),
     run=run,
     cases=110,

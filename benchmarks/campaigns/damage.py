@@ -247,8 +247,9 @@ def judged(
 
 
 CAMPAIGN = Campaign(
-    what="bytes flipped, files cut, missing, swapped, unreadable, in every file of a checkpoint",
-    promise="found before use, said and kept; an older state taken; the run ends with the files of the one left alone",
+    what="Every file of a checkpoint: bytes flipped, file truncated, missing, swapped, unreadable",
+    promise="Damage is found before use and reported; the damaged folder is kept; an older checkpoint is "
+    "used; the final files equal those of an undisturbed run",
     wanted={"": 300} | dict.fromkeys(KINDS, 50),
     run=run,
     cases=100,

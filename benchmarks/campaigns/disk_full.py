@@ -157,8 +157,9 @@ def judged(top: Path, alone: Path, log: str, status: int, named: str) -> str:
 
 
 CAMPAIGN = Campaign(
-    what="disk full, or permission lost, at a random write",
-    promise="one error that names it; nothing lost that was whole; with room again the run ends as the one left alone",
+    what="Disk full, or write permission lost, at a random write",
+    promise="One error names the cause; no intact file is lost; once there is room, the resumed run ends "
+    "like an undisturbed one",
     wanted={"": 50},
     run=run,
     cases=5,

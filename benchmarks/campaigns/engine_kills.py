@@ -239,8 +239,9 @@ def case(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="rollout engines killed in mid-batch, of three in a pool of their own on Ray",
-    promise="each prompt's samples exactly once, with the tokens and scores of the run left alone; no process stays",
+    what="Rollout engines killed in mid-batch (three engines in a pool of their own, Ray)",
+    promise="Each prompt has its samples exactly once, with the tokens and scores of an undisturbed run; no "
+    "process is left",
     wanted={"": 50},
     run=case,
     cases=1,

@@ -464,8 +464,8 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="hostile programs in the grader, as root and as a user, with and without Landlock's scopes",
-    promise="score 0, no other process reached, nothing left, no limit passed by more than a second",
+    what="Hostile programs in the grader, as root and as a user, with and without Landlock's scopes",
+    promise="Score 0; no other process is reached; nothing is left; no limit is exceeded by more than a second",
     wanted={"": len(PROGRAMS) * len(_VARIANTS)},
     run=run,
     cases=len(PROGRAMS) * len(_VARIANTS),

@@ -383,7 +383,7 @@ def _content(path: Path) -> Any:
 
 CAMPAIGN = Campaign(
     what="SIGKILL at random moments, one process (GRPO, PPO with a critic, LoRA, several updates a step, images)",
-    promise="the resumed run equals the one left alone in every file and row, times aside; nothing is left",
+    promise="The resumed run equals an undisturbed one in every file and row, except times; nothing is left",
     wanted={"": 1000} | dict.fromkeys(PHASES[1:], 100),
     run=run,
     cases=180,

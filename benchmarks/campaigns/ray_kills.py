@@ -293,9 +293,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="on Ray, 2 and 4 ranks, own cluster or joined: SIGKILL of a worker, the driver, a raylet, a head, everything",
-    promise="it goes on by itself where the driver lives, else by the same command, with the numbers of the run left "
-    "alone; no process, shared memory, placement group, folder of a cluster left after 30 s",
+    what="On Ray, 2 and 4 ranks, own or joined cluster: SIGKILL of a worker, the driver, a raylet, a head, everything",
+    promise="The run recovers, or resumes by the same command if the driver died, with undisturbed numbers; "
+    "after 30 s no process, memory or folder is left",
     wanted={"": 40, "head": 10},
     run=run,
     cases=8,

@@ -406,8 +406,8 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="right programs in the grader: numpy, asyncio, threads, deep recursion, files, large output",
-    promise="score 1",
+    what="Correct programs in the grader: numpy, asyncio, threads, deep recursion, files, large output",
+    promise="Score 1",
     wanted={"": 200},
     run=run,
     cases=20,

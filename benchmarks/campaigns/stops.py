@@ -71,7 +71,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
 
 CAMPAIGN = Campaign(
     what="SIGSTOP of a worker at random moments, on Ray, 2 and 4 ranks (trainer.stall_timeout_s=20)",
-    promise="named within 30 s, killed at its limit, recovered by itself with the numbers of the run left alone",
+    promise="Reported within 30 s, killed at the limit, recovered with the numbers of an undisturbed run",
     wanted={"": 30},
     run=run,
     cases=1,

@@ -138,8 +138,9 @@ def case(number: int, folder: Path, files: Path) -> Outcome:
 
 
 CAMPAIGN = Campaign(
-    what="rollout ranks killed while they generate beside training, of three on Ray",
-    promise="each prompt's samples exactly once; deterministic: with the tokens and scores of the run left alone",
+    what="Rollout ranks killed while they generate beside training (three ranks, Ray)",
+    promise="Each prompt has its samples exactly once; with deterministic=True they have the tokens and "
+    "scores of an undisturbed run",
     wanted={"": 20},
     run=case,
     cases=1,

@@ -317,8 +317,9 @@ def _command(pid: int) -> str:
 
 
 CAMPAIGN = Campaign(
-    what="rewards, tools, user simulators, agent loops that raise, hang, exit, fork, eat memory, print megabytes",
-    promise="each failure is counted, stored and said, the run goes on to its end, and nothing of it is left",
+    what="Rewards, tools, user simulators and agent loops that raise, hang, exit, fork, use up memory or "
+    "print megabytes",
+    promise="Each failure is counted, stored and reported; the run finishes; nothing of the failed code is left",
     wanted={"": 300, "reward": 100, "tool": 50, "interaction": 50, "loop": 50},
     run=run,
     cases=30,
