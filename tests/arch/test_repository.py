@@ -23,7 +23,7 @@ READERS = (
     (r"examples/tools/.*", "ToolFile"),
     (r".*", "Config"),
 )
-MAX_DOC_PAGES = 20  # with the table of models, which its tests print, and asynchronous training
+MAX_DOC_PAGES = 20  # generated pages not counted
 MAX_CONTRIBUTING_LINES = 100
 MAX_TEXT_BYTES = 1 << 20
 
@@ -140,7 +140,13 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_number_of_pages() -> None:
     """The documentation stays small enough to be true."""
-    pages = [name for name in PAGES if name.startswith("docs/") and name != "docs/README.md"]
+    pages = [
+        name
+        for name in PAGES
+        if name.startswith("docs/")
+        and name != "docs/README.md"
+        and not (REPOSITORY / name).read_text(encoding="utf-8").startswith("<!-- generated")
+    ]
     assert len(pages) <= MAX_DOC_PAGES, (
         f"{len(pages)} pages in docs/, at most {MAX_DOC_PAGES}: {pages}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/from_verl.md: its tables are those of the code, and its script means the same in each of its three steps.
+"""The pages on verl: their tables match the code, and the script means the same in each of its three steps.
 
-`python tests/unit/verl/test_page.py` writes the tables anew.
+`python tests/unit/verl/test_page.py` writes the tables of docs/from_verl.md and docs/verl_names.md.
 """
 
 import json
@@ -23,7 +23,10 @@ from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.shell import commands, launched
 from quadriga.verl.translate import translate
 
-PAGE = Path(__file__).parents[3] / "docs" / "from_verl.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "from_verl.md"
+NAMES_PAGE = DOCS / "verl_names.md"
+NAMES_PER_ROW = 20
 BLOCK = re.compile(
     r"(<!-- (\w+): written by tests/unit/verl/test_page.py -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
 )
@@ -40,19 +43,17 @@ def table(*rows: tuple[str, ...]) -> str:
 
 
 def programs() -> str:
-    taken = [
-        (f"`{one.name}`", RUN_HERE[one.task if one.task == "sft" else one.run])
-        for one in ENTRIES
-        if not one.refused
-    ]
-    # Several names have one answer.
-    answers: dict[str, list[str]] = defaultdict(list)
-    for one in ENTRIES:
-        if one.refused:
-            answers[one.refused].append(f"`{one.name}`")
-    return table(("program", "here"), *taken) + table(
-        ("program that is not taken", "why, and what to use"),
-        *((", ".join(names), why) for why, names in answers.items()),
+    supported: dict[str, list[str]] = defaultdict(list)
+    refused: dict[str, list[str]] = defaultdict(list)
+    for entry in ENTRIES:
+        command = RUN_HERE[entry.task if entry.task == "sft" else entry.run]
+        programs_of_row = refused[entry.refused] if entry.refused else supported[command]
+        programs_of_row.append(f"`{entry.name}`")
+    return table(
+        ("program", "here"), *((", ".join(names), command) for command, names in supported.items())
+    ) + table(
+        ("unsupported program", "reason, and what to use"),
+        *((", ".join(names), reason) for reason, names in refused.items()),
     )
 
 
@@ -92,26 +93,26 @@ def imports() -> str:
             names[module] += [f"`{name.partition('=')[0]}`" for name in rest.split()]
         else:
             missing.append((f"`{module}`", rest))
-    return table(
-        ("module", "names"), *((f"`{module}`", ", ".join(found)) for module, found in names.items())
-    ) + table(("not there", "use"), *missing)
+    rows = []
+    for module, module_names in names.items():
+        for start in range(0, len(module_names), NAMES_PER_ROW):
+            some_names = module_names[start : start + NAMES_PER_ROW]
+            rows.append((f"`{module}`", ", ".join(some_names)))
+    return table(("module", "names"), *rows) + table(("missing name", "use instead"), *missing)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "programs": programs,
-    "defaults": default_values,
-    "imports": imports,
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "programs": (PAGE, programs),
+    "defaults": (NAMES_PAGE, default_values),
+    "imports": (NAMES_PAGE, imports),
 }
-
-
-def test_the_page_has_these_tables() -> None:
-    assert [name for _, name, _ in BLOCK.findall(PAGE.read_text(encoding="utf-8"))] == list(TABLES)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_that_of_the_code(name: str) -> None:
-    written = {found: text for _, found, text in BLOCK.findall(PAGE.read_text(encoding="utf-8"))}
-    assert written[name] == TABLES[name](), "run python tests/unit/verl/test_page.py"
+    page, make_table = TABLES[name]
+    written = {name: text for _, name, text in BLOCK.findall(page.read_text(encoding="utf-8"))}
+    assert written[name] == make_table(), "run python tests/unit/verl/test_page.py"
 
 
 def test_the_script_means_the_same_in_our_words(tmp_path: Path) -> None:
@@ -153,5 +154,7 @@ def leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(BLOCK.sub(lambda match: match[1] + TABLES[match[2]](), text), encoding="utf-8")
+    for page in (PAGE, NAMES_PAGE):
+        text = page.read_text(encoding="utf-8")
+        text = BLOCK.sub(lambda match: match[1] + TABLES[match[2]][1](), text)
+        page.write_text(text, encoding="utf-8")
