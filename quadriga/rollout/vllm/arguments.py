@@ -65,11 +65,8 @@ def arguments_of(
         "hf_overrides": setup.config_overrides,
         "disable_log_stats": True,
     }
-    gigabytes = rollout.cache_gigabytes
-    if gigabytes is None and is_on_cpu:
-        gigabytes = 1.0
-    if gigabytes is not None:
-        arguments["kv_cache_memory_bytes"] = int(gigabytes * _GIB)
+    if setup.cache_gigabytes is not None:
+        arguments["kv_cache_memory_bytes"] = int(setup.cache_gigabytes * _GIB)
     if rollout.tensor_model_parallel_size > 1:
         # In a process of Ray, vLLM would by default start its processes by Ray.
         arguments["distributed_executor_backend"] = "mp"

@@ -24,7 +24,7 @@ from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_
 from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import adapter_of, add_adapter
-from quadriga.rollout.balancer import Balancer, start_engines
+from quadriga.rollout.balancer import Balancer, start_balanced
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
@@ -114,7 +114,6 @@ class VLLMEngine(ThirdPartyEngine):
         self.adapter = adapter
         self.is_vision = is_vision
         self.bucket_bytes = setup.bucket_bytes
-        can_sleep = setup.rollout.free_cache_engine and setup.device.type != "cpu"
         self.library = load()
         if adapter is not None:
             require_release(
@@ -125,9 +124,11 @@ class VLLMEngine(ThirdPartyEngine):
                 fix=f"pip install 'vllm>={LEAST_OF_ADAPTERS}',"
                 " or set actor_rollout_ref.model.lora_merge=true.",
             )
-        self.arguments = arguments_of(setup, adapter, is_vision=is_vision, can_sleep=can_sleep)
+        self.arguments = arguments_of(
+            setup, adapter, is_vision=is_vision, can_sleep=setup.can_sleep
+        )
         self.core = self._make_core()
-        self.memory = Memory(self.core, can_sleep=can_sleep)
+        self.memory = Memory(self.core, can_sleep=setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         # Loads between two steps run in this thread, one after the other. Meanwhile
         # `_keeps_cache` says whether the KV cache of older weights stays; else it is None.
@@ -164,8 +165,7 @@ class VLLMEngine(ThirdPartyEngine):
             adapter = Adapter(shape, Manifest.of(skeleton).part(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
         makers = [make] * setup.rollout.data_parallel_size
-        engines = start_engines(makers)
-        return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
+        return start_balanced(makers)
 
     @property
     def can_sleep(self) -> bool:
