@@ -10,7 +10,7 @@ import gzip
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -107,7 +107,8 @@ def _from_files(
     train_files = files_of("train")
     val_files: list[Path] = []
     for split in source.held_out:
-        val_files = val_files or [file for file in files_of(split) if file not in train_files]
+        if not val_files:
+            val_files = [file for file in files_of(split) if file not in train_files]
     if not train_files or not val_files:
         listed = ", ".join(file.name for file in files[:8])
         raise DataError(
@@ -329,21 +330,16 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
     return Pair(prompt, chosen["content"], rejected["content"])
 
 
+_GSM8K = Source(
+    hub=("openai/gsm8k", "main"),
+    columns=("question", "answer"),
+    make=_gsm8k,
+    data_source="openai/gsm8k",
+    ability="math",
+)
 SOURCES: dict[str, Source] = {
-    "gsm8k": Source(
-        hub=("openai/gsm8k", "main"),
-        columns=("question", "answer"),
-        make=_gsm8k,
-        data_source="openai/gsm8k",
-        ability="math",
-    ),
-    "gsm8k_tools": Source(
-        hub=("openai/gsm8k", "main"),
-        columns=("question", "answer"),
-        make=_gsm8k_tools,
-        data_source="openai/gsm8k",
-        ability="math",
-    ),
+    "gsm8k": _GSM8K,
+    "gsm8k_tools": replace(_GSM8K, make=_gsm8k_tools),
     "math": Source(
         hub=("DigitalLearningGmbH/MATH-lighteval", None),
         columns=("problem", "solution"),

@@ -360,7 +360,7 @@ class VLLMEngine(ThirdPartyEngine):
                     expected="new weights between responses",
                     fix="Wait for the responses, or call abort(), before weights are published.",
                 )
-            if not self.memory.has_released("kv_cache"):
+            if "kv_cache" not in self.memory.released:
                 self.core.call("clear_cache")
         if self.is_vision:
             self.core.ask("reset_encoder_cache")
@@ -423,7 +423,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def wake(self) -> None:
         super().wake()
-        if self.memory.has_released("kv_cache"):
+        if "kv_cache" in self.memory.released:
             self.memory.wake("weights", "kv_cache")
             # The memory of the cache is new, and may contain anything.
             self.core.call("clear_cache")
