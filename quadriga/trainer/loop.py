@@ -300,7 +300,10 @@ class TrainingLoop:
         )
         with (
             Progress(
-                total, initial=self.global_steps, activity=lambda: self.timer.current
+                total,
+                initial=self.global_steps,
+                activity=lambda: self.timer.current,
+                quiet_s=settings.progress_s,
             ) as self.progress,
             Tracking(settings.loggers, facts, self.progress) as self.tracking,
         ):

@@ -150,13 +150,13 @@ class RayPPOTrainer(TrainingLoop):
         if self.load_checkpoint():
             self.weights.publish(self.global_steps)
         with self.reporting():
-            if self.config.trainer.val_only or (
-                self.config.trainer.val_before_train and self.global_steps == 0
-            ):
+            trainer = self.config.trainer
+            if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 self.tracking.log(self.validate(), self.global_steps)
-            if self.config.trainer.val_only:
+            if trainer.val_only:
                 return
-            self.progress.begin()
+            # A longer run validates so often that the pace of its steps includes it.
+            self.progress.begin(is_repeated=trainer.test_freq >= self.total_training_steps)
             while not self.is_last_step:
                 batch = None
                 if self.skips_next_step:
@@ -167,7 +167,8 @@ class RayPPOTrainer(TrainingLoop):
                 yield Step(self, batch)
                 if self.is_stopping:
                     raise KeyboardInterrupt
-            self.saver.finish()
+            with self.timer.phase("save_checkpoint"):
+                self.saver.finish()
 
     @property
     def is_last_step(self) -> bool:
@@ -429,7 +430,8 @@ class RayPPOTrainer(TrainingLoop):
 
     def validate(self) -> dict[str, float]:
         """Metrics of the responses to all validation prompts; samples go to trackers, and to files if configured."""
-        metrics, rows = self.validator.run(self.global_steps)
+        with self.timer.phase("testing"):
+            metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 

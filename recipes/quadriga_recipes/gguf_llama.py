@@ -273,7 +273,9 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
     start = header.data_start + tensor.offset
     end = start + prod(shape)
     if end > len(content):
-        raise ValueError(f"the file ends at byte {len(content)}, within a tensor that ends at {end}")
+        raise ValueError(
+            f"the file ends at byte {len(content)}, within a tensor that ends at {end}"
+        )
     return dequantize(content[start:end].reshape(shape), kind)
 
 
