@@ -31,19 +31,20 @@ Which architectures are supported, and in which layouts.
 ```
 
 Start-up tests each model before it loads the weights, on a small float32 model of the same configuration, against
-transformers' eager forward pass of each row. If packed rows with shared prompts agree, rows are **packed**. If they do
-not, because layers have a state (convolution, Mamba, linear attention) or their own attention (ALiBi, chunks), each row is
-computed **alone** by transformers, prompt included. This is exact and slower, is reported at start-up, and needs
-`rollout.name=hf`. Models that transformers cannot compute, or whose logits are more than a product with one matrix, are
-refused.
+transformers' eager forward pass of each row. If packed rows with shared prompts agree, rows are **packed**. If they
+do not, because layers have a state (convolution, Mamba, linear attention) or their own attention (ALiBi, chunks),
+each row is computed **alone** by transformers, prompt included. This is exact and slower, is reported at start-up,
+and needs `rollout.name=hf`. Models that transformers cannot compute, or whose logits are more than a product with
+one matrix, are refused.
 
-Quantized weights (bitsandbytes, GPTQ, AWQ, FP8, MXFP4) cannot be trained and are refused: use the model that they were made
-from, or a copy that transformers has dequantized. In one process and float32 the real weights are compared once more before
-the first step.
+Quantized weights (bitsandbytes, GPTQ, AWQ, FP8, MXFP4) cannot be trained and are refused: use the model that they
+were made from, or a copy that transformers has dequantized. In one process and float32 the real weights are
+compared once more before the first step.
 
-`tests/numerics/test_models.py` and `test_model_layouts.py` test each cell on small random models: log-probs, entropies and
-gradients within 1e-5 of transformers' (Qwen3-Next's gradients: 5e-5); greedy tokens of `native` equal to those of `hf`; two
-ranks equal to one process after two optimizer steps; weights in the rollout and in `hf_model` bit for bit.
+`tests/numerics/test_models.py` and `test_model_layouts.py` test each cell on small random models: log-probs,
+entropies and gradients within 1e-5 of transformers' (Qwen3-Next's gradients: 5e-5); greedy tokens of `native` equal
+to those of `hf`; two ranks equal to one process after two optimizer steps; weights in the rollout and in `hf_model`
+bit for bit.
 
 """
 _AFTER = """
@@ -51,20 +52,20 @@ A number is the reason for an empty cell. Such a run is refused with that reason
 
 {reasons}
 
-Each *yes* of a layout is tested with all weights. Each architecture is also tested with an adapter, with tensor parallelism
-or in one other layout: in all linear modules, or in those of attention for mixtures of experts and Falcon-H1. PEFT's
-*all-linear* would include their routers, experts or Mamba layers, and is refused.
+Each *yes* of a layout is tested with all weights. Each architecture is also tested with an adapter, with tensor
+parallelism or in one other layout: in all linear modules, or in those of attention for mixtures of experts and
+Falcon-H1. PEFT's *all-linear* would include their routers, experts or Mamba layers, and is refused.
 
 vLLM loads only some of these models; of mixtures of experts Qwen2-MoE, Qwen3-MoE, GLM-4-MoE and Mixtral
 ([rollout.md](rollout.md)).
 
 ## Vision-language models
 
-Packed, with images and videos ([rollout.md](rollout.md#prompts-with-images-and-videos)), by the type in config.json.
-`tests/numerics/test_vision.py` and `test_native_vision.py` test log-probs, entropies and gradients within 1e-5 of
-transformers' and greedy tokens; `tests/contract/test_rollout_images.py` tests both engines' log-probs, also in later turns
-(except qwen3_vl_moe); `tests/numerics/test_vision_layouts.py` tests two ranks, within 1e-5 of one process, with all weights
-and with an adapter. An empty cell was not run.
+Packed, with images and videos ([rollout.md](rollout.md#prompts-with-images-and-videos)), by the type in
+config.json. `tests/numerics/test_vision.py` and `test_native_vision.py` test log-probs, entropies and gradients
+within 1e-5 of transformers' and greedy tokens; `tests/contract/test_rollout_images.py` tests both engines'
+log-probs, also in later turns (except qwen3_vl_moe); `tests/numerics/test_vision_layouts.py` tests two ranks,
+within 1e-5 of one process, with all weights and with an adapter. An empty cell was not run.
 
 {vision}
 
@@ -76,9 +77,9 @@ Tested for log-probs and gradients only.
 
 ## Positions
 
-`actor_rollout_ref.model.override_config` can replace a model's `rope_parameters`. YaRN, linear and Llama 3 scaling do not
-depend on the length of a sequence. With LongRoPE, rows of more than `original_max_position_embeddings` tokens are computed
-alone. Dynamic scaling starts beyond the model's positions, where sequences are refused.
+`actor_rollout_ref.model.override_config` can replace a model's `rope_parameters`. YaRN, linear and Llama 3 scaling
+do not depend on the length of a sequence. With LongRoPE, rows of more than `original_max_position_embeddings`
+tokens are computed alone. Dynamic scaling starts beyond the model's positions, where sequences are refused.
 """
 
 
