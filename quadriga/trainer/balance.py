@@ -108,9 +108,8 @@ def order_for_ranks(
     if num_ranks == 1:
         return {}
     attention = batch.batch["attention_mask"]
-    lengths = attention.sum(-1)
     response_lengths = attention[:, -batch.batch["responses"].shape[1] :].sum(-1)
-    prompt_lengths = lengths - response_lengths
+    prompt_lengths = attention.sum(-1) - response_lengths
     # Without prefix sharing each row computes its own prompt.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
     image_costs = []
@@ -162,10 +161,9 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         members = range(start, min(start + mini_batch_size, len(rows)))
         # The quotas are those of dealing row after row in turn: they add up to each rank's chunk,
         # and differ by at most one row.
-        quotas = []
-        for rank in range(num_ranks):
-            num_before = len(range(rank, start, num_ranks))
-            quotas.append(len(range(rank, members.stop, num_ranks)) - num_before)
+        quotas = [0] * num_ranks
+        for number in members:
+            quotas[number % num_ranks] += 1
         ranks = _share(rows, members, quotas)
         _even_out(rows, ranks)
         shares.append(ranks)
@@ -215,17 +213,16 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
 
     def give(numbers: Sequence[int]) -> bool:
         """Give rows with the same prompt to one rank. Returns whether a rank has room."""
-        prompt = rows[numbers[0]].prompt
-        prompt_cost = rows[numbers[0]].prompt_cost
-        has_prompt = np.array([prompt in prompts for prompts in prompts_of_rank])
+        first = rows[numbers[0]]
+        has_prompt = np.array([first.prompt in prompts for prompts in prompts_of_rank])
         rank = ranks.give(
             numbers,
             sum(rows[number].response_cost for number in numbers),
             size=len(numbers),
-            extra=np.where(has_prompt, 0.0, prompt_cost),
+            extra=np.where(has_prompt, 0.0, first.prompt_cost),
         )
         if rank is not None:
-            prompts_of_rank[rank].add(prompt)
+            prompts_of_rank[rank].add(first.prompt)
         return rank is not None
 
     for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):

@@ -178,8 +178,8 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
                 val = build_val_loader(config, tokenizer, context, parts)
         if config.task == "rl":
             with timeline.part("rewards"):
-                make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
-                reward = make_reward()
+                build = parts.reward or partial(build_reward, config, tokenizer, train, val)
+                reward = build()
         choices = loaded_models()
 
         num_batches = max(1, len(train))
@@ -187,9 +187,8 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         config = _with_counted_epochs(config, num_batches)
         trainer: RayPPOTrainer | SupervisedTrainer
         if reward is None:
-            _, trainer_class = SUPERVISED[config.task]
             learner = team.groups[Role.ActorRollout].as_worker()
-            trainer = trainer_class(config, learner, train, val, num_steps)
+            trainer = SUPERVISED[config.task][1](config, learner, train, val, num_steps)
         else:
             workers = handles(team, config)
             if workers.reward_model is not None:
@@ -267,7 +266,7 @@ def start_workers(
     if config.task == "rl":
         asked = asked_roles(config)
     else:
-        role_classes[Role.ActorRollout], _ = SUPERVISED[config.task]
+        role_classes[Role.ActorRollout] = SUPERVISED[config.task][0]
     placement = place_roles(
         config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
     )
@@ -275,10 +274,7 @@ def start_workers(
     workers = {}
     for role in map(Role, placement.roles):
         base = role_classes.get(role, ActorRolloutRefWorker)
-        cls = given.get(role)
-        if cls is None and role in POLICIES:
-            cls = policy_class
-        cls = cls or base
+        cls = given.get(role) or (policy_class if role in POLICIES else None) or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"
@@ -289,7 +285,7 @@ def start_workers(
             # The worker of a policy serves one of several roles.
             workers[role] = ClassWithInitArgs(cls, config, tokenizer, role)
 
-    tool_arguments = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
+    runtime_env = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
     pools = dict(placement.pools)
     devices: dict[str, int] = {}
     num_devices = rollout_devices(config)
@@ -299,7 +295,7 @@ def start_workers(
         pools[pool] = [count // num_devices for count in pools[pool]]
         devices[pool] = num_devices
     team_class = resolve_name(TEAMS[config.trainer.backend])
-    return team_class(workers, placement.roles, pools, config.trainer, tool_arguments, devices)
+    return team_class(workers, placement.roles, pools, config.trainer, runtime_env, devices)
 
 
 def state_copies(config: Config) -> Any:
@@ -352,8 +348,9 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
     """
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
-    policy_roles = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
-    policy = next(role for role in policy_roles if role in groups)
+    policy = next(
+        role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups
+    )
     rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
@@ -390,14 +387,14 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
     workers = {}
     pool_of_role = {}
     for role in roles:
-        if role == Role.ActorRollout:
+        if role == Role.RewardModel:
+            pool_of_role[role] = pools[role]
+            workers[role] = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+        else:
             pool_of_role[role] = pools[policy]
             workers[role] = ClassWithInitArgs(
                 ActorRolloutRefWorker, config, tokenizer, role, is_trained=False
             )
-        else:
-            pool_of_role[role] = pools[role]
-            workers[role] = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
     processes = {pool: trainer.processes_of(pool) for pool in pool_of_role.values()}
     team_class = resolve_name(TEAMS[trainer.backend])
     with cluster_of(config):
@@ -444,8 +441,7 @@ def _check_rows(manager: RewardManager, rows: Any) -> None:
     if getattr(type(rows), "__getitem__", None) is not RLHFDataset.__getitem__:
         return
     sources = rows.column(rows.config.reward_fn_key)
-    reward_models = rows.column("reward_model")
-    pairs = zip(sources, reward_models, strict=True)
+    pairs = zip(sources, rows.column("reward_model"), strict=True)
     checked = ((place, source, truth) for (place, source), (_, truth) in pairs)
     # In chunks, which bound the memory.
     while chunk := list(islice(checked, 4096)):

@@ -128,9 +128,10 @@ class Checkpoints:
             for path in sorted(unfinished.rglob("*")):
                 if path.is_file():
                     name = path.relative_to(unfinished).as_posix()
-                    entries[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            manifest = json.dumps(entries, indent=2) + "\n"
-            (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
+                    entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            (unfinished / MANIFEST).write_text(
+                json.dumps(entries, indent=2) + "\n", encoding="utf-8"
+            )
             _sync(unfinished)
             verify(unfinished)
             if self.path(step).exists():
@@ -162,9 +163,9 @@ class Checkpoints:
         except (OSError, CheckpointError) as error:
             self.abandon(step)
             newest = self.newest()
-            advice = "There is no earlier checkpoint."
-            if newest is not None:
-                advice = f"Step {newest} is still there to resume from."
+            advice = f"Step {newest} is still there to resume from."
+            if newest is None:
+                advice = "There is no earlier checkpoint."
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
                 got=_reason(error),
@@ -320,14 +321,13 @@ class Checkpoints:
             return
 
         later_steps = [step for step in self.steps() if step > resumed_step]
+        skipped_rows = quarantined_files(self.directory)
+        later_rows = [file for step, file in skipped_rows.items() if step > resumed_step]
         if config.resume_mode == "auto":
             for step in later_steps:
                 (self.path(step) / _SUPERSEDED).touch()
-        else:
-            skipped = quarantined_files(self.directory)
-            later_skipped = [file for step, file in skipped.items() if step > resumed_step]
-            if later_steps or later_skipped:
-                self._move_aside(later_steps, later_skipped)
+        elif later_steps or later_rows:
+            self._move_aside(later_steps, later_rows)
         if not resumed_step:
             (self.directory / LATEST).unlink(missing_ok=True)
         elif self._written() != str(resumed_step):
@@ -346,10 +346,9 @@ class Checkpoints:
         for path in skipped:
             path.rename(aside / path.name)
         if steps:
-            numbers = ", ".join(map(str, steps))
             print(
-                f"Checkpoints of another run that stood here, steps {numbers}, "
-                f"were moved to {aside}."
+                "Checkpoints of another run that stood here, steps "
+                f"{', '.join(map(str, steps))}, were moved to {aside}."
             )
         if skipped:
             print(f"The rows of steps that another run has skipped were moved to {aside}.")
@@ -458,7 +457,7 @@ def verify(checkpoint: Path) -> None:
             actual_size = file.stat().st_size
             if actual_size != size:
                 raise _damage(file, f"{actual_size} bytes", f"{size} bytes")
-            if _sha256(file) != digest:
+            if sha256_of(file) != digest:
                 raise _damage(file, "other content than was written", "its SHA-256")
     except FileNotFoundError as error:
         if file == manifest:
@@ -501,12 +500,11 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """
     unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
     opener = partial(os.open, mode=mode)
+    # JSON can hold half of a surrogate pair as an escape, UTF-8 cannot.
+    content = text.encode(errors="backslashreplace")
     try:
-        # JSON can hold half of a surrogate pair as an escape, UTF-8 cannot.
-        with open(
-            unfinished, "w", encoding="utf-8", errors="backslashreplace", opener=opener
-        ) as file:
-            file.write(text)
+        with open(unfinished, "wb", opener=opener) as file:
+            file.write(content)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -529,8 +527,9 @@ def _reason(error: OSError | CheckpointError) -> str:
     return f"{type(error).__name__}: {error.strerror or error}"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+def sha256_of(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -72,11 +72,8 @@ class Grades(NamedTuple):
     def of(cls, rows: list[dict[str, Any]]) -> "Grades":
         """Compute the metrics of graded rows, which have the columns of `sample_values`."""
         values = sample_values(rows)
-        intervals = {}
-        for name, values_of_prompts in values.items():
-            if "/std" not in name:
-                intervals[name] = interval(values_of_prompts)
-        return cls(means(values), intervals, rows)
+        means_of_scores = [name for name in values if "/std" not in name]
+        return cls(means(values), {name: interval(values[name]) for name in means_of_scores}, rows)
 
 
 def evaluate(config: Config) -> Grades:
@@ -103,9 +100,7 @@ def evaluate(config: Config) -> Grades:
         closing(build_reward(config, tokenizer, loader)) as grader,
         frozen_workers(config, tokenizer, *roles) as (policy, *reward_models),
     ):
-        reward: RewardManager = grader
-        if reward_models:
-            reward = ModelReward(reward_models[0], grader)
+        reward: RewardManager = ModelReward(*reward_models, grader) if reward_models else grader
         rows, errors = Validator(config, tokenizer, policy, reward, loader).graded(0)
     grades = Grades.of(rows)
     return grades._replace(metrics=grades.metrics | errors)
@@ -140,12 +135,11 @@ def answer(
                 expected="text",
                 fix="Take a vision-language model, or leave out the images.",
             )
-        pictures = []
-        for i, file in enumerate(files):
-            pictures.append(read_picture(file, folder=Path(), where=f"{where}, image {i}"))
-        messages = chat
-        if processor is not None:
-            messages, *_ = with_parts(chat, pictures, where=where)
+        pictures = [
+            read_picture(file, folder=Path(), where=f"{where}, image {i}")
+            for i, file in enumerate(files)
+        ]
+        messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
         text = encoder.render(messages, where=where)
         rows.append(
             prompt_columns(text, pictures, (), encoder, processor, config.data, where=where)
@@ -302,13 +296,12 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
         elif (folder / RESPONSES).exists():
             changes.append(f"{file}: it cannot be read")
         if changes:
-            fix = "Give the settings that it was begun with, or delete "
-            fix += f"{folder} to begin anew. What differs:"
+            advice = f"Give the settings that it was begun with, or delete {folder} to begin anew."
             raise DataError(
                 _OUTPUT,
                 got=f"{folder}, which was begun with other settings",
                 expected="the same",
-                fix="\n  ".join([fix, *changes]),
+                fix="\n  ".join([f"{advice} What differs:", *changes]),
             )
         if settings_before is None:
             text = show(config)
@@ -457,8 +450,14 @@ def score_file(
 
     graded_rows = []
     for row, number, outcome in zip(samples.rows, numbers, outcomes, strict=True):
-        facts = {"data_source": row["data_source"], "uid": number, "score": outcome.score}
-        graded_rows.append({**outcome.extra, **facts})
+        graded_rows.append(
+            {
+                **outcome.extra,
+                "data_source": row["data_source"],
+                "uid": number,
+                "score": outcome.score,
+            }
+        )
     grades = Grades.of(graded_rows)
     metrics = {}
     intervals = {}
@@ -498,9 +497,7 @@ def _samples_of(
     for number in range(len(table)):
         row = table[number]
         place = f"{table.path} row {number}"
-        texts = row[responses]
-        if isinstance(texts, str):
-            texts = [texts]
+        texts = [row[responses]] if isinstance(row[responses], str) else row[responses]
         is_list = isinstance(texts, list) and bool(texts)
         if not is_list or not all(isinstance(text, str) for text in texts):
             raise DataError(
@@ -520,5 +517,5 @@ def _samples_of(
             )
             places.append(place)
             numbers.append(number)
-    lengths = torch.zeros(len(rows), dtype=torch.int64)
-    return Samples(rows, lengths, 0, places), numbers
+    # Lengths in tokens are not known without a tokenizer.
+    return Samples(rows, torch.zeros(len(rows), dtype=torch.int64), 0, places), numbers

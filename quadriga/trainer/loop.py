@@ -132,9 +132,8 @@ class TrainingLoop:
         if place is not None:
             print(f"resumed from {place}")
         if self.copies is not None:
-            parts = self.resumable.values()
-            reasons = (part.cannot_resume for part in parts if hasattr(part, "cannot_resume"))
-            reason = next(reasons, "")
+            reasons = [getattr(part, "cannot_resume", "") for part in self.resumable.values()]
+            reason = next(filter(None, reasons), "")
             kind = f"none, for {reason}" if reason else self.copies.attach(self.saver.workers)
             print(f"state copies: {kind}")
         if place is not None:
@@ -157,9 +156,8 @@ class TrainingLoop:
         state = saving.load_run_state(path, step)
         for learner in self.saver.workers.values():
             learner.load_checkpoint(path.absolute())
-        contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
-        has_random_states = "extra" in contents and "random" in state
-        self._restore(state, step, with_random_states=has_random_states)
+        loads_extra = "extra" in self.config.actor_rollout_ref.actor.checkpoint.load_contents
+        self._restore(state, step, with_random_states=loads_extra and "random" in state)
 
     def _load_copy(self, newest: Any) -> str:
         newest.load(self.saver.workers)
@@ -224,8 +222,10 @@ class TrainingLoop:
             rows = take(self.quarantine.num_rows[self.global_steps])
             path = self.quarantine.write(self.global_steps, rows)
         self.metrics["recovery/skipped_steps"] = float(len(self.quarantine.num_rows))
-        reason = f"step {self.global_steps} is skipped, for it has lost workers twice"
-        self.progress.message(f"{reason}. Its {len(rows)} rows: {path}")
+        self.progress.message(
+            f"step {self.global_steps} is skipped, for it has lost workers twice. "
+            f"Its {len(rows)} rows: {path}"
+        )
 
     @property
     def is_last_step(self) -> bool:

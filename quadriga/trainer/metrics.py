@@ -54,10 +54,9 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
             metrics |= spread(f"critic/{name}", tensors[name][mask])
     if "values" in tensors.keys():
         # 1 if the values explain all of the returns' variance, 0 if no more than a constant.
-        values = tensors["values"][mask]
         returns = tensors["returns"][mask]
         variance = returns.var(correction=0)
-        error = (returns - values).var(correction=0)
+        error = (returns - tensors["values"][mask]).var(correction=0)
         metrics["critic/vf_explained_var"] = float(1 - error / variance) if variance > 0 else 0.0
     if "num_turns" in batch.non_tensor_batch:
         metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
@@ -88,14 +87,13 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
         scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
+    # With one response per prompt, the batch is the group.
     if len(groups) == len(scores):
-        # With one response per prompt, the batch is the group.
         groups = [set(scores)]
     if len(scores) > 1 and all(len(group) == 1 for group in groups):
         where = "all responses" if len(groups) == 1 else "all responses of every group"
-        mean = sum(scores) / len(scores)
         warnings["scores"] = (
-            f"{where} scored alike (mean {mean:g}): no reward to learn from. "
+            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "
             "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
         )
 
@@ -155,9 +153,8 @@ def performance_metrics(
             the responses come from the rollout cache.
     """
     attention = batch.batch["attention_mask"]
-    width = batch.batch["response_mask"].shape[1]
     num_tokens = int(attention.sum())
-    num_response_tokens = int(attention[:, -width:].sum())
+    num_response_tokens = int(attention[:, -batch.batch["response_mask"].shape[1] :].sum())
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
     all_metrics = {**measured, **metrics}
     for phase in PER_TOKEN:

@@ -222,8 +222,9 @@ class RayPPOTrainer(TrainingLoop):
             metrics_of_parts.append(self.batch_metrics)
         self.metrics |= reduce_metrics(*metrics_of_parts)
         self.publish_weights()
-        rollout = self.config.actor_rollout_ref.rollout
-        self.metrics |= check_log_probs(self.metrics, rollout, self.global_steps)
+        self.metrics |= check_log_probs(
+            self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps
+        )
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def learn(self, batch: DataProto) -> DataProto:
@@ -237,8 +238,11 @@ class RayPPOTrainer(TrainingLoop):
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
-                inputs_with_routes = model_inputs(batch, with_routes=True)
-                begin(self.actor.compute_log_prob, inputs_with_routes, self.needs.sum_pi_squared)
+                begin(
+                    self.actor.compute_log_prob,
+                    model_inputs(batch, with_routes=True),
+                    self.needs.sum_pi_squared,
+                )
             if self.reference:
                 begin(self.reference.compute_ref_log_prob, inputs)
             if self.teacher:
@@ -372,8 +376,7 @@ class RayPPOTrainer(TrainingLoop):
         self.note({"actor/entropy": float(mean_entropy)})
         if self.asynchronous is not None:
             # Only tokens drawn from the current weights can be compared with them.
-            is_fresh = batch.batch["token_staleness"] == 0
-            mask = mask * is_fresh * self.asynchronous.is_current
+            mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
             mismatch = log_prob_mismatch(
                 batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
@@ -445,9 +448,11 @@ class RayPPOTrainer(TrainingLoop):
         self.saver.poll()
         if trainer.rollout_data_dir and batch is not None:
             rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
+            # In the order of the data, not in that of the ranks.
             original_order = batch.batch["row_index"].argsort().tolist()
-            ordered_rows = [rows[row] for row in original_order]
-            write_samples(trainer.rollout_data_dir, self.global_steps, ordered_rows)
+            write_samples(
+                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in original_order]
+            )
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics["training/global_step"] = self.global_steps

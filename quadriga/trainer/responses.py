@@ -161,8 +161,8 @@ def sample_rows(
         }
         for name in optional_names:
             facts[name] = columns[name][row]
-        extra_info = columns["extra_info"][row] if "extra_info" in columns else None
-        reserved = {name: value for name, value in (extra_info or {}).items() if name in RESERVED}
+        extra_info = (columns["extra_info"][row] if "extra_info" in columns else None) or {}
+        reserved = {name: value for name, value in extra_info.items() if name in RESERVED}
         _add_entries(facts, reserved, "data")
         # A grader may give any name to what it adds.
         _add_entries(facts, columns["reward_extra"][row], "reward")

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,13 @@ from quadriga.config.keys import leaf_keys
 from quadriga.config.yaml_text import as_text, parse_yaml
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observe.watchdog import waiting
-from quadriga.trainer.checkpoint import start_of, step_of, verify, write_atomically
+from quadriga.trainer.checkpoint import (
+    sha256_of,
+    start_of,
+    step_of,
+    verify,
+    write_atomically,
+)
 
 CONFIGURATION = "config.yaml"
 CONTENT = ": its content"  # end of a line about a file that has changed
@@ -150,8 +155,9 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
         # A wrong name or damage is reported when the checkpoint is loaded.
         return False
     if changes:
-        title = f"The run goes on from step {step} with other settings than before:"
-        print("\n  ".join([title, *changes]))
+        print(f"The run goes on from step {step} with other settings than before:")
+        for change in changes:
+            print(f"  {change}")
     return False
 
 
@@ -169,12 +175,10 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     """
     trainer = config.trainer
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    longer = "trainer.total_epochs"
-    if trainer.total_training_steps == last:
-        longer = "trainer.total_training_steps"
-    other = "trainer.default_local_dir"
-    if "{experiment_name}" in trainer.default_local_dir:
-        other = "trainer.experiment_name"
+    is_by_steps = trainer.total_training_steps == last
+    longer = "trainer.total_training_steps" if is_by_steps else "trainer.total_epochs"
+    is_by_name = "{experiment_name}" in trainer.default_local_dir
+    other = "trainer.experiment_name" if is_by_name else "trainer.default_local_dir"
     before = settings_of(checkpoint, config.task)
     changes = before.changes(now) if before else []
     if not changes:
@@ -289,8 +293,7 @@ def _checksums(config: Config) -> dict[str, str]:
 @cache
 def _sha256(path: str, _mtime_ns: int) -> str:
     """SHA-256 of a file; it is computed again once the file has another time."""
-    with open(path, "rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -104,13 +104,12 @@ class SupervisedTrainer(TrainingLoop, ABC):
         for phase, duration in self.timer.seconds.items():
             self.metrics[f"timing_s/{phase}"] = duration
         seconds = self.timer.seconds["step"]
-        epoch_steps = max(1, len(self.train_dataloader))
         self.metrics |= {
             "perf/total_num_tokens": float(num_tokens),
             "perf/time_per_step": seconds,
             "perf/throughput": num_tokens / seconds,
             "training/global_step": self.global_steps,
-            "training/epoch": (self.global_steps - 1) // epoch_steps,
+            "training/epoch": (self.global_steps - 1) // max(1, len(self.train_dataloader)),
         }
 
     def rows_to_skip(self, rows: DataProto) -> list[dict[str, Any]]:

@@ -160,30 +160,30 @@ class TaskRunner:
             resume["resume_mode"] = "auto"
             state = f"the checkpoint of step {self._written}"
         if self._copies is not None and self._copies.steps:
-            copied = f"the copy in memory of step {self._copies.steps}, the last that is whole"
-            state = f"{copied}, else {state}"
+            state = (
+                f"the copy in memory of step {self._copies.steps}, the last that is whole, "
+                f"else {state}"
+            )
         num_left = limit - len(self._restarts)
         print(
             f"\n{error}\nRecovery: the workers are started again, and the run goes on from "
             f"{state}; {num_left} of {limit} restarts are left ({RESTARTS_KEY}).{skipped}"
         )
-        trainer_section = self.config.trainer.model_copy(update=resume)
-        return self.config.model_copy(update={"trainer": trainer_section})
+        settings = self.config.trainer.model_copy(update=resume)
+        return self.config.model_copy(update={"trainer": settings})
 
     def _obstacle(self, place: str, step: int, *, is_repeated: bool) -> str:
         """Why the workers are not restarted after a loss; "" if they are."""
         if self._is_stopping:
             return "a stop was requested"
-        if is_repeated:
-            # The step is not taken a third time, so it must be skipped.
-            refusal = self._quarantine.refusal(step)
-            if refusal:
-                return f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
-        num_restarts = len(self._restarts)
+        # The step is not taken a third time, so it must be skipped.
+        refusal = self._quarantine.refusal(step) if is_repeated else ""
+        if refusal:
+            return f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
         limit = self.config.trainer.max_worker_restarts
-        if num_restarts >= limit:
+        if len(self._restarts) >= limit:
             return (
-                f"{num_restarts} restarts within an hour and since the last checkpoint, "
+                f"{len(self._restarts)} restarts within an hour and since the last checkpoint, "
                 f"{RESTARTS_KEY}={limit}"
             )
         return ""
@@ -255,13 +255,11 @@ def what_next(config: Config, step: int | None) -> str:
     """
     run = config.trainer.directory
     if config.task != "rl":
-        enables = ""
-        section = "actor_rollout_ref"
+        override = as_override("actor_rollout_ref.model.path", run / "model")
         if config.task == "reward_model":
-            enables = "reward_model.enable=True "
-            section = "reward_model"
-        model = as_override(f"{section}.model.path", run / "model")
-        return f"done. Next:\n  quadriga train --config FILE {enables}{model}"
+            override = as_override("reward_model.model.path", run / "model")
+            override = f"reward_model.enable=True {override}"
+        return f"done. Next:\n  quadriga train --config FILE {override}"
     if step is None:
         return (
             f"done: {run}, without a checkpoint; "
