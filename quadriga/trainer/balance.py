@@ -155,8 +155,8 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         rank_of_row += [rank] * (size + (rank < num_larger))
 
     # Per mini-batch and rank the numbers of the rows.
-    shares: list[list[list[int]]] = []
-    original_shares: list[list[list[int]]] = []
+    shares = []
+    original_shares = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
         # The quotas are those of dealing row after row in turn: they add up to each rank's chunk,
@@ -205,7 +205,7 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
     Returns:
         Row numbers of each rank.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
     ranks = Parts(quotas)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the objects of a run: the one place where a name in a configuration becomes a class."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -262,7 +262,7 @@ def start_workers(
         Role.Teacher: TeacherWorker,
         Role.Rollout: RolloutWorker,
     }
-    asked: Collection[str] = ()
+    asked = ()
     if config.task == "rl":
         asked = asked_roles(config)
     else:
@@ -287,7 +287,7 @@ def start_workers(
 
     runtime_env = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
     pools = dict(placement.pools)
-    devices: dict[str, int] = {}
+    devices = {}
     num_devices = rollout_devices(config)
     if num_devices > 1:
         # A process of this pool drives several devices.

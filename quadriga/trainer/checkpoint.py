@@ -226,7 +226,7 @@ class Checkpoints:
                 changed.
         """
         path = None
-        damaged: dict[Path, DamagedCheckpointError] = {}
+        damaged = {}
         if config.resume_mode == "resume_path":
             path = Path(config.resume_from_path or "")
             try:
@@ -260,7 +260,7 @@ class Checkpoints:
         steps = self.steps()
         newest = self.newest()
         written = self._written()
-        damaged: dict[Path, DamagedCheckpointError] = {}
+        damaged = {}
         if written and written != str(newest):
             place = self.directory / LATEST
             known_steps = ", ".join(map(str, steps)) or "there is none"

@@ -37,7 +37,6 @@ from quadriga.observe.progress import Progress
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.rewards import RewardManager
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth, policy_text
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
@@ -100,7 +99,7 @@ def evaluate(config: Config) -> Grades:
         closing(build_reward(config, tokenizer, loader)) as grader,
         frozen_workers(config, tokenizer, *roles) as (policy, *reward_models),
     ):
-        reward: RewardManager = ModelReward(*reward_models, grader) if reward_models else grader
+        reward = ModelReward(reward_models[0], grader) if reward_models else grader
         rows, errors = Validator(config, tokenizer, policy, reward, loader).graded(0)
     grades = Grades.of(rows)
     return grades._replace(metrics=grades.metrics | errors)
@@ -491,7 +490,7 @@ def _samples_of(
     Returns:
         The samples, and the number of the row of each.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     places = []
     numbers = []
     for number in range(len(table)):

@@ -74,10 +74,10 @@ class GroupFilter:
             RewardError: the graders do not return the metric, or it is not a number.
         """
         values = metric_of_rows(part, self.settings.metric)
-        rows_of_group: dict[Hashable, list[int]] = {}
+        rows_of_group = {}
         for row, uid in enumerate(part.non_tensor_batch["uid"]):
             rows_of_group.setdefault(uid, []).append(row)
-        unequal_rows: list[int] = []
+        unequal_rows = []
         for rows in rows_of_group.values():
             numbers = [number for row in rows if (number := values[row]) is not None]
             # Not the standard deviation, which need not be exactly zero for equal numbers.

@@ -311,7 +311,7 @@ class TrainingLoop:
 
     def _run_state(self) -> dict[str, Any]:
         with waiting("the state of the data set and the sampler"):
-            state: dict[str, Any] = {"step": self.global_steps}
+            state = {"step": self.global_steps}
             for name, part in self.resumable.items():
                 state[name] = part.state_dict()
             return state

@@ -7,7 +7,7 @@ Shapes: B sequences, P prompt positions, T response positions.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -83,7 +83,7 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
     """
     warnings = {}
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    scores_of_group: dict[Hashable, set[float]] = defaultdict(set)
+    scores_of_group = defaultdict(set)
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
         scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())

@@ -240,7 +240,7 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
         # Lines of validation have no generation.
         if gen_s is None:
             continue
-        lengths: dict[str, list[int]] = {}
+        lengths = {}
         for row in _json_lines(folder / f"{metrics['step']}.jsonl"):
             text = row["output_with_special_tokens"]
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]

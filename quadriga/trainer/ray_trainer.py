@@ -34,7 +34,7 @@ from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config, learns_from_rewards
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol import DataProto
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
 from quadriga.trainer.async_batches import AsyncBatches
@@ -348,7 +348,7 @@ class RayPPOTrainer(TrainingLoop):
         once. Unblocked by: the last of them, or the first that fails; its error is raised, and the
         graders are stopped. Each column of results is in memory twice while it is joined.
         """
-        futures: list[DataProtoFuture] = []
+        futures = []
         with self.timer.phase("prepare"), ExitStack() as stack:
             self.record(batch)
             rewards = None

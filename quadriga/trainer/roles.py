@@ -42,7 +42,7 @@ class Needs:
     @classmethod
     def of(cls, config: Config) -> "Needs":
         """Passes that each step of a run with this configuration makes."""
-        fields: tuple[str, ...] = ()
+        fields = ()
         if config.task == "rl":
             import_external(config.actor_rollout_ref.model.external_lib)
             # Chosen even if it is not used, so that a wrong name is refused.

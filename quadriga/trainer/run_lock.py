@@ -174,7 +174,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
         "life.",
         flush=True,
     )
-    times: set[int] = set()
+    times = set()
     until = time.monotonic() + SILENCE_S
     while time.monotonic() < until:
         try:

@@ -238,7 +238,7 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
 def random_states() -> dict[str, Any]:
     """Random states of Python, numpy and torch in this process."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    states: dict[str, Any] = {
+    states = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),

@@ -147,8 +147,8 @@ class SupervisedTrainer(TrainingLoop, ABC):
         """Metrics of all validation rows; empty without validation data."""
         if self.val_dataloader is None:
             return {}
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
+        sums = {}
+        counts = {}
         with self.timer.phase("validation"):
             for columns in watched(self.val_dataloader, "a batch of validation rows"):
                 for name, (total, count) in self.judge(DataProto.from_single_dict(columns)).items():

@@ -153,7 +153,7 @@ class TaskRunner:
         if trainer and is_repeated:
             self._quarantine.add(step, trainer.num_rows)
             skipped = f" Step {step} has lost workers twice, and is skipped."
-        resume: dict[str, str] = {}
+        resume = {}
         state = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
             # Whatever the user named, the newest checkpoint of this run, or older ones behind it.

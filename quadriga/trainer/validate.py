@@ -101,8 +101,8 @@ class Validator:
             A row per response with its grades, and the metric of responses that could not be
             graded, if the reward manager counts them.
         """
-        rows: list[dict[str, Any]] = []
-        errors: dict[str, float] = {}
+        rows = []
+        errors = {}
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
@@ -125,7 +125,7 @@ class Validator:
 
 def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The first response to each of the first `count` prompts, with the columns to show."""
-    samples: dict[str, dict[str, Any]] = {}
+    samples = {}
     for row in rows:
         if row["uid"] not in samples:
             samples[row["uid"]] = {name: row[name] for name in _SHOWN}
@@ -216,7 +216,7 @@ def validation_values(
     for row, source in enumerate(data_sources):
         rows_of_source[source].append(row)
 
-    metrics: dict[str, np.ndarray] = {}
+    metrics = {}
     for source, rows in rows_of_source.items():
         measured_rows = {}
         for name, column in columns.items():
@@ -253,7 +253,7 @@ def _variable_values(
     Returns:
         The values [prompts] of each metric, and N.
     """
-    rows_of_prompt: dict[Hashable, list[int]] = defaultdict(list)
+    rows_of_prompt = defaultdict(list)
     for row in rows:
         rows_of_prompt[uids[row]].append(row)
     prompts = list(rows_of_prompt.values())
@@ -286,7 +286,7 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         prompts_of_length[len(prompt)].append(prompt)
     blocks = [np.sort(np.stack(prompts), axis=1) for prompts in prompts_of_length.values()]
     for k in _draw_sizes(num_most):
-        moments: dict[str, list[np.ndarray]] = {"best": [], "worst": []}
+        moments = {"best": [], "worst": []}
         for block in blocks:
             n = block.shape[1]
             if n < k:
@@ -315,7 +315,7 @@ def majority_values(
         Values [prompts] of each metric, such as "maj@4/mean"; empty if no prompt has 2 responses.
     """
     num_most = max(map(len, scores))
-    moments: dict[int, list[np.ndarray]] = defaultdict(list)
+    moments = defaultdict(list)
     for prompt, answers in zip(scores, predictions, strict=True):
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
         number_of_response = np.array([numbers[answer] for answer in answers])
@@ -327,7 +327,7 @@ def majority_values(
         for k in _draw_sizes(num_most):
             if k <= len(prompt):
                 moments[k].append(_moments(answer_scores[None], chances[k]))
-    metrics: dict[str, np.ndarray] = {}
+    metrics = {}
     for k, moments_of_prompts in moments.items():
         joined = np.concatenate(moments_of_prompts, axis=1)
         metrics |= _summary(f"maj@{k}", joined, is_only_draw=k == num_most)
