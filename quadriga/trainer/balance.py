@@ -240,6 +240,7 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
         shares: row numbers of each rank, changed in place.
     """
     loads = [cost_of_share(rows, share) for share in shares]
+    # Each swap gains at least WORTHWHILE; the limit bounds the time of large batches.
     for _ in range(100 + 10 * len(shares)):
         heavy = loads.index(max(loads))
         light = loads.index(min(loads))

@@ -112,9 +112,8 @@ class Run:
         try:
             self.trainer.close()
         finally:
-            end = self.team.close
-            if is_cut_short and self.team.is_remote:
-                end = self.team.end
+            # `close` waits for the workers' calls, `end` does not.
+            end = self.team.end if is_cut_short and self.team.is_remote else self.team.close
             try:
                 end()
             except WorkerLostError as error:
@@ -168,6 +167,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
         loaded_models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
+        # Remote workers load in parallel to this process, local ones when it is their turn.
         if team.is_remote:
             loaded_models = in_background(loaded_models, "loading models").result
         with timeline.part("data"):
@@ -203,6 +203,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
                     f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
                 )
     except BaseException:
+        # Graders and workers are processes that would outlive the error.
         if reward is not None:
             reward.close()
         team.end()
@@ -326,6 +327,7 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
         with timeline.part("workers"):
             team.await_start()
     with timeline.part("models"):
+        # All groups start to load before any is awaited.
         futures = [group.method("init_model")() for group in team.groups.values()]
         choices_of_groups = [future.get() for future in futures]
 
@@ -353,6 +355,7 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
     )
     rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
+    # An actor without the rollout: responses come from processes of their own.
     if policy == Role.Actor:
         pool_class = StreamPool if config.async_training.enable else RolloutPool
         rollout = weights = pool_class(
@@ -510,6 +513,7 @@ def build_train_loader(
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
 
+    # Dynamic sampling may take other numbers of prompts than an update learns from.
     size = data.train_batch_size
     if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
         size = data.gen_batch_size

@@ -75,6 +75,7 @@ class Checkpoints:
         written = self._written()
         if written in map(str, steps):
             return int(written)
+        # LATEST is missing or damaged, or names a checkpoint that is not there.
         return max(self._without_superseded(steps) or steps, default=None)
 
     def _written(self) -> str:
@@ -108,6 +109,7 @@ class Checkpoints:
             CheckpointError: the folder cannot be created.
         """
         with self.guarded(step):
+            # Only one process writes here: what is unfinished is a killed one's.
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 _delete(leftover)
             self._unfinished(step).mkdir(parents=True)
@@ -132,11 +134,13 @@ class Checkpoints:
             (unfinished / MANIFEST).write_text(
                 json.dumps(entries, indent=2) + "\n", encoding="utf-8"
             )
+            # On disk before they are read back, and both before the folder gets its name.
             _sync(unfinished)
             verify(unfinished)
             if self.path(step).exists():
                 self._make_room(step)
             unfinished.rename(self.path(step))
+            # The rename itself must reach the disk before LATEST names the checkpoint.
             _sync(self.directory)
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
@@ -172,6 +176,7 @@ class Checkpoints:
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {advice}",
             ) from error
+        # On KeyboardInterrupt the folder stays: the checkpoint may still be completed.
         except Exception:
             self.abandon(step)
             raise
@@ -262,6 +267,7 @@ class Checkpoints:
         written = self._written()
         damaged = {}
         if written and written != str(newest):
+            # LATEST is damaged, or the checkpoint that it names is gone.
             place = self.directory / LATEST
             known_steps = ", ".join(map(str, steps)) or "there is none"
             damaged[place] = DamagedCheckpointError(
@@ -317,6 +323,7 @@ class Checkpoints:
                 f"The run goes on from {path}: what came after step {resumed_step} is done again.",
                 flush=True,
             )
+        # A validation continues nothing.
         if config.val_only:
             return
 

@@ -194,6 +194,7 @@ def answer_files(config: Config, output: Path) -> int:
     data = config.data
     tokenizer = build_tokenizer(config)
     files = resolve_files(data.val_files, data.cache_dir, where="data.val_files")
+    # The tables are written again, with a column more; the data set makes prompts of them.
     tables = [read_table(file) for file in files]
     rows = RLHFDataset(
         data.val_files,
@@ -220,6 +221,7 @@ def answer_files(config: Config, output: Path) -> int:
         if len(part.texts) < num_rows:
             _answer_rest(config, tokenizer, rows, part)
         _write_output(output, tables, part.texts)
+    # Only now: a call that is killed before finds all responses again.
     shutil.rmtree(part.folder)
     return num_rows
 
@@ -288,6 +290,7 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
     with run_lock(folder, _OUTPUT):
         settings_before = Settings.read(file, config.task)
         changes = []
+        # Only settings that decide on the responses matter.
         if settings_before is not None:
             for change in settings_before.changes(settings_now):
                 if change.startswith(_READ) or change.endswith(CONTENT):
@@ -321,6 +324,7 @@ def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfini
     """Generate responses to the rows that have none yet."""
     rollout = config.actor_rollout_ref.rollout
     num_before = len(part.texts)
+    # Batches continue where the journal ends.
     loader = create_dataloader(
         rows,
         config.data,
@@ -458,6 +462,7 @@ def score_file(
             }
         )
     grades = Grades.of(graded_rows)
+    # Short names for the mean score of each data source.
     metrics = {}
     intervals = {}
     for name, value in grades.metrics.items():

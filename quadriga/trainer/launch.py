@@ -63,6 +63,7 @@ def steps(
     try:
         with cluster_of(config, timeline, beside=RUNNER):
             with ExitStack() as imports:
+                # On Ray `cluster_of` has imported it already.
                 if is_local:
                     imports.enter_context(timeline.part("imports", since_origin=True))
                 runner = _load(RUNNER)()

@@ -125,6 +125,7 @@ class TrainingLoop:
             Whether there was anything to resume from.
         """
         place: Path | str | None
+        # A copy in memory is never older than the checkpoints.
         if self.newest_copy is None:
             place = self.checkpoints.resume(self.settings, self._load)
         else:
@@ -136,23 +137,27 @@ class TrainingLoop:
             reason = next(filter(None, reasons), "")
             kind = f"none, for {reason}" if reason else self.copies.attach(self.saver.workers)
             print(f"state copies: {kind}")
+        # Workers that are lost during the next step must find a copy of this state.
         if place is not None:
             self._copy()
 
         settings_now = Settings.of(self.config)
         last = self.total_training_steps
+        # The data have been read since `has_nothing_to_do`, so the last step is known.
         if isinstance(place, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
             say_nothing_to_do(self.config, place, last, settings_now)
         self._keep_settings = partial(
             keep_settings, self.config, settings_now, self.global_steps, last
         )
+        # A resumed run writes its settings after its first step, see `log_step`.
         if place is None:
             self._keep_settings()
         return place is not None
 
     def _load(self, path: Path) -> None:
         step = step_of(path)
+        # Read first: a damaged state is refused before the workers load anything.
         state = saving.load_run_state(path, step)
         for learner in self.saver.workers.values():
             learner.load_checkpoint(path.absolute())
@@ -286,6 +291,7 @@ class TrainingLoop:
         """Write the model that learns to the folder `model` of the run's directory."""
         target = self.checkpoints.directory / MODEL_FOLDER
         learner = self.saver.workers["actor"]
+        # Workers write the folder of their role; only the Hugging Face folder in it is kept.
         with written_aside(target, where="trainer.default_local_dir") as draft:
             parts = draft.absolute().with_suffix(".parts")
             try:

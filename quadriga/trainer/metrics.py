@@ -106,6 +106,7 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
             "Raise it if the score depends on what comes last."
         )
 
+    # The variance of the batch sums the squares of its scores.
     largest = max(scores, key=abs, default=0.0)
     if largest**2 * len(scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
@@ -156,6 +157,7 @@ def performance_metrics(
     num_tokens = int(attention.sum())
     num_response_tokens = int(attention[:, -batch.batch["response_mask"].shape[1] :].sum())
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
+    # Phases that overlapped were measured by the workers.
     all_metrics = {**measured, **metrics}
     for phase in PER_TOKEN:
         duration = all_metrics.get(f"timing_s/{phase}")

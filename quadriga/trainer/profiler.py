@@ -42,9 +42,7 @@ class Profiler:
         self._section = config.global_profiler
         self._groups = groups
         self._emit = emit
-        self._steps: frozenset[int] = frozenset()
-        if self._section.tool:
-            self._steps = frozenset(self._section.steps)
+        self._steps = frozenset(self._section.steps if self._section.tool else ())
         self._open: list[int] = []  # steps of the profile that is being recorded
 
     @contextmanager
@@ -79,6 +77,7 @@ class Profiler:
     def _start(self) -> None:
         tool = str(self._section.tool)
         origin_ns = time.time_ns()
+        # This process is one row of the trace; it sets `Recording.current`.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
         started = []

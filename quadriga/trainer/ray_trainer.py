@@ -135,6 +135,7 @@ class RayPPOTrainer(TrainingLoop):
         super().__init__(config, learners, total_training_steps, resumable)
 
         if not learns_from_rewards(config):
+            # Equal scores are no reason for a warning.
             self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
@@ -164,6 +165,7 @@ class RayPPOTrainer(TrainingLoop):
         """Train step by step, after a validation of the first policy if one is configured."""
         trainer = self.config.trainer
         if self.load_checkpoint():
+            # The rollout has loaded the weights that the run began with.
             self.weights.publish(self.global_steps)
         with self.reporting():
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
@@ -179,6 +181,7 @@ class RayPPOTrainer(TrainingLoop):
                     batch = self.train_step()
                 self.finish_step(batch)
                 yield Step(self, batch)
+                # A requested stop ends the run like Ctrl-C, after the step.
                 if self.is_stopping:
                     raise KeyboardInterrupt
             self.saver.finish()
@@ -203,6 +206,7 @@ class RayPPOTrainer(TrainingLoop):
             batch = self.step()
         self.metrics |= data_metrics(batch)
         self.metrics |= performance_metrics(batch, self.timer.seconds, self.metrics)
+        # Events since the last step, such as restarts of engines.
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
         self.warn_once(dead_signals(batch) | lost_gradients(self.metrics))
@@ -235,6 +239,8 @@ class RayPPOTrainer(TrainingLoop):
         """
         policy = self.config.actor_rollout_ref
         self.note(order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost))
+
+        # All passes that read only the responses.
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
@@ -251,11 +257,13 @@ class RayPPOTrainer(TrainingLoop):
             if self.critic:
                 begin(self.critic.compute_values, inputs)
 
+        # From log-probs and rewards to advantages, on the driver.
         self.compare_log_probs(batch)
         self.charge_divergence(batch)
         self.correct_rollout(batch)
         self.compute_advantages(batch)
 
+        # The critic learns in every step, the actor after the critic's warm-up.
         learned = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
@@ -307,6 +315,7 @@ class RayPPOTrainer(TrainingLoop):
     def generate(self, prompts: DataProto) -> DataProto:
         """Generate `rollout.n` responses to each prompt; rows keep the columns of their prompt."""
         if self.needs.greedy_baseline:
+            # ReMax: the baseline of a prompt is the reward of its greedy response.
             with self.timer.phase("gen_max"):
                 greedy = DataProto(
                     prompts.batch,
@@ -392,6 +401,7 @@ class RayPPOTrainer(TrainingLoop):
         algorithm = self.config.algorithm
         with self.timer.phase("adv"):
             rewards = batch.batch["token_level_scores"]
+            # Updates the coefficient of the next batch, too.
             if algorithm.use_kl_in_reward:
                 rewards, metrics = apply_kl_penalty(
                     **{name: batch.batch[name] for name in PENALTY_FIELDS},
@@ -417,6 +427,7 @@ class RayPPOTrainer(TrainingLoop):
                 fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
                 advantages, returns = estimate_advantages(self.estimator, fields)
             else:
+                # Distillation alone: the loss has no term with advantages.
                 advantages = torch.zeros_like(batch.batch["token_level_rewards"])
                 returns = advantages.clone()
             batch.batch["advantages"] = advantages
@@ -516,6 +527,7 @@ class RayPPOTrainer(TrainingLoop):
             self.asynchronous.stop()
         super().close()
         self.reward.close()
+        # Validation may have a manager of its own.
         if self.validator.reward is not self.reward:
             self.validator.reward.close()
 

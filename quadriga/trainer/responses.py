@@ -294,8 +294,10 @@ class ModelReward(RewardManager):
             objects = [*MODEL_OBJECTS]
             if self.reads_chats:
                 objects += [*CHAT_OBJECTS, SOLUTION_MESSAGES]
+            # A future: the model computes while the graders work.
             scores: Any = self.model.compute_rm_score(model_inputs(data, objects))
         except BaseException:
+            # Otherwise the graders would work on for nobody.
             grading.cancel()
             raise
 

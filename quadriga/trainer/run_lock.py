@@ -111,6 +111,7 @@ def _take(path: Path) -> int | None:
         if holder and (without_locks or holder.get("kernel") != kernel):
             reason = without_locks or "locks may not reach from its host to this one"
             _wait_for_silence(path, holder, reason)
+        # The holder may have deleted the file between opening and locking it.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             facts = {
                 "host": socket.gethostname(),

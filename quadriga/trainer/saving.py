@@ -83,6 +83,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: this one or the one before cannot be written; older ones are untouched.
         """
+        # The workers' threads write one checkpoint at a time.
         self.finish()
         begun = time.monotonic()
         folder = self.checkpoints.begin(step)
@@ -122,6 +123,7 @@ class CheckpointSaver:
                     if not all(outputs):
                         return False
                     self._require_shared_folder(pending.folder)
+                # Checksums and fsync take seconds to minutes, so they run in a thread.
                 complete = partial(self.checkpoints.complete, pending.step)
                 pending.completion = in_background(complete, "checkpoint")
             if not wait and not pending.completion.done():
@@ -200,6 +202,7 @@ def save_run_state(
     # Through memory: torch reports a full disk in its own words, Python as an OSError.
     content = io.BytesIO()
     torch.save(state, content)
+    # Read back now: a state that cannot be loaded must not become a checkpoint.
     _parse_state(content.getvalue(), target / RUN_STATE)
     (target / RUN_STATE).write_bytes(content.getvalue())
 

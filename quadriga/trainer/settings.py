@@ -214,6 +214,7 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
     before = Settings.read(path, config.task)
     if path.exists() and (config.trainer.val_only or done >= last):
         return
+    # The file holds for the coming steps as it is.
     if before and before.first < first and before.last == last and not before.changes(now):
         return
     text = f"{show(config)}# steps {first} to {last}\n"

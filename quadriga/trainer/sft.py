@@ -90,6 +90,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
                         batch = rows
                     self.finish_step()
                     yield Step(self, batch)
+                    # A requested stop ends the run like Ctrl-C, after the step.
                     if self.is_stopping:
                         raise KeyboardInterrupt
                     if self.is_last_step:
@@ -129,6 +130,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
     def finish_step(self) -> None:
         """Validate, report, and start a checkpoint, each where it is due."""
         self.saver.poll()
+        # The final model is validated even with test_freq=-1.
         is_at_end = self.is_last_step and self.val_dataloader is not None
         if is_at_end or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
@@ -226,6 +228,7 @@ class RewardModelTrainer(SupervisedTrainer):
             "train/margin": float(margins.mean()),
             "train/score": float(scores.mean()),
         }
+        # The engine's loss is slope x score, whose gradient is that of the pairs' loss.
         batch.batch["score_slope"] = slopes.flatten()
         self.update(batch)
         return int(rows.batch["attention_mask"].sum())
@@ -260,6 +263,7 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Losses [pairs] and slopes [pairs, 2].
     """
     margins = scores[:, 0] - scores[:, 1]
+    # Probability that the model gives to the wrong order, over the number of pairs.
     wrong = torch.sigmoid(-margins) / len(margins)
     return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
 

@@ -109,9 +109,11 @@ class TaskRunner:
             try:
                 yield from self._train(config, timeline)
                 break
+            # Other errors would come again.
             except (WorkerLostError, PeerLostError, EngineLostError) as error:
                 timeline.close()
                 config = self._after_loss(error)
+            # The data set is built again, and must draw the same.
             restore_random_states(initial_states)
             timeline = Timeline("restart")
         if self._losses:
@@ -135,6 +137,7 @@ class TaskRunner:
         step = trainer.global_steps if trainer else 0
         place = f"step {step}" if trainer else f"the start-up after step {self._written or 0}"
         is_repeated = any(place == earlier_place for earlier_place, _ in self._losses)
+        # Progress on disk: losses before it do not count any more.
         if trainer and trainer.checkpoints.last_written not in (None, self._written):
             self._written = trainer.checkpoints.last_written
             self._restarts.clear()
@@ -216,6 +219,7 @@ class TaskRunner:
                     self._is_stopping = stop_requested.is_set()
             is_cut_short = False
         except KeyboardInterrupt:
+            # First, so that the message names the checkpoint that is just being written.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             print(f"\ninterrupted in step {trainer.global_steps}. {how_to_go_on(config)}")
             raise

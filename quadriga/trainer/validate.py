@@ -172,16 +172,15 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     """
     mean = float(values.mean())
     num_prompts = len(values)
-    variance = 0.0  # of the mean
-    if num_prompts > 1:
-        variance = float(values.var(ddof=1)) / num_prompts
+    # Variance of the mean.
+    variance = float(values.var(ddof=1)) / num_prompts if num_prompts > 1 else 0.0
     if values.min() < 0 or values.max() > 1:
         half = 1.96 * math.sqrt(variance) if num_prompts > 1 else math.inf
         return mean - half, mean + half
+    # Wilson's interval. A prompt of right or wrong has variance `spread`, so n of them give the
+    # variance of the mean.
     spread = mean * (1 - mean)
-    n: float = num_prompts
-    if spread and variance:
-        n = spread / variance
+    n = spread / variance if spread and variance else num_prompts
     middle = mean + 1.96**2 / (2 * n)
     square = 1.96**2 / n
     half = 1.96 * math.sqrt(spread / n + square / (4 * n))
@@ -218,6 +217,7 @@ def validation_values(
 
     metrics = {}
     for source, rows in rows_of_source.items():
+        # Rows that have a number, by variable.
         measured_rows = {}
         for name, column in columns.items():
             rows_with_number = [row for row in rows if not np.isnan(column[row])]
@@ -317,6 +317,7 @@ def majority_values(
     num_most = max(map(len, scores))
     moments = defaultdict(list)
     for prompt, answers in zip(scores, predictions, strict=True):
+        # Distinct answers are numbered in order of appearance.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
         number_of_response = np.array([numbers[answer] for answer in answers])
         counts = np.bincount(number_of_response)
@@ -358,6 +359,7 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
         other_counts.remove(count)
         for v in range(1, count + 1):
             ways = _draws_of_others(tuple(other_counts), v, n)
+            # [n + 1]: by size of the draw, with the win divided by the number of tying answers.
             shares = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)
             wins[v:, is_alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
     num_draws = np.array([float(math.comb(n, k)) for k in range(n + 1)])
@@ -376,6 +378,7 @@ def _draws_of_others(other_counts: tuple[int, ...], v: int, n: int) -> np.ndarra
     ways = np.array([[float(math.comb(num_below, s)) for s in range(n + 1)]])
     for count in other_counts:
         if count >= v:
+            # One answer more: it takes `num_drawn` of each draw, and may be one tie more.
             extended = np.zeros((len(ways) + 1, n + 1))
             for num_drawn in range(v + 1):
                 tie = int(num_drawn == v)
