@@ -112,7 +112,7 @@ class Run:
         try:
             self.trainer.close()
         finally:
-            # `close` waits for the workers' calls, `end` does not.
+            # `close` calls the workers, `end` does not.
             end = self.team.end if is_cut_short and self.team.is_remote else self.team.close
             try:
                 end()
@@ -242,13 +242,13 @@ def _with_counted_epochs(config: Config, num_batches: int) -> Config:
 def start_workers(
     config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]
 ) -> WorkerGroups:
-    """Start a worker group for each role of the run.
+    """Start a worker group for each role.
 
     They run on the pools of `trainer.placement` and the backend of `trainer.backend`.
 
     Args:
         config: the resolved configuration.
-        tokenizer: the tokenizer of the run.
+        tokenizer: the tokenizer of the policy.
         needs: optional passes, which decide on the roles.
         given: worker classes that replace those of their roles.
 

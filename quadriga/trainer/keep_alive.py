@@ -55,7 +55,7 @@ def own_command(words: Sequence[str]) -> list[str]:
     """The command line of this process.
 
     Args:
-        words: its last words.
+        words: the words that it must end with.
 
     Raises:
         ConfigError: it does not end with them, because a Python program has called the command.
@@ -93,8 +93,8 @@ def keep_run_alive(config: Config, words: Sequence[str]) -> int:
     """Run the command of this process in a child, again after each death by a signal.
 
     Args:
-        config: configuration of the run.
-        words: last words of the command.
+        config: the resolved configuration.
+        words: the words that the command ends with.
 
     Returns:
         The exit status, as `keep_alive`.

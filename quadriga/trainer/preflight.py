@@ -216,7 +216,7 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     """Read what a run without `async_training` has recorded.
 
     Args:
-        run: directory of the run.
+        run: its directory.
 
     Returns:
         Its configuration, and per step the lengths of its responses and the seconds of its parts,

@@ -167,7 +167,7 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     Args:
         config: the resolved configuration.
         checkpoint: the checkpoint to resume from.
-        last: the last step of the run.
+        last: number of the last step.
         now: settings of the configuration.
 
     Raises:
@@ -203,7 +203,7 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
         config: the resolved configuration.
         now: its settings.
         done: number of steps that are done.
-        last: the last step of the run.
+        last: number of the last step.
 
     Raises:
         CheckpointError: it cannot be written.

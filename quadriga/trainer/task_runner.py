@@ -254,7 +254,7 @@ def what_next(config: Config, step: int | None) -> str:
     """Message about what to do with a finished run.
 
     Args:
-        config: configuration of the run.
+        config: the resolved configuration.
         step: step of its last checkpoint; None if it has none.
     """
     run = config.trainer.directory
