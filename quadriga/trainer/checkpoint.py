@@ -78,6 +78,11 @@ class Checkpoints:
         # LATEST is missing or damaged, or names a checkpoint that is not there.
         return max(self._without_superseded(steps) or steps, default=None)
 
+    def newest_path(self) -> Path | None:
+        """Folder of the checkpoint that was written last; None if there is none."""
+        newest = self.newest()
+        return None if newest is None else self.path(newest)
+
     def _written(self) -> str:
         """The step in the file `LATEST`; "" without the file, else a description of the damage."""
         path = self.directory / LATEST
@@ -392,11 +397,9 @@ def start_of(config: TrainerConfig) -> Path | None:
     """The checkpoint that a run resumes from if it is intact; None: it starts anew."""
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path or "")
-    if config.resume_mode != "auto":
-        return None
-    checkpoints = Checkpoints(config.directory)
-    newest = checkpoints.newest()
-    return None if newest is None else checkpoints.path(newest)
+    if config.resume_mode == "auto":
+        return Checkpoints(config.directory).newest_path()
+    return None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -424,9 +427,7 @@ def model_folder(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
-    checkpoints = Checkpoints(folder)
-    newest = checkpoints.newest()
-    checkpoint = folder if newest is None else checkpoints.path(newest)
+    checkpoint = Checkpoints(folder).newest_path() or folder
     for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
             return candidate

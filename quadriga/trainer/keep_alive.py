@@ -43,7 +43,7 @@ def is_kept_alive() -> bool:
 def step_reporter() -> Callable[[int], None]:
     """A function that passes the number of each step to `keep_alive`, if it runs.
 
-    Processes that this one starts do not inherit the file: they are not the command.
+    Processes that this one starts do not see the variable: they are not the command.
     """
     descriptor = os.environ.pop(_STEP_FILE, None)
     if descriptor is None:

@@ -106,10 +106,10 @@ class _Checks:
     def try_algorithm(self) -> tuple[str, ...] | None:
         """Look up estimator, loss, engines and trackers. Returns the fields of the estimator."""
         config = self.config
-        algorithm = config.algorithm
         self._try(check_services, config.trainer.loggers)
         if config.task != "rl":
             return None
+        algorithm = config.algorithm
         estimator = self._try(
             choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)
         )
