@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quadriga.algorithms.registry import choose_estimator
 from quadriga.config import Config, load_config, training_findings
 from quadriga.config.multi_turn import LOOPS
 from quadriga.data import load_tokenizer
@@ -23,6 +22,7 @@ from quadriga.trainer.build import (
     build_train_loader,
     build_val_loader,
 )
+from quadriga.trainer.roles import configured_estimator
 from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
@@ -109,10 +109,7 @@ class _Checks:
         self._try(check_services, config.trainer.loggers)
         if config.task != "rl":
             return None
-        algorithm = config.algorithm
-        estimator = self._try(
-            choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)
-        )
+        estimator = self._try(configured_estimator, config)
         self._try(UpdateInputs, config)
         self._try(rollout_engine_class, config)
         return estimator and estimator.fields

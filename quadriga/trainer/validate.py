@@ -141,7 +141,8 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     variables = {"reward": [row["score"] for row in rows]}
     for name in names:
-        variables[name] = [row.get(name) for row in rows]
+        # A grader's own number of this name does not replace the score.
+        variables.setdefault(name, [row.get(name) for row in rows])
     predictions = None
     if any("pred" in row for row in rows):
         predictions = [_comparable(row.get("pred")) for row in rows]
