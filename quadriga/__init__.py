@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quadriga.api import Run, Trainer, evaluate, generate, sft, train
     from quadriga.protocol import DataProto
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__, __getattr__ = lazy_names(__name__)
 __all__ += ["__version__"]
 

@@ -179,7 +179,7 @@ class Registry(dict[str, Callable[..., Any]]):
     def register(
         self, name: str, *, needs_advantage: bool = False
     ) -> Callable[[Function], Function]:
-        """Make a decorator that registers a function.
+        """Decorator that registers an advantage estimator or a policy loss under a name.
 
         Args:
             name: the configuration's name for the function.
@@ -220,7 +220,7 @@ class Registry(dict[str, Callable[..., Any]]):
         return decorate
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Find a function by its registered name, or load it from a user's file.
+        """Find an estimator or a loss by its registered name, or load it from a user's file.
 
         `name` is a registered name, `path/to/file.py:function` or `pkg://package.module:function`.
         Raises `ConfigError` for an unknown name, with the nearest ones, and for a file or function

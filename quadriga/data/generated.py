@@ -36,7 +36,7 @@ _WHERE = "data.datagen"
 
 
 class AbstractDataGenerator(ABC):
-    """Makes rows.
+    """Base class of generators, which make training rows between steps.
 
     With `state_dict()` and `load_state_dict(state)` the generator's state is in each checkpoint
     too.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs on the driver: training, validation, checkpoints, and how a run is built. Names load on first use."""
+"""Programs on the driver: training, validation, checkpoints, and the construction of a run.
+
+Names load on first use.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a batch's rows for the ranks; `row_index` numbers them in the order that they had before.
+"""Order of a batch's rows in which equal chunks, one per rank, are equal work.
 
-    responses ── order_for_ranks ──> log-probs, values, advantages, updates ── by row_index ──> rows for people
+    responses ── order_for_ranks ──> log-probs, values, advantages, updates
+              ── back by `row_index` ──> rows for people
 
     rows of the batch     0 1 2 3 4 5 6 | 7 8 9 ...     mini-batches, in the order of the batch
     order                 0 3 6 7 ... ; 1 4 8 ... ; 2 5 9 ...
                           rank 0        rank 1      rank 2
 
-All data-parallel ranks meet at each optimizer step, so the rows of each mini-batch are shared evenly, not those of the
-batch alone. The number of rows that a rank gets is fixed, by `DataProto.chunk`; which ones is not. The responses to a
-prompt begin on one rank, where the prompt is computed once for all of them, and are parted only where that shortens
-the step. What a rank gets changes no gradient: every row has its number, `row_index`.
+All data-parallel ranks meet at each optimizer step, so the rows of each mini-batch are shared
+evenly, not only those of the batch. The number of rows that a rank gets is fixed, by
+`DataProto.chunk`; which rows is not. The responses to a prompt start on one rank, which computes
+the prompt once for all of them, and are separated only if that shortens the step. The order changes
+no gradient: each row keeps its number, `row_index`.
 
 Legend: R ranks.
 """
@@ -32,29 +34,26 @@ WORTHWHILE = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """A response: its prompt (equal for those that share its computation), its lengths, and what it costs.
+    """A response: its prompt, its lengths, and its costs."""
 
-    `response_cost` is what it adds where its prompt is computed already.
-    """
-
-    prompt: Hashable
+    prompt: Hashable  # equal for responses that share its computation
     num_prompt_tokens: int
     num_response_tokens: int
     prompt_cost: float
-    response_cost: float
+    response_cost: float  # cost that it adds if its prompt is computed already
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What sequences cost a model, in units of a token's way through its layers without attention."""
+    """Cost of sequences, in units of one token's pass through the layers without attention."""
 
-    # Length of a sequence at which attention costs as much as the layers: 12 times the hidden size, or less with
-    # grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
+    # Length of a sequence at which attention costs as much as the layers: 12 times the hidden size,
+    # or less with grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
     attention_tokens: float = 24_576
-    head: float = 0.0  # cost of the vocabulary projection for a response token
-    images: Callable[[torch.Tensor], float] = lambda grids: (
-        0.0
-    )  # of the vision encoder, for images or videos [I, 3]
+    # Cost of the vocabulary projection for a response token.
+    head: float = 0.0
+    # Cost of the vision encoder for the grids [I, 3] of images or videos.
+    images: Callable[[torch.Tensor], float] = lambda grids: 0.0
 
     def row(
         self,
@@ -63,10 +62,26 @@ class SequenceCost:
         num_response_tokens: int,
         images: float = 0.0,
     ) -> Row:
-        lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
-        before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
-        response_cost = whole - before + self.head * num_response_tokens
-        return Row(prompt, num_prompt_tokens, num_response_tokens, before + images, response_cost)
+        """Compute the costs of a response.
+
+        Args:
+            prompt: identifies the prompt.
+            num_prompt_tokens: length of the prompt.
+            num_response_tokens: length of the response.
+            images: cost of the prompt's images.
+        """
+        prompt_cost = self._tokens(num_prompt_tokens)
+        response_cost = self._tokens(num_prompt_tokens + num_response_tokens) - prompt_cost
+        return Row(
+            prompt,
+            num_prompt_tokens,
+            num_response_tokens,
+            prompt_cost=prompt_cost + images,
+            response_cost=response_cost + self.head * num_response_tokens,
+        )
+
+    def _tokens(self, length: int) -> float:
+        return length * (1 + length / self.attention_tokens)
 
 
 def order_for_ranks(
@@ -76,32 +91,43 @@ def order_for_ranks(
     config: ActorConfig,
     cost: SequenceCost,
 ) -> dict[str, float]:
-    """Number the rows by `row_index`, and arrange them, in place, so that equal chunks of the batch are equal work.
+    """Number the rows in `row_index` and arrange them so that equal chunks are equal work.
 
-    `batch` has prompts with responses, [B]; with one rank the rows keep their order. `config` is the actor's section,
-    whose mini-batches are to be even, `cost` that of its model. Returns metrics `balance/...`.
+    Args:
+        batch: prompts with responses, [B]; it is changed in place. With one rank the rows keep
+            their order.
+        num_ranks: number of data-parallel ranks.
+        responses_per_prompt: responses to each prompt.
+        config: the actor's section, whose mini-batches are to be even.
+        cost: costs of the actor's model.
+
+    Returns:
+        Metrics `balance/...`.
     """
     batch.batch["row_index"] = torch.arange(len(batch))
     if num_ranks == 1:
         return {}
-    lengths = batch.batch["attention_mask"].sum(-1)
-    responses = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1)
-    # Without sharing each row computes a prompt of its own.
+    attention = batch.batch["attention_mask"]
+    response_lengths = attention[:, -batch.batch["responses"].shape[1] :].sum(-1)
+    prompt_lengths = attention.sum(-1) - response_lengths
+    # Without prefix sharing each row computes its own prompt.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
-    inputs = batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch))
-    images = [
-        sum(cost.images(one[name]) for name in one or () if name.endswith("grid_thw"))
-        for one in inputs
-    ]
-    facts = zip(prompts, (lengths - responses).tolist(), responses.tolist(), images, strict=True)
-    rows = [cost.row(*one) for one in facts]
-    # A shuffled order is another one in each pass: only the batch as a whole can be even.
-    size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
-    found = balance(rows, num_ranks, size)
-    batch.reorder(found.order)
+    image_costs = []
+    for inputs in batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch)):
+        grids = [value for name, value in (inputs or {}).items() if name.endswith("grid_thw")]
+        image_costs.append(sum(map(cost.images, grids)))
+    columns = (prompts, prompt_lengths.tolist(), response_lengths.tolist(), image_costs)
+    rows = [cost.row(*facts) for facts in zip(*columns, strict=True)]
+
+    mini_batch_size = config.ppo_mini_batch_size * responses_per_prompt
+    if config.shuffle:
+        # Each pass shuffles differently, so only the batch as a whole can be even.
+        mini_batch_size = len(batch)
+    result = balance(rows, num_ranks, mini_batch_size)
+    batch.reorder(result.order)
     return {
-        "balance/imbalance": found.imbalance,
-        "balance/imbalance_before": found.imbalance_before,
+        "balance/imbalance": result.imbalance,
+        "balance/imbalance_before": result.imbalance_before,
     }
 
 
@@ -110,62 +136,93 @@ class Balance:
     """An order of the rows, and how even the shares of its equal chunks are."""
 
     order: list[int]  # row numbers; the first chunk is for rank 0, and so on
-    imbalance: float  # time of all steps over the time with even shares: 1 is even, R has all work on one rank
-    imbalance_before: float  # the same of the rows as they came
+    # Time of all steps over the time with even shares: 1 is even, R has all work on one rank.
+    imbalance: float
+    imbalance_before: float  # the same for the rows in their original order
 
 
 def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
     """Share the rows of a batch evenly over ranks.
 
-    `mini_batch_size` counts the rows of an optimizer step, in the order of the batch; all rows where it is shuffled
-    later.
+    Args:
+        rows: the rows, in the order of the batch.
+        num_ranks: number of ranks.
+        mini_batch_size: rows of an optimizer step; all rows if they are shuffled later.
     """
-    size, larger = divmod(len(rows), num_ranks)
-    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
-    shares: list[list[list[int]]] = []
-    before: list[list[list[int]]] = []
+    size, num_larger = divmod(len(rows), num_ranks)
+    rank_of_row = []  # in the original order
+    for rank in range(num_ranks):
+        rank_of_row += [rank] * (size + (rank < num_larger))
+
+    # Per mini-batch and rank the numbers of the rows.
+    shares = []
+    original_shares = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
-        # One row after another in turn: each rank's shares add up to its chunk, and no two differ by more than a row.
-        quotas = [
-            len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks))
-            for rank in range(num_ranks)
-        ]
+        # The quotas are those of dealing row after row in turn: they add up to each rank's chunk,
+        # and differ by at most one row.
+        quotas = [0] * num_ranks
+        for number in members:
+            quotas[number % num_ranks] += 1
         ranks = _share(rows, members, quotas)
         _even_out(rows, ranks)
         shares.append(ranks)
-        before.append(
-            [[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)]
-        )
-    order = [row for rank in range(num_ranks) for ranks in shares for row in sorted(ranks[rank])]
-    return Balance(order, _imbalance(rows, shares), _imbalance(rows, before))
+        original_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+        for number in members:
+            original_ranks[rank_of_row[number]].append(number)
+        original_shares.append(original_ranks)
+
+    order = []
+    for rank in range(num_ranks):
+        for ranks in shares:
+            order += sorted(ranks[rank])
+    return Balance(order, _imbalance(rows, shares), _imbalance(rows, original_shares))
 
 
 def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
-    """Of some rows on one rank: each prompt once, and every response."""
+    """Cost of some rows on one rank: each prompt once, and every response.
+
+    Args:
+        rows: all rows.
+        share: numbers of those on the rank.
+    """
     members = [rows[number] for number in share]
-    prompts = {row.prompt: row.prompt_cost for row in members}
-    return sum(prompts.values()) + sum(row.response_cost for row in members)
+    prompt_costs = {row.prompt: row.prompt_cost for row in members}
+    return sum(prompt_costs.values()) + sum(row.response_cost for row in members)
 
 
 def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
-    """Costly groups first, each to the rank that has room and is then the least loaded; one that finds no room whole
-    is given row by row."""
-    groups: dict[Hashable, list[int]] = {}
+    """Share some rows by groups with the same prompt, the costliest group first.
+
+    A group goes to the least loaded rank that has room for all of it; if there is none, its rows
+    are shared one by one.
+
+    Args:
+        rows: all rows.
+        members: numbers of the rows to share.
+        quotas: number of rows that each rank gets, [R].
+
+    Returns:
+        Row numbers of each rank.
+    """
+    groups = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
     ranks = Parts(quotas)
-    prompts: list[set[Hashable]] = [set() for _ in quotas]
+    prompts_of_rank: list[set[Hashable]] = [set() for _ in quotas]
 
-    def give(group: Sequence[int]) -> bool:
-        first = rows[group[0]]
-        prompt_costs = np.array(
-            [0.0 if first.prompt in held else first.prompt_cost for held in prompts]
+    def give(numbers: Sequence[int]) -> bool:
+        """Give rows with the same prompt to one rank. Returns whether a rank has room."""
+        first = rows[numbers[0]]
+        has_prompt = np.array([first.prompt in prompts for prompts in prompts_of_rank])
+        rank = ranks.give(
+            numbers,
+            sum(rows[number].response_cost for number in numbers),
+            size=len(numbers),
+            extra=np.where(has_prompt, 0.0, first.prompt_cost),
         )
-        responses = sum(rows[number].response_cost for number in group)
-        rank = ranks.give(group, responses, size=len(group), extra=prompt_costs)
         if rank is not None:
-            prompts[rank].add(first.prompt)
+            prompts_of_rank[rank].add(first.prompt)
         return rank is not None
 
     for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):
@@ -176,22 +233,30 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
 
 
 def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
-    """Swap rows of the most and the least loaded rank, in place, as long as that shortens the longest share."""
+    """Swap rows between the most and the least loaded rank while that shortens the longest share.
+
+    Args:
+        rows: all rows.
+        shares: row numbers of each rank, changed in place.
+    """
     loads = [cost_of_share(rows, share) for share in shares]
+    # Each swap gains at least WORTHWHILE; the limit bounds the time of large batches.
     for _ in range(100 + 10 * len(shares)):
-        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        heavy = loads.index(max(loads))
+        light = loads.index(min(loads))
         if heavy == light or not shares[light]:
             return
         out, into = _best_swap(rows, shares, (heavy, light), (loads[heavy], loads[light]))
-        swapped = [
-            [*(number for number in shares[heavy] if number != out), into],
-            [*(number for number in shares[light] if number != into), out],
-        ]
-        costs = [cost_of_share(rows, share) for share in swapped]
-        if max(costs) >= loads[heavy] * (1 - WORTHWHILE):
+        heavy_share = [*(number for number in shares[heavy] if number != out), into]
+        light_share = [*(number for number in shares[light] if number != into), out]
+        heavy_load = cost_of_share(rows, heavy_share)
+        light_load = cost_of_share(rows, light_share)
+        if max(heavy_load, light_load) >= loads[heavy] * (1 - WORTHWHILE):
             return
-        for rank, share, cost in zip((heavy, light), swapped, costs, strict=True):
-            shares[rank], loads[rank] = share, cost
+        shares[heavy] = heavy_share
+        shares[light] = light_share
+        loads[heavy] = heavy_load
+        loads[light] = light_load
 
 
 def _best_swap(
@@ -200,20 +265,34 @@ def _best_swap(
     ranks: tuple[int, int],
     loads: tuple[float, float],
 ) -> tuple[int, int]:
-    """The row of each of two ranks whose exchange leaves the smaller maximum; two rows of one prompt are taken as if
-    they were of different ones."""
+    """Find the rows of two ranks whose exchange leaves the smaller maximum.
+
+    Two rows with the same prompt are treated as if their prompts were different.
+
+    Args:
+        rows: all rows.
+        shares: row numbers of each rank.
+        ranks: the two ranks.
+        loads: their costs.
+
+    Returns:
+        The numbers of a row of each.
+    """
     counts = [Counter(rows[number].prompt for number in shares[rank]) for rank in ranks]
 
     def changes(side: int) -> tuple[np.ndarray, np.ndarray]:
-        """What each row of a side takes from it when it goes, and adds to the other when it comes."""
+        """Cost that each row of a side takes from it, and cost that it adds to the other side."""
         members = [rows[number] for number in shares[ranks[side]]]
         responses = np.array([row.response_cost for row in members])
         prompts = np.array([row.prompt_cost for row in members])
+        # A prompt is paid for by the first of its rows on a rank, and saved by the last to leave.
         is_last = np.array([counts[side][row.prompt] == 1 for row in members])
         is_new = np.array([row.prompt not in counts[1 - side] for row in members])
         return responses + prompts * is_last, responses + prompts * is_new
 
-    (heavy_loses, light_gains), (light_loses, heavy_gains) = changes(0), changes(1)
+    heavy_loses, light_gains = changes(0)
+    light_loses, heavy_gains = changes(1)
+    # [rows of the first rank, rows of the second]: loads after the exchange.
     heavy = loads[0] - heavy_loses[:, None] + heavy_gains[None, :]
     light = loads[1] + light_gains[:, None] - light_loses[None, :]
     out, into = np.unravel_index(np.argmin(np.maximum(heavy, light)), heavy.shape)
@@ -221,7 +300,11 @@ def _best_swap(
 
 
 def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
-    """The sum of each step's longest share over that of its mean one."""
-    costs = [[cost_of_share(rows, share) for share in ranks] for ranks in shares]
-    total = sum(map(sum, costs))
-    return sum(max(step) * len(step) for step in costs) / total if total else 1.0
+    """Sum over steps of the longest share, divided by the sum of the mean shares."""
+    longest = 0.0
+    total = 0.0
+    for ranks in shares:
+        costs = [cost_of_share(rows, share) for share in ranks]
+        longest += max(costs) * len(costs)
+        total += sum(costs)
+    return longest / total if total else 1.0

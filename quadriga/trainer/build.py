@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to the objects of a run: the one place where a name becomes a class."""
+"""Builds the objects of a run: the one place where a name in a configuration becomes a class."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 from quadriga.workers.teacher import check_teachers, require_teachers
 
-# Import strings: Ray is imported only where the configuration names it.
+# Import strings: Ray is imported only if the configuration names it.
 _CONTROLLER = "quadriga.single_controller"
 TEAMS = {
     "local": f"{_CONTROLLER}.worker_group:WorkerGroups",
@@ -66,22 +66,22 @@ NSIGHT = {
     "kill": "none",
     "o": "'quadriga_%p'",
 }
-"""Arguments of `nsys profile` for each process: a report for each profile, and the process goes on."""
+"""Arguments of `nsys profile` for each process: one report per profile, and the process goes on."""
 SUPERVISED = {
     "sft": (SFTWorker, SFTTrainer),
     "reward_model": (RewardModelTrainingWorker, RewardModelTrainer),
 }
-"""The worker and the loop of each `task` but `rl`."""
+"""Worker and loop of each `task` except `rl`."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What takes the place of what a configuration names; None: nothing does."""
+    """Objects that replace what a configuration names; None: nothing replaces it."""
 
-    # Classes by role, subclasses of those that the role has.
+    # Classes by role, subclasses of the role's class.
     workers: Mapping[Role, type[Any]] = field(default_factory=dict)
     tokenizer: Any = None
-    # reward, val_reward: make the reward managers, anew after the workers were started again
+    # reward, val_reward: make the reward managers, and new ones after a restart of the workers.
     reward: Callable[[], RewardManager] | None = None
     val_reward: Callable[[], RewardManager] | None = None
     # train, val: data sets
@@ -102,11 +102,17 @@ class Run:
     team: WorkerGroups
 
     def close(self, *, is_cut_short: bool = False) -> None:
-        """Stop and end everything. With `is_cut_short` the loop did not reach its end: remote workers may be dead or in
-        the middle of a call. Else what they had to give is there, and the loss of one is told."""
+        """Stop the trainer and end the workers.
+
+        Args:
+            is_cut_short: the loop did not reach its end, so remote workers may be dead or in the
+                middle of a call. Otherwise all results have arrived, and a worker that is lost now
+                is only reported.
+        """
         try:
             self.trainer.close()
         finally:
+            # `close` calls the workers, `end` does not.
             end = self.team.end if is_cut_short and self.team.is_remote else self.team.close
             try:
                 end()
@@ -117,183 +123,247 @@ class Run:
 
 
 def check_overlap(config: Config, needs: Needs) -> None:
-    """Raises ConfigError: what the estimator needs cannot be computed while responses are generated."""
-    settings, critic = config.async_training, config.critic.ppo_mini_batch_size
-    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    """Check that the estimator's inputs can be computed while responses are generated.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    settings = config.async_training
     if needs.greedy_baseline and settings.enable:
-        got, fix = (
-            "an estimator with a greedy response as baseline",
-            "Take another estimator, such as rloo.",
-        )
-        raise ConfigError("async_training.enable", got=got, expected="one without", fix=fix)
-    if needs.critic and settings.by_mini_batch and critic > actor:
-        got = f"{critic}, with async_training.by_mini_batch=True"
         raise ConfigError(
-            "critic.ppo_mini_batch_size", got=got, expected=f"at most the actor's, {actor}"
+            "async_training.enable",
+            got="an estimator with a greedy response as baseline",
+            expected="one without",
+            fix="Take another estimator, such as rloo.",
+        )
+    critic_rows = config.critic.ppo_mini_batch_size
+    actor_rows = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if needs.critic and settings.by_mini_batch and critic_rows > actor_rows:
+        raise ConfigError(
+            "critic.ppo_mini_batch_size",
+            got=f"{critic_rows}, with async_training.by_mini_batch=True",
+            expected=f"at most the actor's, {actor_rows}",
         )
 
 
 def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
-    """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
-    models while this one prepares the data."""
+    """Check, build and load everything that a run needs, whatever its `task`.
+
+    Remote workers load their models while this process prepares the data.
+
+    Args:
+        config: the resolved configuration.
+        timeline: records how long each part of the start-up takes.
+        parts: objects that replace what the configuration names.
+    """
     with timeline.part("checks"):
         needs = Needs.of(config)
-        check_services(config.trainer.loggers)
-        if config.task == "rl":
-            UpdateInputs(
-                config
-            )  # refuses a loss or an option that does not exist, before a process starts
-            rollout_engine_class(config)  # likewise an engine
-            check_overlap(config, needs)
-        check_models(config, has_critic=needs.critic)
-        check_checkpoint(config, start_of(config.trainer))
+        _check_before_start(config, needs)
     with timeline.part("tokenizer"):
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)
+
     reward: RewardManager | None = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
-        models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
+        loaded_models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
+        # Remote workers load in parallel to this process, local ones when it is their turn.
         if team.is_remote:
-            models = in_background(models, "loading models").result
+            loaded_models = in_background(loaded_models, "loading models").result
         with timeline.part("data"):
             context = prompt_context(config, tokenizer)
             train = build_train_loader(config, tokenizer, context, parts)
-            has_val = config.data.val_files or parts.val is not None
-            val = build_val_loader(config, tokenizer, context, parts) if has_val else None
+            val = None
+            if config.data.val_files or parts.val is not None:
+                val = build_val_loader(config, tokenizer, context, parts)
         if config.task == "rl":
             with timeline.part("rewards"):
-                reward = (
-                    parts.reward() if parts.reward else build_reward(config, tokenizer, train, val)
-                )
-        choices = models()
-        total = config.trainer.num_steps(max(1, len(train)))
-        names = [
-            name
-            for name in ("save_freq", "test_freq")
-            if getattr(config.trainer, name) == "after_each_epoch"
-        ]
-        counted = dict.fromkeys(names, max(1, len(train)))
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
-        if reward is not None:
+                build = parts.reward or partial(build_reward, config, tokenizer, train, val)
+                reward = build()
+        choices = loaded_models()
+
+        num_batches = max(1, len(train))
+        num_steps = config.trainer.num_steps(num_batches)
+        config = _with_counted_epochs(config, num_batches)
+        trainer: RayPPOTrainer | SupervisedTrainer
+        if reward is None:
+            learner = team.groups[Role.ActorRollout].as_worker()
+            trainer = SUPERVISED[config.task][1](config, learner, train, val, num_steps)
+        else:
             workers = handles(team, config)
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
-            trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
+            trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, num_steps)
             if parts.val_reward:
                 trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()
-            if (beside := config.async_training).enable:
+            overlap = config.async_training
+            if overlap.enable:
                 choices["asynchronous"] = (
-                    f"staleness up to {beside.max_staleness}, in versions; {beside.in_flight}"
+                    f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
                 )
-        else:
-            _, trainer_class = SUPERVISED[config.task]
-            trainer = trainer_class(
-                config, team.groups[Role.ActorRollout].as_worker(), train, val, total
-            )
     except BaseException:
+        # Graders and workers are processes that would outlive the error.
         if reward is not None:
             reward.close()
         team.end()
         raise
+
     trainer.profiler = Profiler(config, team.groups)
+    width = max(map(len, choices), default=0)
     for name, choice in choices.items():
-        print(f"  {name:<{max(map(len, choices))}}  {choice}")
+        print(f"  {name:<{width}}  {choice}")
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
     return Run(trainer, team)
 
 
+def _check_before_start(config: Config, needs: Needs) -> None:
+    """Refuse a configuration that cannot run, before a process starts."""
+    check_services(config.trainer.loggers)
+    if config.task == "rl":
+        # Both are looked up only to refuse a wrong loss, option or engine.
+        UpdateInputs(config)
+        rollout_engine_class(config)
+        check_overlap(config, needs)
+    check_models(config, has_critic=needs.critic)
+    check_checkpoint(config, start_of(config.trainer))
+
+
+def _with_counted_epochs(config: Config, num_batches: int) -> Config:
+    """Write `after_each_epoch` in `save_freq` and `test_freq` as a number of steps."""
+    counts = {}
+    for name in ("save_freq", "test_freq"):
+        if getattr(config.trainer, name) == "after_each_epoch":
+            counts[name] = num_batches
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
+
+
 def start_workers(
     config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]
 ) -> WorkerGroups:
-    """A worker group for each role of the run, on the pools of `trainer.placement` and the backend that
-    `trainer.backend` names. Raises ConfigError: a class that is given is not one of its role."""
-    asked = asked_roles(config) if config.task == "rl" else ()
-    placement = place_roles(
-        config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
-    )
-    classes: dict[Role, type[Any]] = {
+    """Start a worker group for each role.
+
+    They run on the pools of `trainer.placement` and the backend of `trainer.backend`.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        needs: optional passes, which decide on the roles.
+        given: worker classes that replace those of their roles.
+
+    Raises:
+        ConfigError: a class of `given` is not a subclass of its role's class.
+    """
+    # One class may serve every role that holds the policy.
+    policy_class = next((given[Role(role)] for role in POLICIES if role in given), None)
+    role_classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
         Role.Teacher: TeacherWorker,
         Role.Rollout: RolloutWorker,
     }
-    if config.task != "rl":
-        classes[Role.ActorRollout], _ = SUPERVISED[config.task]
-    policy = next((given[Role(role)] for role in POLICIES if role in given), None)
+    asked = ()
+    if config.task == "rl":
+        asked = asked_roles(config)
+    else:
+        role_classes[Role.ActorRollout] = SUPERVISED[config.task][0]
+    placement = place_roles(
+        config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
+    )
+
     workers = {}
     for role in map(Role, placement.roles):
-        base = classes.get(role, ActorRolloutRefWorker)
-        cls = given.get(role) or (policy if role in POLICIES else None) or base
+        base = role_classes.get(role, ActorRolloutRefWorker)
+        cls = given.get(role) or (policy_class if role in POLICIES else None) or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"
             )
-        workers[role] = ClassWithInitArgs(
-            cls, config, tokenizer, *([] if role in classes else [role])
-        )
-    under = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
-    pools, devices = dict(placement.pools), dict[str, int]()
-    if (size := rollout_devices(config)) > 1:
+        if role in role_classes:
+            workers[role] = ClassWithInitArgs(cls, config, tokenizer)
+        else:
+            # The worker of a policy serves one of several roles.
+            workers[role] = ClassWithInitArgs(cls, config, tokenizer, role)
+
+    runtime_env = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
+    pools = dict(placement.pools)
+    devices = {}
+    num_devices = rollout_devices(config)
+    if num_devices > 1:
+        # A process of this pool drives several devices.
         pool = placement.roles["rollout"]
-        pools[pool], devices[pool] = [count // size for count in pools[pool]], size
-    return resolve_name(TEAMS[config.trainer.backend])(
-        workers, placement.roles, pools, config.trainer, under, devices
-    )
+        pools[pool] = [count // num_devices for count in pools[pool]]
+        devices[pool] = num_devices
+    team_class = resolve_name(TEAMS[config.trainer.backend])
+    return team_class(workers, placement.roles, pools, config.trainer, runtime_env, devices)
 
 
 def state_copies(config: Config) -> Any:
-    """What keeps copies of the state over restarts of the workers; None where there are no restarts."""
+    """Keeper of copies of the state that outlive the workers; None if workers never restart."""
     trainer = config.trainer
-    if (
-        trainer.backend != "ray"
-        or not trainer.state_copies
-        or not trainer.max_worker_restarts
-        or trainer.val_only
-    ):
+    if trainer.backend != "ray" or not trainer.state_copies:
         return None
-    if config.async_training.is_stale:  # what is under way would have to end at every step
+    if not trainer.max_worker_restarts or trainer.val_only:
+        return None
+    # A copy at every step would have to wait for every request in flight.
+    if config.async_training.is_stale:
         return None
     return resolve_name(STATE_COPIES)()
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
-    """Have all workers load their models, all at once where they can. Returns what was chosen, to be printed: what rank
-    0 has chosen, and beside it a rank that chose otherwise."""
+    """Load the models of all workers, at the same time if they are processes of their own.
+
+    Args:
+        team: the workers, as started.
+        timeline: records the time.
+
+    Returns:
+        Choices that were made, to be printed: those of rank 0, and of each rank that chose
+        otherwise.
+    """
     if team.is_remote:
         with timeline.part("workers"):
             team.await_start()
     with timeline.part("models"):
+        # All groups start to load before any is awaited.
         futures = [group.method("init_model")() for group in team.groups.values()]
-        chosen = [future.get() for future in futures]
+        choices_of_groups = [future.get() for future in futures]
+
     choices = dict(team.describe())
-    for ranks in chosen:
-        merged = dict(ranks[0])
-        for rank, own in enumerate(ranks):
-            for name, choice in own.items():
-                if choice != ranks[0].get(name):
+    for choices_of_ranks in choices_of_groups:
+        first = choices_of_ranks[0]
+        merged = dict(first)
+        for rank, choices_of_rank in enumerate(choices_of_ranks):
+            for name, choice in choices_of_rank.items():
+                if choice != first.get(name):
                     merged[name] = f"{merged.get(name, 'none')}; rank {rank}: {choice}"
         choices |= merged
     return choices
 
 
 def handles(team: WorkerGroups, config: Config) -> Workers:
-    """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
+    """Handles of the team's groups, as the training loop calls them.
+
+    A rollout on processes of its own receives the actor's weights through a `RolloutPool`.
+    """
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(
         role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups
     )
+    rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
+    # An actor without the rollout: responses come from processes of their own.
     if policy == Role.Actor:
-        rollout = groups[Role.Rollout]
-        kind = StreamPool if config.async_training.enable else RolloutPool
-        weights = kind(groups[policy], rollout, rollout_group_size(config))
+        pool_class = StreamPool if config.async_training.enable else RolloutPool
+        rollout = weights = pool_class(
+            groups[policy], groups[Role.Rollout], rollout_group_size(config)
+        )
     return Workers(
         actor=workers[policy],
-        rollout=weights if isinstance(weights, RolloutPool) else workers[policy],
+        rollout=rollout,
         weights=weights,
         reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
@@ -304,24 +374,34 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
 
 @contextmanager
 def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[list[Any]]:
-    """Workers of these roles, the policy or a reward model, with models that do not learn, on the processes that a run
-    would have for them. A policy is where the run's rollout is."""
+    """Context manager: workers whose models do not learn, on the processes that a run would use.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        roles: `Role.ActorRollout`, which takes the place of the run's rollout, and
+            `Role.RewardModel`.
+    """
     pools = role_pools(config.trainer, [role for role in roles if role == Role.RewardModel])
-    policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
-    homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
-    processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
-    # There is no training: nothing is generated beside it, and one call may have all rows.
+    policy = next(role for role in (Role.Rollout, *POLICIES) if role in pools)
+    # Nothing is trained: no generation runs beside training, and a call may have all rows.
     trainer = config.trainer.model_copy(update={"phase_timeout_s": None})
     config = config.model_copy(update={"async_training": AsyncTrainingConfig(), "trainer": trainer})
-    policies = ClassWithInitArgs(
-        ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False
-    )
-    grader = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
-    workers = {role: policies if role == Role.ActorRollout else grader for role in roles}
+    workers = {}
+    pool_of_role = {}
+    for role in roles:
+        if role == Role.RewardModel:
+            pool_of_role[role] = pools[role]
+            workers[role] = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+        else:
+            pool_of_role[role] = pools[policy]
+            workers[role] = ClassWithInitArgs(
+                ActorRolloutRefWorker, config, tokenizer, role, is_trained=False
+            )
+    processes = {pool: trainer.processes_of(pool) for pool in pool_of_role.values()}
+    team_class = resolve_name(TEAMS[trainer.backend])
     with cluster_of(config):
-        team: WorkerGroups = resolve_name(TEAMS[config.trainer.backend])(
-            workers, homes, processes, config.trainer
-        )
+        team: WorkerGroups = team_class(workers, pool_of_role, processes, trainer)
         try:
             load_models(team, Timeline())
             yield [team.groups[role].as_worker() for role in roles]
@@ -333,23 +413,23 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
 
 
 def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager:
-    """The reward manager of a run, which can grade responses to every row of these loaders (RewardError: it cannot)."""
+    """Build the reward manager of a run, and check that it can grade every row of the data.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        loaders: loaders of the rows; None is skipped.
+
+    Raises:
+        RewardError: it cannot grade responses to a row.
+    """
     manager = load_reward_manager(config, tokenizer)
     try:
-        found = [loader.dataset for loader in loaders if loader is not None]
-        for rows in (part for one in found for part in getattr(one, "parts", [one])):
-            # A class of the user's may make other rows of the files.
-            if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
-                sources, models = (
-                    rows.column(rows.config.reward_fn_key),
-                    rows.column("reward_model"),
-                )
-                found = (
-                    (place, one, other)
-                    for (place, one), (_, other) in zip(sources, models, strict=True)
-                )
-                while some := list(islice(found, 4096)):
-                    manager.check_rows(some)
+        for loader in loaders:
+            if loader is not None:
+                # A mixture is a data set of several parts.
+                for rows in getattr(loader.dataset, "parts", [loader.dataset]):
+                    _check_rows(manager, rows)
     except BaseException:
         manager.close()
         raise
@@ -358,63 +438,99 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
     return manager
 
 
+def _check_rows(manager: RewardManager, rows: Any) -> None:
+    """Check that a reward manager can grade the rows of a data set."""
+    # A class of the user may make other rows of the files.
+    if getattr(type(rows), "__getitem__", None) is not RLHFDataset.__getitem__:
+        return
+    sources = rows.column(rows.config.reward_fn_key)
+    pairs = zip(sources, rows.column("reward_model"), strict=True)
+    checked = ((place, source, truth) for (place, source), (_, truth) in pairs)
+    # In chunks, which bound the memory.
+    while chunk := list(islice(checked, 4096)):
+        manager.check_rows(chunk)
+
+
 def build_tokenizer(config: Config) -> Any:
-    """The tokenizer of `data.tokenizer`, or of the model."""
+    """Load the tokenizer of `data.tokenizer`, by default that of the model."""
     model = config.actor_rollout_ref.model
-    trusts, template = (
-        config.data.trust_remote_code or model.trust_remote_code,
-        model.custom_chat_template,
-    )
     return load_tokenizer(
-        config.data.tokenizer or model.path, trust_remote_code=trusts, chat_template=template
+        config.data.tokenizer or model.path,
+        trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
+        chat_template=model.custom_chat_template,
     )
 
 
 def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train: bool) -> Any:
-    """The rows of training or of validation."""
+    """The data set of training or of validation."""
     data = config.data
     files = data.train_files if is_train else data.val_files
-    if config.task != "rl":
-        kind = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}[data.format]
-        kind = RMDataset if config.task == "reward_model" else kind
-        stop_token_ids = declared_stop_token_ids(config.actor_rollout_ref.model.path)
-        options = {"processor": build_processor(config), "stop_token_ids": stop_token_ids}
-        options["vocabulary_size"] = context.vocabulary_size
-        return kind(files, tokenizer, data, is_train=is_train, **options)
-    if config.reward_model.enable:
-        # A reward model may read the chats.
-        data = data.model_copy(update={"return_raw_chat": True})
-    size, processor = (
-        data.train_max_samples if is_train else data.val_max_samples,
-        build_processor(config),
+    if config.task == "rl":
+        if config.reward_model.enable:
+            # A reward model may read the chats.
+            data = data.model_copy(update={"return_raw_chat": True})
+        return create_rl_dataset(
+            files,
+            data,
+            tokenizer,
+            build_processor(config),
+            is_train=is_train,
+            max_samples=data.train_max_samples if is_train else data.val_max_samples,
+            context=context,
+        )
+
+    dataset_class: type[Any] = SFTDataset
+    if config.task == "reward_model":
+        dataset_class = RMDataset
+    elif data.format == "messages":
+        dataset_class = MultiTurnSFTDataset
+    return dataset_class(
+        files,
+        tokenizer,
+        data,
+        is_train=is_train,
+        processor=build_processor(config),
+        stop_token_ids=declared_stop_token_ids(config.actor_rollout_ref.model.path),
+        vocabulary_size=context.vocabulary_size,
     )
-    options = {"is_train": is_train, "max_samples": size, "context": context}
-    return create_rl_dataset(files, data, tokenizer, processor, **options)
 
 
 def build_train_loader(
     config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
 ) -> Any:
-    """A loader of training rows, whole batches only."""
+    """Build the loader of the training rows, which gives only full batches.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        context: facts about the rollout and the model that decide about prompts.
+        parts: objects that replace what the configuration names.
+    """
     data = config.data
-    rows = (
-        parts.train
-        if parts.train is not None
-        else _dataset(config, tokenizer, context, is_train=True)
-    )
+    rows = parts.train
+    if rows is None:
+        rows = _dataset(config, tokenizer, context, is_train=True)
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
+
+    # Dynamic sampling may take other numbers of prompts than an update learns from.
     size = data.train_batch_size
     if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
         size = data.gen_batch_size
     if config.task != "rl" and len(rows) < size:
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
-    elif len(rows) > size and (rest := len(rows) % size) and not (data.mixture or data.streaming):
-        print(
-            f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out."
-        )
-    sampler = parts.sampler if parts.sampler is not None else create_rl_sampler(data, rows)
+    elif len(rows) > size and not (data.mixture or data.streaming):
+        num_dropped = len(rows) % size
+        if num_dropped:
+            print(
+                f"data.train_batch_size: {len(rows)} rows in batches of {size}: "
+                f"each epoch leaves {num_dropped} of them out."
+            )
+
+    sampler = parts.sampler
+    if sampler is None:
+        sampler = create_rl_sampler(data, rows)
     return create_dataloader(
         rows, data, batch_size=size, sampler=sampler, drop_last=True, collate=parts.collate
     )
@@ -423,12 +539,25 @@ def build_train_loader(
 def build_val_loader(
     config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
 ) -> Any:
-    """A loader of all validation rows, in the order of their files unless `data.validation_shuffle`."""
+    """Build the loader of all validation rows.
+
+    They are in the order of their files unless `data.validation_shuffle` is set.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        context: facts about the rollout and the model that decide about prompts.
+        parts: objects that replace what the configuration names.
+    """
     data = config.data
-    rows = (
-        parts.val if parts.val is not None else _dataset(config, tokenizer, context, is_train=False)
-    )
-    sampler, size = create_rl_sampler(data, rows, is_train=False), data.val_batch_size
+    rows = parts.val
+    if rows is None:
+        rows = _dataset(config, tokenizer, context, is_train=False)
     return create_dataloader(
-        rows, data, batch_size=size, sampler=sampler, drop_last=False, collate=parts.collate
+        rows,
+        data,
+        batch_size=data.val_batch_size,
+        sampler=create_rl_sampler(data, rows, is_train=False),
+        drop_last=False,
+        collate=parts.collate,
     )

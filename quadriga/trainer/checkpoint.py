@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: written aside, listed, read back, renamed, and only then trusted.
+"""Checkpoints on disk. One counts only after it was written in full, listed, read back and renamed.
 
     DIRECTORY/
       config.yaml                           the resolved configuration: see settings.py
-      latest_checkpointed_iteration.txt     the step of the one written last
+      latest_checkpointed_iteration.txt     step of the checkpoint that was written last
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
         trainer/                            step, loader position, random states
-        actor/  critic/                     one folder per role that learns: see workers/checkpoint.py
+        actor/  critic/                     one folder per role that learns: workers/checkpoint.py
 
-A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
-it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
-by the next save. A complete one that is found to be damaged later is kept as damaged_global_step_N. Those that are no
-part of a run which began anew, or from an earlier step, are kept in superseded_N, with their configurations.
+A folder named global_step_N is complete: it gets this name after its last byte is on disk, and
+loses it before its first byte is deleted. Whatever a killed run leaves has another name, and the
+next save deletes it. A complete checkpoint that turns out to be damaged is kept as
+damaged_global_step_N. Checkpoints of another run in the same directory are kept in superseded_N,
+with their configurations.
 """
 
 import hashlib
@@ -20,10 +21,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 
 from quadriga.config.loader import as_override
@@ -37,189 +37,258 @@ _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
 _SKIPPED = re.compile(r"step_(\d+)\.jsonl")
 _SUPERSEDED = ".superseded"
-"""In a checkpoint: a run has begun at an earlier step since, so that this one is no part of its past."""
+"""File in a checkpoint: a run has resumed from an earlier step since, without this one's steps."""
 
 
 class Checkpoints:
-    """The checkpoints below a run's directory, of which the newest `max_to_keep` stay (None: all).
+    """The checkpoints of a run's directory.
 
-    `last_written` is the step of the checkpoint that this object wrote last.
+    Args:
+        directory: the run's directory; it need not exist yet.
+        max_to_keep: number of newest checkpoints that `complete` keeps; None: all.
+
+    Attributes:
+        last_written: step of the checkpoint that this object wrote last.
     """
 
     def __init__(self, directory: Path, max_to_keep: int | None = None) -> None:
-        self.directory, self.max_to_keep = directory, max_to_keep
+        self.directory = directory
+        self.max_to_keep = max_to_keep
         self.last_written: int | None = None
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first, as the disk has them."""
-        found = (
-            _COMPLETE.fullmatch(path.name)
-            for path in self.directory.glob("global_step_*")
-            if path.is_dir()
-        )
-        return sorted(int(match[1]) for match in found if match)
+        """Steps of the complete checkpoints on disk, in ascending order."""
+        steps = []
+        for path in self.directory.glob("global_step_*"):
+            match = _COMPLETE.fullmatch(path.name)
+            if match and path.is_dir():
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def newest(self) -> int | None:
-        """The step of the checkpoint that was written last, if there is one.
+        """Step of the checkpoint that was written last; None if there is none.
 
-        It need not be the highest: a run that began anew, or from an earlier step, leaves later ones of its
-        predecessor where they are.
+        It need not be the highest: a run that resumed from an earlier step leaves the later
+        checkpoints of its predecessor in place.
         """
         steps = self.steps()
         written = self._written()
         if written in map(str, steps):
             return int(written)
-        return max(self._own(steps) or steps, default=None)
+        # LATEST is missing or damaged, or names a checkpoint that is not there.
+        return max(self._without_superseded(steps) or steps, default=None)
+
+    def newest_path(self) -> Path | None:
+        """Folder of the checkpoint that was written last; None if there is none."""
+        newest = self.newest()
+        return None if newest is None else self.path(newest)
 
     def _written(self) -> str:
-        """What stands in the file that names the step written last; it is written with an end of line."""
+        """The step in the file `LATEST`; "" without the file, else a description of the damage."""
+        path = self.directory / LATEST
         try:
-            path = self.directory / LATEST
             if path.exists() and not path.is_file():
                 return "no regular file"
             text = path.read_bytes().decode(errors="replace")
-            return text[:-1] if text.endswith("\n") else text and f"{text} without an end of line"
         except FileNotFoundError:
             return ""
         except OSError as error:
             return str(error.strerror)
+        if text and not text.endswith("\n"):
+            return f"{text} without an end of line"
+        return text.removesuffix("\n")
 
-    def _own(self, steps: list[int]) -> list[int]:
+    def _without_superseded(self, steps: list[int]) -> list[int]:
         return [step for step in steps if not os.path.exists(self.path(step) / _SUPERSEDED)]
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is or would be."""
+        """Folder of the checkpoint of a step, whether it exists or not."""
         return self.directory / f"global_step_{step}"
 
+    # Writing
+
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into; `complete` makes one of it.
-        Raises CheckpointError: it cannot be made."""
+        """Create an empty folder for the checkpoint of a step; `complete` turns it into one.
+
+        Raises:
+            CheckpointError: the folder cannot be created.
+        """
         with self.guarded(step):
+            # Only one process writes here: what is unfinished is a killed one's.
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 _delete(leftover)
-            self._aside(step).mkdir(parents=True)
-        return self._aside(step)
+            self._unfinished(step).mkdir(parents=True)
+        return self._unfinished(step)
 
     def complete(self, step: int) -> None:
-        """All is written: list it, put it on the disk, read it back, and only then name it and delete older ones.
-        Raises CheckpointError: something cannot be written, or is not what was written; older ones are untouched."""
-        aside = self._aside(step)
+        """Turn the folder of `begin` into a checkpoint, and delete those beyond `max_to_keep`.
+
+        The files are listed, synchronized to disk and read back before the folder gets its name.
+
+        Raises:
+            CheckpointError: something cannot be written, or differs when it is read back; older
+                checkpoints are untouched.
+        """
+        unfinished = self._unfinished(step)
         with self.guarded(step):
-            files = sorted(path for path in aside.rglob("*") if path.is_file())
-            names = [path.relative_to(aside).as_posix() for path in files]
-            found = [{"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files]
-            facts = dict(zip(names, found, strict=True))
-            (aside / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            _sync(aside)
-            verify(aside)
+            entries = {}
+            for path in sorted(unfinished.rglob("*")):
+                if path.is_file():
+                    name = path.relative_to(unfinished).as_posix()
+                    entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            (unfinished / MANIFEST).write_text(
+                json.dumps(entries, indent=2) + "\n", encoding="utf-8"
+            )
+            # On disk before they are read back, and both before the folder gets its name.
+            _sync(unfinished)
+            verify(unfinished)
             if self.path(step).exists():
                 self._make_room(step)
-            aside.rename(self.path(step))
+            unfinished.rename(self.path(step))
+            # The rename itself must reach the disk before LATEST names the checkpoint.
             _sync(self.directory)
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
             if self.max_to_keep is not None:
-                for older in [each for each in self.steps() if each <= step][: -self.max_to_keep]:
-                    self._discard(self.path(older))
+                # Later checkpoints belong to a predecessor, and count for nothing here.
+                steps = [past_step for past_step in self.steps() if past_step <= step]
+                for surplus_step in steps[: -self.max_to_keep]:
+                    self._discard(self.path(surplus_step))
 
     def abandon(self, step: int) -> None:
-        """Take away what was written of a checkpoint that will not be one."""
-        shutil.rmtree(self._aside(step), ignore_errors=True)
+        """Delete the folder of a checkpoint that will not be completed."""
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     @contextmanager
     def guarded(self, step: int) -> Iterator[None]:
-        """What goes wrong inside ends the checkpoint of this step, and says what is left to resume from.
-        Raises CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched."""
+        """Context manager: abandon the checkpoint of a step if the block fails.
+
+        Raises:
+            CheckpointError: it cannot be written, say because the disk is full; the error names the
+                checkpoint that is left to resume from.
+        """
         try:
             yield
         except (OSError, CheckpointError) as error:
             self.abandon(step)
-            left = self.newest()
-            rest = (
-                "There is no earlier checkpoint."
-                if left is None
-                else f"Step {left} is still there to resume from."
-            )
-            where, got = f"checkpoint of step {step} in {self.directory}", _reason(error)
-            fix = f"Free space or set trainer.default_local_dir. {rest}"
+            newest = self.newest()
+            advice = f"Step {newest} is still there to resume from."
+            if newest is None:
+                advice = "There is no earlier checkpoint."
             raise CheckpointError(
-                where, got=got, expected="room and permission to write it", fix=fix
+                f"checkpoint of step {step} in {self.directory}",
+                got=_reason(error),
+                expected="room and permission to write it",
+                fix=f"Free space or set trainer.default_local_dir. {advice}",
             ) from error
+        # On KeyboardInterrupt the folder stays: the checkpoint may still be completed.
         except Exception:
             self.abandon(step)
             raise
 
-    def _aside(self, step: int) -> Path:
+    def _unfinished(self, step: int) -> Path:
         return self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
 
     def _make_room(self, step: int) -> None:
-        """Take the name of an older checkpoint of the same step away."""
+        """Take the name of an older checkpoint of the same step away from it."""
         if self._written() == str(step):
-            # After a kill in between nothing names a checkpoint that is not there.
+            # If the process is killed now, LATEST must not name a checkpoint that is not there.
             (self.directory / LATEST).unlink()
         try:
             verify(self.path(step))
         except DamagedCheckpointError:
-            self._set_aside(self.path(step))
+            self._keep_damaged(self.path(step))
         else:
             self._discard(self.path(step))
 
     def _discard(self, checkpoint: Path) -> None:
-        """Take its name first: half a checkpoint must not look like a whole one."""
-        aside = self.directory / f"{_UNFINISHED}{checkpoint.name}_{os.getpid()}"
-        checkpoint.rename(aside)
-        _delete(aside)
+        """Rename a checkpoint, then delete it: half a checkpoint must not look complete."""
+        unfinished = self.directory / f"{_UNFINISHED}{checkpoint.name}_{os.getpid()}"
+        checkpoint.rename(unfinished)
+        _delete(unfinished)
 
-    def _set_aside(self, checkpoint: Path) -> Path:
-        """Keep a damaged checkpoint under a name that says so, and that nothing else uses."""
-        ends = chain([""], (f"_{number}" for number in count(2)))
-        places = (self.directory / f"damaged_{checkpoint.name}{end}" for end in ends)
-        return checkpoint.rename(next(place for place in places if not place.exists()))
+    def _keep_damaged(self, checkpoint: Path) -> Path:
+        """Rename a damaged checkpoint to a name that says so and that nothing else has."""
+        place = self.directory / f"damaged_{checkpoint.name}"
+        number = 1
+        while place.exists():
+            number += 1
+            place = self.directory / f"damaged_{checkpoint.name}_{number}"
+        return checkpoint.rename(place)
+
+    # Resuming
 
     def resume(self, config: TrainerConfig, load: Callable[[Path], None]) -> Path | None:
-        """Verify and load the checkpoint that a run with this configuration goes on from.
-        `load`: reads a checkpoint. It may be called again, with an older one, after a DamagedCheckpointError. Returns
-        the checkpoint; None: the run begins anew.
-        Raises DamagedCheckpointError: it is damaged, and the user named it, or no older one is whole or is to be taken.
-        Raises CheckpointError: it is that of another model or optimizer, or the directory cannot be changed."""
-        path, damaged = None, {}
+        """Verify and load the checkpoint that a run resumes from.
+
+        Args:
+            config: section with `resume_mode` and the keys that belong to it.
+            load: reads a checkpoint. After a `DamagedCheckpointError` it may be called again with
+                an older one.
+
+        Returns:
+            The checkpoint; None if the run starts from the beginning.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint is damaged, and the user named it, or no older
+                one is intact or may be used.
+            CheckpointError: it belongs to another model or optimizer, or the directory cannot be
+                changed.
+        """
+        path = None
+        damaged = {}
         if config.resume_mode == "resume_path":
             path = Path(config.resume_from_path or "")
             try:
                 verify(path)
                 load(path)
             except DamagedCheckpointError as error:
-                # The folder of a run may have been named in place of one in it.
-                others = Checkpoints(path if Checkpoints(path).steps() else path.parent)
-                error.fix = others._advice({path})
+                # The user may have named the directory of a run instead of a checkpoint in it.
+                siblings = Checkpoints(path if Checkpoints(path).steps() else path.parent)
+                error.fix = siblings._advice({path})
                 raise
         elif config.resume_mode == "auto":
             path, damaged = self._load_newest(config.resume_fallback == "newest_intact", load)
         try:
-            self._leave_behind(path, damaged, config)
+            self._separate_past(path, damaged, config)
         except OSError as error:
-            expected = "permission to rename and write there"
             raise CheckpointError(
-                str(self.directory), got=_reason(error), expected=expected
+                str(self.directory),
+                got=_reason(error),
+                expected="permission to rename and write there",
             ) from error
         return path
 
     def _load_newest(
         self, takes_older: bool, load: Callable[[Path], None]
     ) -> tuple[Path | None, dict[Path, DamagedCheckpointError]]:
-        """The checkpoint that was loaded, and the damage that was passed over."""
-        steps, written, newest = self.steps(), self._written(), self.newest()
-        damaged: dict[Path, DamagedCheckpointError] = {}
+        """Load the newest checkpoint, or with `takes_older` the newest one that is intact.
+
+        Returns:
+            The checkpoint, and the damage that was passed over.
+        """
+        steps = self.steps()
+        newest = self.newest()
+        written = self._written()
+        damaged = {}
         if written and written != str(newest):
-            expected = f"the step of a checkpoint that is there: {', '.join(map(str, steps)) or 'there is none'}"
+            # LATEST is damaged, or the checkpoint that it names is gone.
             place = self.directory / LATEST
+            known_steps = ", ".join(map(str, steps)) or "there is none"
             damaged[place] = DamagedCheckpointError(
-                str(place), got=repr(written), expected=expected
+                str(place),
+                got=repr(written),
+                expected=f"the step of a checkpoint that is there: {known_steps}",
             )
-        own = [step for step in self._own(steps) if newest is not None and step < newest]
-        for path in map(self.path, reversed([*own, *([] if newest is None else [newest])])):
+
+        candidates = []
+        if newest is not None:
+            past_steps = [step for step in self._without_superseded(steps) if step < newest]
+            candidates = [newest, *reversed(past_steps)]
+        for step in candidates:
             if damaged and not takes_older:
                 break
+            path = self.path(step)
             try:
                 verify(path)
                 load(path)
@@ -228,105 +297,117 @@ class Checkpoints:
                 damaged[path] = error
         if not damaged:
             return None, {}
-        error, *others = damaged.values()
-        error.fix = " ".join(
-            [*(f"{one.where}: got {one.got}." for one in others), self._advice(set(damaged))]
-        )
-        raise error
 
-    def _leave_behind(
+        first, *further = damaged.values()
+        findings = [f"{error.where}: got {error.got}." for error in further]
+        first.fix = " ".join([*findings, self._advice(damaged)])
+        raise first
+
+    def _separate_past(
         self,
         path: Path | None,
         damaged: Mapping[Path, DamagedCheckpointError],
         config: TrainerConfig,
     ) -> None:
-        """Say what was damaged, and keep it; mark what is no part of the past of a run that goes on from here, or move
-        it aside where the configuration says from where."""
-        is_ours = path is not None and path.resolve().parent == self.directory.resolve()
-        begun = step_of(path) if path is not None and is_ours else 0
+        """Report and keep damaged checkpoints; mark or move those that are not this run's past.
+
+        Args:
+            path: the checkpoint that the run resumes from; None: it starts from the beginning.
+            damaged: damage by path.
+            config: says whether the run was told where to start, as in `resume`.
+        """
+        resumed_step = 0
+        if path is not None and path.resolve().parent == self.directory.resolve():
+            resumed_step = step_of(path)
         for place, error in damaged.items():
             print(f"DAMAGED: {error.where}: got {error.got}, expected {error.expected}.")
             if place.name != LATEST:
-                print(f"It is kept as {self._set_aside(place)}.")
+                print(f"It is kept as {self._keep_damaged(place)}.")
         if damaged:
             print(
-                f"The run goes on from {path}: what came after step {begun} is done again.",
+                f"The run goes on from {path}: what came after step {resumed_step} is done again.",
                 flush=True,
             )
+        # A validation continues nothing.
         if config.val_only:
             return
-        later = [step for step in self.steps() if step > begun]
-        skipped = [path for step, path in quarantined_files(self.directory).items() if step > begun]
-        if config.resume_mode == "auto":
-            for step in later:
-                (self.path(step) / _SUPERSEDED).touch()
-        elif later or skipped:
-            self._move_aside(later, skipped)
-        if not begun:
-            (self.directory / LATEST).unlink(missing_ok=True)
-        elif self._written() != str(begun):
-            write_atomically(self.directory / LATEST, f"{begun}\n")
 
-    def _move_aside(self, later: list[int], skipped: list[Path]) -> None:
-        """Keep checkpoints and skipped rows of a run that stood here before."""
-        aside = self._aside_folder()
-        for step in reversed(later):
+        later_steps = [step for step in self.steps() if step > resumed_step]
+        skipped_rows = quarantined_files(self.directory)
+        later_rows = [file for step, file in skipped_rows.items() if step > resumed_step]
+        if config.resume_mode == "auto":
+            for step in later_steps:
+                (self.path(step) / _SUPERSEDED).touch()
+        elif later_steps or later_rows:
+            self._move_aside(later_steps, later_rows)
+        if not resumed_step:
+            (self.directory / LATEST).unlink(missing_ok=True)
+        elif self._written() != str(resumed_step):
+            write_atomically(self.directory / LATEST, f"{resumed_step}\n")
+
+    def _move_aside(self, steps: list[int], skipped: list[Path]) -> None:
+        """Move checkpoints and skipped rows of another run to a new folder `superseded_N`."""
+        number = 1
+        while (aside := self.directory / f"superseded_{number}").exists():
+            number += 1
+        aside.mkdir()
+        for file in self.directory.glob("config*.yaml"):
+            shutil.copy2(file, aside)
+        for step in reversed(steps):
             self.path(step).rename(aside / self.path(step).name)
         for path in skipped:
             path.rename(aside / path.name)
-        if later:
-            steps = ", ".join(map(str, later))
+        if steps:
             print(
-                f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}."
+                "Checkpoints of another run that stood here, steps "
+                f"{', '.join(map(str, steps))}, were moved to {aside}."
             )
         if skipped:
             print(f"The rows of steps that another run has skipped were moved to {aside}.")
 
-    def _aside_folder(self) -> Path:
-        """A new folder for checkpoints of a run that stood here before, with what they were made with."""
-        places = (self.directory / f"superseded_{number}" for number in count(1))
-        aside = next(place for place in places if not place.exists())
-        aside.mkdir()
-        for file in self.directory.glob("config*.yaml"):
-            shutil.copy2(file, aside)
-        return aside
-
-    def _advice(self, damaged: set[Path]) -> str:
-        """How to go on without the damaged ones: which other is whole."""
-        for path in [self.path(step) for step in reversed(self.steps())]:
+    def _advice(self, damaged: Collection[Path]) -> str:
+        """A sentence that says how to go on without the damaged checkpoints."""
+        for path in map(self.path, reversed(self.steps())):
             if path in damaged:
                 continue
             try:
                 verify(path)
             except DamagedCheckpointError:
                 continue
-            named = as_override("trainer.resume_from_path", path)
-            return f"Resume from {path} with trainer.resume_mode=resume_path {named}"
+            override = as_override("trainer.resume_from_path", path)
+            return f"Resume from {path} with trainer.resume_mode=resume_path {override}"
         return (
-            f"No other checkpoint in {self.directory} is whole. Put the files back from a copy, or name a checkpoint "
-            "elsewhere with trainer.resume_mode=resume_path trainer.resume_from_path, or begin anew with "
-            "trainer.resume_mode=disable."
+            f"No other checkpoint in {self.directory} is whole. Put the files back from a copy, "
+            "or name a checkpoint elsewhere with trainer.resume_mode=resume_path "
+            "trainer.resume_from_path, or begin anew with trainer.resume_mode=disable."
         )
 
 
 def quarantined_files(directory: Path) -> dict[int, Path]:
-    """The rows of steps that a run has skipped (quarantine.py): files, by step."""
-    paths = (directory / "quarantine").glob("step_*.jsonl")
-    matches = [(_SKIPPED.fullmatch(path.name), path) for path in paths]
-    return {int(match[1]): path for match, path in matches if match}
+    """Files with the rows of the steps that a run has skipped (quarantine.py), by step."""
+    files = {}
+    for path in (directory / "quarantine").glob("step_*.jsonl"):
+        match = _SKIPPED.fullmatch(path.name)
+        if match:
+            files[int(match[1])] = path
+    return files
 
 
 def start_of(config: TrainerConfig) -> Path | None:
-    """The checkpoint that a run goes on from if it is whole; None: the run begins anew."""
+    """The checkpoint that a run resumes from if it is intact; None: it starts anew."""
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path or "")
-    own = Checkpoints(config.directory)
-    newest = own.newest() if config.resume_mode == "auto" else None
-    return None if newest is None else own.path(newest)
+    if config.resume_mode == "auto":
+        return Checkpoints(config.directory).newest_path()
+    return None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The training step after which a checkpoint was written."""
+    """The training step after which a checkpoint was written.
+
+    Raises:
+        CheckpointError: the folder has not the name of a checkpoint.
+    """
     match = _COMPLETE.fullmatch(checkpoint.resolve().name)
     if match is None:
         raise CheckpointError(
@@ -336,65 +417,63 @@ def step_of(checkpoint: Path) -> int:
 
 
 def model_folder(path: str | Path) -> str | Path:
-    """The Hugging Face folder that a run, a checkpoint, a role's part of one, or such a folder itself stands for.
+    """Find the Hugging Face folder of a run, a checkpoint or a role's part of a checkpoint.
 
     A path that does not exist is returned as it is: it may be the name of a model on a hub.
 
-    Raises CheckpointError: a folder that is none of these.
+    Raises:
+        CheckpointError: the folder is none of these, nor a Hugging Face folder itself.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
-    checkpoints = Checkpoints(folder)
-    newest = checkpoints.newest()
-    checkpoint = folder if newest is None else checkpoints.path(newest)
+    checkpoint = Checkpoints(folder).newest_path() or folder
     for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
             return candidate
-    expected = "a run, a checkpoint (global_step_N) or a Hugging Face folder"
     key = "actor_rollout_ref.actor.checkpoint.save_contents"
-    fix = f"A checkpoint has the model when `model` or `hf_model` is in {key}."
     raise CheckpointError(
-        str(folder), got="a folder without config.json", expected=expected, fix=fix
+        str(folder),
+        got="a folder without config.json",
+        expected="a run, a checkpoint (global_step_N) or a Hugging Face folder",
+        fix=f"A checkpoint has the model when `model` or `hf_model` is in {key}.",
     )
 
 
 def verify(checkpoint: Path) -> None:
     """Compare a checkpoint with its manifest.
-    Raises DamagedCheckpointError: it is missing, or a file is missing, cut, changed or cannot be read; names it."""
-    fix = "Take another checkpoint."
-    file = manifest = checkpoint / MANIFEST
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is missing, or a file is missing, truncated, changed
+            or unreadable.
+    """
+    manifest = checkpoint / MANIFEST
+    file = manifest  # the file that is being read
     try:
         _require_regular(manifest)
-        files = json.loads(manifest.read_bytes())
-        if files == {}:
+        entries = json.loads(manifest.read_bytes())
+        if entries == {}:
             raise ValueError("it is empty")
-        facts = [(name, int(each["bytes"]), str(each["sha256"])) for name, each in files.items()]
-        if outside := [
-            name for name in files if Path(name).is_absolute() or ".." in Path(name).parts
-        ]:
-            raise ValueError(f"it names {outside[0]}, which is outside")
-        for name, size, digest in facts:
+        files = []
+        for name, entry in entries.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names {name}, which is outside")
+            files.append((name, int(entry["bytes"]), str(entry["sha256"])))
+        for name, size, digest in files:
             file = checkpoint / name
             _require_regular(file)
-            found = file.stat().st_size
-            if found != size:
-                raise DamagedCheckpointError(
-                    str(file), got=f"{found} bytes", expected=f"{size} bytes", fix=fix
-                )
-            if _sha256(file) != digest:
-                got = "other content than was written"
-                raise DamagedCheckpointError(str(file), got=got, expected="its SHA-256", fix=fix)
+            actual_size = file.stat().st_size
+            if actual_size != size:
+                raise _damage(file, f"{actual_size} bytes", f"{size} bytes")
+            if sha256_of(file) != digest:
+                raise _damage(file, "other content than was written", "its SHA-256")
     except FileNotFoundError as error:
-        place, got, expected = file, "no such file", "one that was written"
         if file == manifest:
-            place, got, expected = checkpoint, f"no {MANIFEST}", "a complete checkpoint"
-        raise DamagedCheckpointError(str(place), got=got, expected=expected, fix=fix) from error
+            raise _damage(checkpoint, f"no {MANIFEST}", "a complete checkpoint") from error
+        raise _damage(file, "no such file", "one that was written") from error
     except OSError as error:
         got = f"{type(error).__name__}: {error.strerror}"
-        raise DamagedCheckpointError(
-            str(file), got=got, expected="a file that can be read", fix=fix
-        ) from error
+        raise _damage(file, got, "a file that can be read") from error
     except (
         ValueError,
         TypeError,
@@ -404,40 +483,46 @@ def verify(checkpoint: Path) -> None:
         OverflowError,
     ) as error:
         got = f"no list of files ({type(error).__name__}: {error})"
-        raise DamagedCheckpointError(
-            str(manifest), got=got, expected="the list of files", fix=fix
-        ) from error
+        raise _damage(manifest, got, "the list of files") from error
+
+
+def _damage(path: Path, got: str, expected: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        str(path), got=got, expected=expected, fix="Take another checkpoint."
+    )
 
 
 def _require_regular(path: Path) -> None:
-    """Refuse what is no regular file, such as a named pipe, which would be waited for without end."""
+    """Refuse anything but a regular file: reading a named pipe would wait forever."""
     if path.exists() and not path.is_file():
-        expected = "a file that can be read"
-        raise DamagedCheckpointError(
-            str(path), got="no regular file", expected=expected, fix="Take another checkpoint."
-        )
+        raise _damage(path, "no regular file", "a file that can be read")
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file that is whole under its name, whatever happens; `mode` less what the process's umask takes."""
-    aside = path.with_name(f"{_UNFINISHED}{path.name}")
+    """Write a file that is never incomplete under its name.
+
+    Args:
+        path: the file.
+        text: its content.
+        mode: its permissions, less those that the process's umask takes.
+    """
+    unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
+    opener = partial(os.open, mode=mode)
+    # JSON can hold half of a surrogate pair as an escape, UTF-8 cannot.
+    content = text.encode(errors="backslashreplace")
     try:
-        # JSON can hold half of a character as its escape, UTF-8 cannot.
-        with open(
-            aside,
-            "w",
-            encoding="utf-8",
-            errors="backslashreplace",
-            opener=partial(os.open, mode=mode),
-        ) as file:
-            file.write(text)
-        aside.replace(path)
+        with open(unfinished, "wb", opener=opener) as file:
+            file.write(content)
+        unfinished.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _delete(path: Path) -> None:
-    """What is still open elsewhere stays for a while on NFS; the next save finds it again."""
+    """Delete a file or folder.
+
+    NFS keeps files that are open elsewhere for a while; the next save deletes them.
+    """
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -450,18 +535,18 @@ def _reason(error: OSError | CheckpointError) -> str:
     return f"{type(error).__name__}: {error.strerror or error}"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+def sha256_of(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(directory: Path) -> None:
-    """Ask the system to put a folder and what is in it on the disk."""
-    for path in (
-        [*directory.rglob("*"), directory]
-        if directory.name.startswith(_UNFINISHED)
-        else [directory]
-    ):
+    """Synchronize a folder to disk, and if it is an unfinished checkpoint everything in it."""
+    paths = [directory]
+    if directory.name.startswith(_UNFINISHED):
+        paths = [*directory.rglob("*"), directory]
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

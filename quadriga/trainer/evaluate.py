@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy without training: responses to prompts, and their grades; in files too.
+"""A policy without training: responses to prompts, and their grades; also from and to files.
 
-    OUTPUT            the rows of a file of prompts with a column `responses`; whole, or not there
-    OUTPUT.part/      as long as it is not: `responses.jsonl`, a line for each batch with the texts of each prompt, and
-                      `config.yaml`, the settings that they were generated with
+    OUTPUT         the rows of a file of prompts with a column `responses`; complete, or not there
+    OUTPUT.part/   exists until OUTPUT is complete
+      responses.jsonl   one line per batch, with the texts of each prompt
+      config.yaml       the settings that they were generated with
 
-Prompts are in work in the order of their rows, and what is sampled for one depends on its row alone. So a call that was
-killed goes on with the batch that it was at, and its file is that of a call that was left alone.
+Prompts are answered in the order of their rows, and what is sampled for one depends only on its
+row. So a call that was killed continues with the batch it was at, and writes the same file as a
+call that was not.
 """
 
 import json
@@ -35,7 +37,6 @@ from quadriga.observe.progress import Progress
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.rewards import RewardManager
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth, policy_text
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
@@ -47,9 +48,20 @@ from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 from quadriga.trainer.validate import Validator, interval, means, sample_values
 from quadriga.workers.generation import build_processor, prompt_context
 
+RESPONSES = "responses.jsonl"
+AT_A_TIME = 256  # prompts whose responses are written, or lost, together
+_OUTPUT = "--output"
+_READ = ("data.", "actor_rollout_ref.")  # prefixes of the keys that responses depend on
+
 
 class Grades(NamedTuple):
-    """Metrics by name, the 95 % confidence intervals of those that are means of scores, and all graded rows."""
+    """Grades of responses.
+
+    Attributes:
+        metrics: metrics by name.
+        intervals: 95 % confidence intervals of the metrics that are means of scores.
+        rows: all graded rows.
+    """
 
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
@@ -57,15 +69,20 @@ class Grades(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> "Grades":
-        """Those of rows with `data_source`, `uid`, `score`, what graders add, and perhaps `pred`."""
+        """Compute the metrics of graded rows, which have the columns of `sample_values`."""
         values = sample_values(rows)
-        scores = {name: one for name, one in values.items() if "/std" not in name}
-        return cls(means(values), {name: interval(one) for name, one in scores.items()}, rows)
+        means_of_scores = [name for name in values if "/std" not in name]
+        return cls(means(values), {name: interval(values[name]) for name in means_of_scores}, rows)
 
 
 def evaluate(config: Config) -> Grades:
-    """Grades of `actor_rollout_ref.model.path` on `data.val_files`; all rows go to `trainer.validation_data_dir` too.
-    Raises DataError: there are no validation files."""
+    """Grade `actor_rollout_ref.model.path` on `data.val_files`.
+
+    All rows are also written to `trainer.validation_data_dir` if it is set.
+
+    Raises:
+        DataError: there are no validation files.
+    """
     if not config.data.val_files:
         raise DataError(
             "data.val_files",
@@ -75,16 +92,14 @@ def evaluate(config: Config) -> Grades:
         )
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer, prompt_context(config, tokenizer))
-    roles = (
-        (Role.ActorRollout, Role.RewardModel)
-        if config.reward_model.enable
-        else (Role.ActorRollout,)
-    )
+    roles = [Role.ActorRollout]
+    if config.reward_model.enable:
+        roles.append(Role.RewardModel)
     with (
         closing(build_reward(config, tokenizer, loader)) as grader,
-        frozen_workers(config, tokenizer, *roles) as (policy, *models),
+        frozen_workers(config, tokenizer, *roles) as (policy, *reward_models),
     ):
-        reward: RewardManager = ModelReward(models[0], grader) if models else grader
+        reward = ModelReward(reward_models[0], grader) if reward_models else grader
         rows, errors = Validator(config, tokenizer, policy, reward, loader).graded(0)
     grades = Grades.of(rows)
     return grades._replace(metrics=grades.metrics | errors)
@@ -95,152 +110,158 @@ def answer(
     chats: Sequence[list[dict[str, str]]],
     images: Sequence[Sequence[str]] | None = None,
 ) -> list[list[str]]:
-    """Responses to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
-    Raises DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
-    `chats`: lists of messages with `role` and `content`.
-    `images`: files for the `<image>`s of each chat, in their order. None: there are none."""
-    rows, tokenizer, processor = [], build_tokenizer(config), build_processor(config)
+    """Generate `rollout.n` responses to each chat.
+
+    Args:
+        config: its `actor_rollout_ref.rollout` has the sampling.
+        chats: lists of messages with `role` and `content`.
+        images: files for the `<image>`s of each chat, in their order. None: there are none.
+
+    Raises:
+        DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
+    """
+    tokenizer = build_tokenizer(config)
+    processor = build_processor(config)
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
-    for number, (chat, files) in enumerate(zip(chats, images or [()] * len(chats), strict=True)):
+    images = images or [()] * len(chats)
+    rows = []
+    for number, (chat, files) in enumerate(zip(chats, images, strict=True)):
         where = f"prompt {number}"
         if processor is None and files:
-            fix = "Take a vision-language model, or leave out the images."
             raise DataError(
-                where, got="images, for a model that reads text", expected="text", fix=fix
+                where,
+                got="images, for a model that reads text",
+                expected="text",
+                fix="Take a vision-language model, or leave out the images.",
             )
         pictures = [
-            read_picture(one, folder=Path(), where=f"{where}, image {i}")
-            for i, one in enumerate(files)
+            read_picture(file, folder=Path(), where=f"{where}, image {i}")
+            for i, file in enumerate(files)
         ]
         messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
         text = encoder.render(messages, where=where)
         rows.append(
             prompt_columns(text, pictures, (), encoder, processor, config.data, where=where)
         )
-    prompts, num_samples = (
-        DataProto.from_single_dict(collate_fn(rows)),
-        config.actor_rollout_ref.rollout.n,
-    )
+
+    rollout = config.actor_rollout_ref.rollout
+    prompts = DataProto.from_single_dict(collate_fn(rows))
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
-    prompts.meta_info |= {
-        "global_steps": 0,
-        "do_sample": config.actor_rollout_ref.rollout.do_sample,
-    }
+    prompts.meta_info["global_steps"] = 0
+    prompts.meta_info["do_sample"] = rollout.do_sample
     with frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,):
-        responses = policy.generate_sequences(repeat_prompts(prompts, num_samples))
-    return texts_of(tokenizer, responses, num_samples)
+        responses = policy.generate_sequences(repeat_prompts(prompts, rollout.n))
+    return texts_of(tokenizer, responses, rollout.n)
 
 
 def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[list[str]]:
-    """What the policy itself wrote, `num_samples` texts for each prompt."""
+    """Decode the tokens that the policy itself has written.
+
+    Args:
+        tokenizer: the tokenizer of the policy.
+        responses: `responses` and `response_mask` [prompts * num_samples, T].
+        num_samples: responses to each prompt.
+
+    Returns:
+        The texts of each prompt.
+    """
     rows = zip(responses.batch["responses"], responses.batch["response_mask"].bool(), strict=True)
     texts = [policy_text(tokenizer, tokens.tolist(), mask.tolist()) for tokens, mask in rows]
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
 
 
-RESPONSES = "responses.jsonl"
-_OUTPUT = "--output"
-AT_A_TIME = 256  # prompts whose responses are on the disk, or lost, together
-_READ = ("data.", "actor_rollout_ref.")  # beginnings of the keys that responses depend on
+# Responses in a file
 
 
 def answer_files(config: Config, output: Path) -> int:
-    """Write the rows of `data.val_files` with a column `responses`, `rollout.n` texts for each row, as Parquet.
+    """Write the rows of `data.val_files` with a column `responses`, as Parquet.
 
-    The sampling is that of `actor_rollout_ref.rollout`, the prompts are in `data.prompt_key`, and `data.val_batch_size`
-    of them, or `AT_A_TIME`, are in work at a time. The same call after one that was cut short goes on where it was.
+    The column has `rollout.n` texts per row, sampled as `actor_rollout_ref.rollout` says. Prompts
+    are in `data.prompt_key`; `data.val_batch_size` of them, or `AT_A_TIME`, are answered at a time.
+    A call after one that was cut short continues it.
 
-    Returns the number of rows.
-    Raises DataError: a prompt is wrong or too long, not every row would get responses, what is there of the output was
-        begun with other settings, or it cannot be written.
+    Args:
+        config: the resolved configuration.
+        output: the file to write.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        DataError: a prompt is wrong or too long, not every row would get responses, the output was
+            begun with other settings, or it cannot be written.
     """
-    data, tokenizer, num_samples = (
-        config.data,
-        build_tokenizer(config),
-        config.actor_rollout_ref.rollout.n,
-    )
-    where = "data.val_files"
-    tables = [
-        read_table(file) for file in resolve_files(data.val_files, data.cache_dir, where=where)
-    ]
-    options: dict[str, Any] = {
-        "max_samples": data.val_max_samples,
-        "required_columns": (data.prompt_key,),
-    }
-    options["context"] = prompt_context(config, tokenizer)
+    data = config.data
+    tokenizer = build_tokenizer(config)
+    files = resolve_files(data.val_files, data.cache_dir, where="data.val_files")
+    # The tables are written again, with a column more; the data set makes prompts of them.
+    tables = [read_table(file) for file in files]
     rows = RLHFDataset(
-        data.val_files, tokenizer, data, build_processor(config), is_train=False, **options
+        data.val_files,
+        tokenizer,
+        data,
+        build_processor(config),
+        is_train=False,
+        max_samples=data.val_max_samples,
+        required_columns=(data.prompt_key,),
+        context=prompt_context(config, tokenizer),
     )
-    if len(rows) != (num_rows := sum(map(len, tables))):
-        got = f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or data.val_max_samples"
-        fix = "Leave both out: a file of fewer rows takes a part, data.truncation=left shortens long prompts."
-        raise DataError(where, got=got, expected="all of them", fix=fix)
+    num_rows = sum(map(len, tables))
+    if len(rows) != num_rows:
+        raise DataError(
+            "data.val_files",
+            got=f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or "
+            "data.val_max_samples",
+            expected="all of them",
+            fix="Leave both out: a file of fewer rows takes a part, data.truncation=left shortens "
+            "long prompts.",
+        )
     output = output.expanduser()
     with unfinished(output, config) as part:
-        texts = part.texts
-        if len(texts) < num_rows:
-            size, left = data.val_batch_size or AT_A_TIME, range(len(texts), num_rows)
-            loader = create_dataloader(rows, data, batch_size=size, sampler=left, drop_last=False)
-            with (
-                frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,),
-                Progress(num_rows, initial=len(texts), description="prompts") as progress,
-            ):
-                for columns in watched(loader, "a batch of prompts"):
-                    prompts = DataProto.from_single_dict(columns)
-                    assign_row_uids(prompts, rows, len(texts))
-                    prompts.meta_info |= {
-                        "global_steps": 0,
-                        "do_sample": config.actor_rollout_ref.rollout.do_sample,
-                    }
-                    responses = generate_responses(policy, config, prompts, num_samples)
-                    part.add(texts_of(tokenizer, responses, num_samples))
-                    tokens = responses.batch["response_mask"].sum(-1).float().mean().item()
-                    progress.update(len(texts), {"tokens a response": f"{tokens:.0f}"})
-        try:
-            whole = pa.concat_tables(
-                [table.to_arrow() for table in tables], promote_options="permissive"
-            )
-        except pa.ArrowException as error:
-            fix = "Give the files columns of one type each, or respond to one file at a time."
-            raise DataError(
-                where, got=str(error), expected="rows that one Parquet file can hold", fix=fix
-            ) from error
-        whole = whole.drop_columns([name for name in whole.column_names if name == "responses"])
-        with written_aside(output, where=_OUTPUT) as draft:
-            pq.write_table(
-                whole.append_column("responses", pa.array(texts, pa.list_(pa.string()))), draft
-            )
+        if len(part.texts) < num_rows:
+            _answer_rest(config, tokenizer, rows, part)
+        _write_output(output, tables, part.texts)
+    # Only now: a call that is killed before finds all responses again.
     shutil.rmtree(part.folder)
     return num_rows
 
 
 class Unfinished:
-    """The responses that are there of an output: texts of each prompt, in the order of the rows.
+    """The responses that an unfinished output has so far, in a journal on disk.
 
-    Raises DataError: the disk refuses, or the file that has them is damaged.
+    Args:
+        folder: where the journal is.
+
+    Attributes:
+        texts: texts of each prompt, in the order of the rows.
+
+    Raises:
+        DataError: the journal cannot be read or written, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.texts = folder, list[list[str]]()
+        self.folder = folder
+        self.texts: list[list[str]] = []
         path = folder / RESPONSES
         with _on_disk(path):
             self._file = path.open("a+b")
             self._file.seek(0)
-            lines = self._file.read().split(b"\n")
-            # What a call was writing when it ended has no end.
-            self._file.truncate(self._file.tell() - len(lines.pop()))
+            *lines, incomplete_line = self._file.read().split(b"\n")
+            # A call that is killed while it writes leaves a line without an end.
+            self._file.truncate(self._file.tell() - len(incomplete_line))
         for number, line in enumerate(lines, start=1):
             try:
                 self.texts += json.loads(line)
             except ValueError as error:
-                fix = f"Delete {folder} to begin anew."
-                expected = "the texts of a batch"
                 raise DataError(
-                    f"{path} line {number}", got=str(error), expected=expected, fix=fix
+                    f"{path} line {number}",
+                    got=str(error),
+                    expected="the texts of a batch",
+                    fix=f"Delete {folder} to begin anew.",
                 ) from error
 
     def add(self, texts: list[list[str]]) -> None:
-        """The texts of each prompt of the next batch; they are on the disk when this returns."""
+        """Add the texts of each prompt of a batch; they are on disk when this returns."""
         with _on_disk(self.folder):
             self._file.write(f"{json.dumps(texts)}\n".encode())
             self._file.flush()
@@ -253,27 +274,43 @@ class Unfinished:
 
 @contextmanager
 def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
-    """What there is of an output, which no other process writes to meanwhile.
-    Raises DataError: it was begun with other settings, or the disk refuses; CheckpointError: another process writes."""
-    folder, now = output.with_name(f"{output.name}.part"), _settings(config)
+    """Context manager: the responses that an output has so far, locked against other processes.
+
+    Args:
+        output: the file that they are for.
+        config: the settings of this call.
+
+    Raises:
+        DataError: the output was begun with other settings, or the disk refuses.
+        CheckpointError: another process writes to it.
+    """
+    folder = output.with_name(f"{output.name}.part")
     file = folder / CONFIGURATION
+    settings_now = _settings(config)
     with run_lock(folder, _OUTPUT):
-        before, responses = Settings.read(file, config.task), folder / RESPONSES
-        changes = (
-            before.changes(now) if before else [f"{file}: it cannot be read"] * responses.exists()
-        )
-        if changes := [
-            one for one in changes if one.startswith((*_READ, str(file))) or one.endswith(CONTENT)
-        ]:
-            fix = f"Give the settings that it was begun with, or delete {folder} to begin anew. What differs:"
-            got = f"{folder}, which was begun with other settings"
-            raise DataError(_OUTPUT, got=got, expected="the same", fix="\n  ".join([fix, *changes]))
-        if before is None:
-            digests = "".join(f"# {digest}  {name}\n" for name, digest in now.files.items())
+        settings_before = Settings.read(file, config.task)
+        changes = []
+        # Only settings that decide on the responses matter.
+        if settings_before is not None:
+            for change in settings_before.changes(settings_now):
+                if change.startswith(_READ) or change.endswith(CONTENT):
+                    changes.append(change)
+        elif (folder / RESPONSES).exists():
+            changes.append(f"{file}: it cannot be read")
+        if changes:
+            advice = f"Give the settings that it was begun with, or delete {folder} to begin anew."
+            raise DataError(
+                _OUTPUT,
+                got=f"{folder}, which was begun with other settings",
+                expected="the same",
+                fix="\n  ".join([f"{advice} What differs:", *changes]),
+            )
+        if settings_before is None:
+            text = show(config)
+            for name, digest in settings_now.files.items():
+                text += f"# {digest}  {name}\n"
             with written_aside(file, where=_OUTPUT) as draft:
-                draft.write_text(
-                    f"{show(config)}{digests}", encoding="utf-8", errors="backslashreplace"
-                )
+                draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         with closing(Unfinished(folder)) as part:
             if part.texts:
                 print(
@@ -283,24 +320,80 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
             yield part
 
 
+def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfinished) -> None:
+    """Generate responses to the rows that have none yet."""
+    rollout = config.actor_rollout_ref.rollout
+    num_before = len(part.texts)
+    # Batches continue where the journal ends.
+    loader = create_dataloader(
+        rows,
+        config.data,
+        batch_size=config.data.val_batch_size or AT_A_TIME,
+        sampler=range(num_before, len(rows)),
+        drop_last=False,
+    )
+    with (
+        frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,),
+        Progress(len(rows), initial=num_before, description="prompts") as progress,
+    ):
+        for columns in watched(loader, "a batch of prompts"):
+            prompts = DataProto.from_single_dict(columns)
+            assign_row_uids(prompts, rows, len(part.texts))
+            prompts.meta_info["global_steps"] = 0
+            prompts.meta_info["do_sample"] = rollout.do_sample
+            responses = generate_responses(policy, config, prompts, rollout.n)
+            part.add(texts_of(tokenizer, responses, rollout.n))
+            num_tokens = responses.batch["response_mask"].sum(-1).float().mean().item()
+            progress.update(len(part.texts), {"tokens a response": f"{num_tokens:.0f}"})
+
+
+def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str]]) -> None:
+    """Write the rows of some tables and their responses, in place of a column `responses`."""
+    try:
+        table = pa.concat_tables(
+            [table.to_arrow() for table in tables], promote_options="permissive"
+        )
+    except pa.ArrowException as error:
+        raise DataError(
+            "data.val_files",
+            got=str(error),
+            expected="rows that one Parquet file can hold",
+            fix="Give the files columns of one type each, or respond to one file at a time.",
+        ) from error
+    table = table.drop_columns([name for name in table.column_names if name == "responses"])
+    table = table.append_column("responses", pa.array(texts, pa.list_(pa.string())))
+    with written_aside(output, where=_OUTPUT) as draft:
+        pq.write_table(table, draft)
+
+
 @contextmanager
 def _on_disk(path: Path) -> Iterator[None]:
+    """Context manager: raise what the disk refuses as a DataError."""
     try:
         yield
     except OSError as error:
-        fix = "Free some space, or change the permissions; the same call goes on."
-        got, expected = f"{path} ({error.strerror or error})", "a place that can be written"
-        raise DataError(_OUTPUT, got=got, expected=expected, fix=fix) from error
+        raise DataError(
+            _OUTPUT,
+            got=f"{path} ({error.strerror or error})",
+            expected="a place that can be written",
+            fix="Free some space, or change the permissions; the same call goes on.",
+        ) from error
 
 
 def _settings(config: Config) -> Settings:
-    """Those of a call; a model's files are known by their sizes and times."""
-    now, folder = Settings.of(config), Path(config.actor_rollout_ref.model.path).expanduser()
-    files = [(file.name, file.stat()) for file in sorted(folder.glob("*")) if file.is_file()]
-    digest = sha256(
-        repr([(name, found.st_size, found.st_mtime_ns) for name, found in files]).encode()
-    ).hexdigest()
-    return replace(now, files=now.files | {str(folder): digest})
+    """The settings of a call; the files of the model are identified by their sizes and times."""
+    settings = Settings.of(config)
+    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    versions = []
+    for file in sorted(folder.glob("*")):
+        if file.is_file():
+            status = file.stat()
+            versions.append((file.name, status.st_size, status.st_mtime_ns))
+    digest = sha256(repr(versions).encode()).hexdigest()
+    return replace(settings, files=settings.files | {str(folder): digest})
+
+
+# Grades of a file
 
 
 def score_file(
@@ -309,86 +402,124 @@ def score_file(
     response_key: str = "responses",
     reward_model_key: str = "reward_model",
 ) -> Grades:
-    """Grades of the responses that the rows of a file have, graded as in validation, without a model.
-    Returns `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of validation.
+    """Grade the responses in the rows of a file as in validation, without a model.
 
     Args:
-        config: its reward manager and score function grade; `data.reward_fn_key` names the column of the data source.
+        config: its reward manager and score function grade; `data.reward_fn_key` names the column
+            of the data source.
         path: a parquet, json or jsonl file.
         response_key: column with the responses of a row, a text or a list of texts.
         reward_model_key: column with the `ground_truth`.
+
+    Returns:
+        `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of
+        validation.
 
     Raises:
         ConfigError: a reward manager that needs a model or a batch of tokens.
         DataError, RewardError: the file is wrong, or too many responses could not be graded.
     """
-    (file, *more) = resolve_files(path, config.data.cache_dir, where="responses")
-    table, source_key = read_table(file), config.data.reward_fn_key
-    missing = [
-        key for key in (source_key, response_key, reward_model_key) if key not in table.columns
-    ]
-    if more or missing:
-        got = f"{1 + len(more)} files" if more else f"the columns {', '.join(table.columns)}"
-        fix = "The columns are named by data.reward_fn_key, --response-key and --reward-model-key."
-        expected = "one" if more else f"{' and '.join(map(repr, missing))} among them"
+    file, *further_files = resolve_files(path, config.data.cache_dir, where="responses")
+    table = read_table(file)
+    if further_files:
         raise DataError(
-            str(path), got=got, expected=expected, fix="Grade them one by one." if more else fix
+            str(path),
+            got=f"{1 + len(further_files)} files",
+            expected="one",
+            fix="Grade them one by one.",
+        )
+    source_key = config.data.reward_fn_key
+    keys = (source_key, response_key, reward_model_key)
+    missing_keys = [key for key in keys if key not in table.columns]
+    if missing_keys:
+        raise DataError(
+            str(path),
+            got=f"the columns {', '.join(table.columns)}",
+            expected=f"{' and '.join(map(repr, missing_keys))} among them",
+            fix="The columns are named by data.reward_fn_key, --response-key and "
+            "--reward-model-key.",
         )
     samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
     with closing(load_reward_manager(config, None)) as manager:
-        reads_texts = (
-            isinstance(manager, SampleManager) and type(manager).shaped is SampleManager.shaped
-        )
-        if config.reward_model.enable or not reads_texts:
-            name = (
-                "reward_model.enable"
-                if config.reward_model.enable
-                else "reward_model.reward_manager"
-            )
-            got, expected = "a grader that reads tokens", "one that grades a text"
-            fix = "Name a score function: custom_reward_function.path."
-            raise ConfigError(name, got=got, expected=expected, fix=fix)
+        if config.reward_model.enable:
+            raise _needs_texts("reward_model.enable")
+        # A manager that reshapes grades reads more of a response than its text.
+        if (
+            not isinstance(manager, SampleManager)
+            or type(manager).shaped is not SampleManager.shaped
+        ):
+            raise _needs_texts("reward_model.reward_manager")
         outcomes = manager.grade_all(samples)
-    known = [
-        {"data_source": row["data_source"], "uid": own}
-        for row, own in zip(samples.rows, numbers, strict=True)
-    ]
-    facts = [
-        {**one.extra, **own, "score": one.score} for one, own in zip(outcomes, known, strict=True)
-    ]
-    grades = Grades.of(facts)
-    named = ((name.partition("/")[2].rpartition("/reward/mean@"), name) for name in grades.metrics)
-    sources = {f"test_score/{source}": name for (source, found, _), name in named if found}
-    metrics = {short: grades.metrics[name] for short, name in sources.items()} | grades.metrics
-    intervals = {
-        short: grades.intervals[name] for short, name in sources.items()
-    } | grades.intervals
-    return Grades(metrics, intervals, facts)
+
+    graded_rows = []
+    for row, number, outcome in zip(samples.rows, numbers, outcomes, strict=True):
+        graded_rows.append(
+            {
+                **outcome.extra,
+                "data_source": row["data_source"],
+                "uid": number,
+                "score": outcome.score,
+            }
+        )
+    grades = Grades.of(graded_rows)
+    # Short names for the mean score of each data source.
+    metrics = {}
+    intervals = {}
+    for name, value in grades.metrics.items():
+        # "val-core/SOURCE/reward/mean@N"
+        source, separator, _ = name.partition("/")[2].rpartition("/reward/mean@")
+        if separator:
+            metrics[f"test_score/{source}"] = value
+            intervals[f"test_score/{source}"] = grades.intervals[name]
+    return Grades(metrics | grades.metrics, intervals | grades.intervals, graded_rows)
+
+
+def _needs_texts(key: str) -> ConfigError:
+    return ConfigError(
+        key,
+        got="a grader that reads tokens",
+        expected="one that grades a text",
+        fix="Name a score function: custom_reward_function.path.",
+    )
 
 
 def _samples_of(
     table: RowTable, source: str, responses: str, truths: str
 ) -> tuple[Samples, list[int]]:
-    """The responses in the rows of a file, and the number of the row of each."""
-    rows, places, numbers = [], [], []
+    """Read the responses in the rows of a file.
+
+    Args:
+        table: the rows.
+        source, responses, truths: names of columns.
+
+    Returns:
+        The samples, and the number of the row of each.
+    """
+    rows = []
+    places = []
+    numbers = []
     for number in range(len(table)):
-        row, place = table[number], f"{table.path} row {number}"
+        row = table[number]
+        place = f"{table.path} row {number}"
         texts = [row[responses]] if isinstance(row[responses], str) else row[responses]
-        if (
-            not isinstance(texts, list)
-            or not texts
-            or not all(isinstance(text, str) for text in texts)
-        ):
-            got, expected = shortened(row[responses]), "a text, or a list of texts"
-            raise DataError(f"{place}, column {responses!r}", got=got, expected=expected)
-        known = {
-            "data_source": row[source],
-            "ground_truth": ground_truth(row[truths], place, truths),
-        }
-        rows += [
-            {**known, "solution_str": text, "extra_info": row.get("extra_info") or {}}
-            for text in texts
-        ]
-        places += [place] * len(texts)
-        numbers += [number] * len(texts)
+        is_list = isinstance(texts, list) and bool(texts)
+        if not is_list or not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"{place}, column {responses!r}",
+                got=shortened(row[responses]),
+                expected="a text, or a list of texts",
+            )
+        truth = ground_truth(row[truths], place, truths)
+        for text in texts:
+            rows.append(
+                {
+                    "data_source": row[source],
+                    "ground_truth": truth,
+                    "solution_str": text,
+                    "extra_info": row.get("extra_info") or {},
+                }
+            )
+            places.append(place)
+            numbers.append(number)
+    # Lengths in tokens are not known without a tokenizer.
     return Samples(rows, torch.zeros(len(rows), dtype=torch.int64), 0, places), numbers

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling (DAPO, arXiv:2503.14476): a step learns from groups of responses that differ, and samples until it
-has enough of them.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): a step learns only from groups with unequal rewards.
 
-    prompts -> responses -> rewards -> groups that differ -> batch    until `data.train_batch_size` groups differ
-       ^                                    | all equal: left out     (or `max_num_gen_batches` are used up: an error)
-       └──────────────── next batch of prompts ──┘
+    prompts -> responses -> rewards -> unequal groups -> batch
+       ^                                    | equal ones are left out
+       └──────────────── next prompts ──────┘
 
-A group whose responses have equal rewards has no advantage, and so no gradient. What goes beyond a full batch is left
-out too, never taken along to the next step: a step learns from responses of its own weights only, and a resumed run
-needs to know nothing but the place in the data.
+It samples until it has `data.train_batch_size` groups, or fails after `max_num_gen_batches`.
+
+A group whose responses have equal rewards has no advantage, and so no gradient. Groups beyond a
+full batch are left out, too, and not kept for the next step: a step learns only from responses of
+its own weights, and a resumed run needs to know only the place in the data.
 
 Legend: B rows, T response positions.
 """
@@ -27,63 +28,86 @@ from quadriga.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})  # words for the score itself
-REPORT_EVERY = 10  # batches of prompts after which a step that has no limit says how far it is
+SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})  # names of the score itself
+REPORT_EVERY = 10  # batches of prompts between progress reports, if a step has no limit
 _KEY = "algorithm.filter_groups"
 
 
 class GroupFilter:
-    """The groups of a step while its batch fills; `num_groups` counts the prompts that have responses."""
+    """The groups of a step while its batch fills.
+
+    Attributes:
+        num_wanted: groups of a full batch.
+        num_groups: prompts that have responses so far.
+    """
 
     def __init__(self, config: Config) -> None:
         self.settings = config.algorithm.filter_groups
         self.num_wanted = config.data.train_batch_size
         self.num_groups = 0
-        # Of each batch of prompts the rows of groups that differ, group after group, and the rows of each such group.
+        # Per batch of prompts: the rows of its unequal groups, group after group.
         self._parts: list[DataProto] = []
+        # Number of rows of each of these groups.
         self._sizes: list[int] = []
-        # How many groups were equal, by their value.
+        # Number of equal groups by their value.
         self._equal: Counter[float | None] = Counter()
-        self._total, self._num_values = 0.0, 0
+        # Sum and number of the values of all responses.
+        self._total = 0.0
+        self._num_values = 0
 
     @property
     def is_full(self) -> bool:
         return len(self._sizes) >= self.num_wanted
 
     def add(self, part: DataProto) -> set[Hashable]:
-        """Take the groups that differ. Returns their `uid`s.
-        `part`: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
-        `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
-        Raises DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.
-        Raises RewardError: the graders do not return the metric, or it is no number."""
+        """Add the unequal groups of a batch of prompts.
+
+        Args:
+            part: graded responses, those of a prompt one below the other, with `uid`,
+                `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
+
+        Returns:
+            The uids of the unequal groups.
+
+        Raises:
+            DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.
+            RewardError: the graders do not return the metric, or it is not a number.
+        """
         values = metric_of_rows(part, self.settings.metric)
-        groups: dict[Hashable, list[int]] = {}
+        rows_of_group = {}
         for row, uid in enumerate(part.non_tensor_batch["uid"]):
-            groups.setdefault(uid, []).append(row)
-        chosen: list[int] = []
-        for rows in groups.values():
-            found = [value for row in rows if (value := values[row]) is not None]
-            # Not their deviation, which for equal numbers need not be exactly zero.
-            if found and min(found) != max(found):
-                chosen += rows
+            rows_of_group.setdefault(uid, []).append(row)
+        unequal_rows = []
+        for rows in rows_of_group.values():
+            numbers = [number for row in rows if (number := values[row]) is not None]
+            # Not the standard deviation, which need not be exactly zero for equal numbers.
+            if numbers and min(numbers) != max(numbers):
+                unequal_rows += rows
                 self._sizes.append(len(rows))
             else:
-                self._equal[found[0] if found else None] += 1
-            self._total, self._num_values = (
-                self._total + math.fsum(found),
-                self._num_values + len(found),
-            )
-        self.num_groups += len(groups)
-        self._parts.append(part.select_idxs(chosen))
+                self._equal[numbers[0] if numbers else None] += 1
+            self._total += math.fsum(numbers)
+            self._num_values += len(numbers)
+        self.num_groups += len(rows_of_group)
+        unequal = part.select_idxs(unequal_rows)
+        self._parts.append(unequal)
+        self._check_progress()
+        return set(unequal.non_tensor_batch["uid"])
+
+    def _check_progress(self) -> None:
+        """Refuse to go beyond the limit of batches; without a limit report how far the step is."""
+        num_batches = len(self._parts)
         limit = self.settings.max_num_gen_batches
-        if limit and len(self._parts) == limit and not self.is_full:
-            got = f"{len(self._sizes)} groups of responses that differ in {self.settings.metric} after {self._so_far()}"
-            fix = "Take prompts that the model solves sometimes and not always, raise actor_rollout_ref.rollout.n, "
-            fix += f"or raise {_KEY}.max_num_gen_batches."
+        if limit and num_batches == limit and not self.is_full:
             raise DataError(
-                _KEY, got=got, expected=f"{self.num_wanted}, data.train_batch_size", fix=fix
+                _KEY,
+                got=f"{len(self._sizes)} groups of responses that differ in "
+                f"{self.settings.metric} after {self._so_far()}",
+                expected=f"{self.num_wanted}, data.train_batch_size",
+                fix="Take prompts that the model solves sometimes and not always, raise "
+                f"actor_rollout_ref.rollout.n, or raise {_KEY}.max_num_gen_batches.",
             )
-        if not limit and len(self._parts) % REPORT_EVERY == 0:
+        if not limit and num_batches % REPORT_EVERY == 0:
             logger.warning(
                 "%s: %d of %d groups after %s",
                 _KEY,
@@ -91,42 +115,37 @@ class GroupFilter:
                 self.num_wanted,
                 self._so_far(),
             )
-        return set(self._parts[-1].non_tensor_batch["uid"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What was sampled so far; the rows of groups that differ as they are."""
-        counts = (self._total, self._num_values, self.num_groups)
+        """The groups sampled so far, for a checkpoint in the middle of a step."""
         return {
             "parts": list(self._parts),
             "sizes": list(self._sizes),
             "equal": dict(self._equal),
-            "counts": counts,
+            "counts": (self._total, self._num_values, self.num_groups),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self._parts, self._sizes, self._equal = (
-            state["parts"],
-            state["sizes"],
-            Counter(state["equal"]),
-        )
+        """Restore what `state_dict` returned."""
+        self._parts = state["parts"]
+        self._sizes = state["sizes"]
+        self._equal = Counter(state["equal"])
         self._total, self._num_values, self.num_groups = state["counts"]
 
     def _so_far(self) -> str:
-        """What was sampled, and what the groups that are left out have in common."""
-        values = (
-            ("no value" if value is None else f"{value:g}", count)
-            for value, count in self._equal.most_common(3)
-        )
-        most = ", ".join(f"{count} with {value}" for value, count in values)
-        left_out = (
-            f"{self._equal.total()} of them equal: {most}" if self._equal else "none of them equal"
-        )
-        return f"{len(self._parts)} batches of prompts ({self.num_groups} groups, {left_out})"
+        """Numbers of batches and groups, and the commonest values of equal groups."""
+        equal = "none of them equal"
+        if self._equal:
+            counts = []
+            for value, count in self._equal.most_common(3):
+                counts.append(f"{count} with {'no value' if value is None else f'{value:g}'}")
+            equal = f"{self._equal.total()} of them equal: {', '.join(counts)}"
+        return f"{len(self._parts)} batches of prompts ({self.num_groups} groups, {equal})"
 
     def batch(self) -> DataProto:
-        """`data.train_batch_size` groups in the order of their prompts, and metrics of all responses."""
-        batch = DataProto.concat(self._parts).slice(0, sum(self._sizes[: self.num_wanted]))
+        """The first `data.train_batch_size` groups, in the order of their prompts, and metrics."""
+        num_rows = sum(self._sizes[: self.num_wanted])
+        batch = DataProto.concat(self._parts).slice(0, num_rows)
         mean = self._total / max(self._num_values, 1)
         batch.meta_info["metrics"] = {
             **batch.meta_info.get("metrics", {}),
@@ -134,34 +153,43 @@ class GroupFilter:
             "filter_groups/num_groups": Metric(self.num_groups, "sum"),
             "filter_groups/num_equal": Metric(self._equal.total(), "sum"),
             "filter_groups/num_surplus": Metric(len(self._sizes) - self.num_wanted, "sum"),
-            # Of all responses: those of the batch are neither what the model does always nor what it never does.
+            # Over all responses: the batch has none of the prompts that are always or never solved.
             f"filter_groups/{self.settings.metric}/mean": Metric(mean, "mean", self._num_values),
         }
         return batch
 
 
 def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
-    """The numbers by which responses are compared, [B]; None where a grader failed, or gave none for this row.
-    Raises RewardError: no row has it, or one has what is no number."""
+    """The numbers [B] by which responses are compared.
+
+    Args:
+        batch: graded responses.
+        metric: a name of the score, or of what graders return beside it.
+
+    Returns:
+        None for rows whose grader failed or returned no such number.
+
+    Raises:
+        RewardError: no row has the metric, or a row's metric is not a number.
+    """
     if metric in SCORE_NAMES:
         return batch.batch["token_level_scores"].sum(-1).tolist()
-    added = batch.non_tensor_batch["reward_extra"]
-    values = [extra.get(metric) for extra in added]
+    extras = batch.non_tensor_batch["reward_extra"]
+    values = [extra.get(metric) for extra in extras]
     for value in values:
         if value is not None and not isinstance(value, Real):
-            found = f"{type(value).__name__} {value!r:.80} from the grader"
-            fix = f"Set {_KEY}.metric=score, or have the grader return a number under this name."
             raise RewardError(
-                f"{_KEY}.metric={metric}", got=found, expected="a number for each response", fix=fix
+                f"{_KEY}.metric={metric}",
+                got=f"{type(value).__name__} {value!r:.80} from the grader",
+                expected="a number for each response",
+                fix=f"Set {_KEY}.metric=score, or have the grader return a number under this name.",
             )
     if all(value is None for value in values):
-        names = sorted({name for extra in added for name in extra} - {"reward_error"})
-        found = (
-            f"graders that return {', '.join(names)}"
-            if names
-            else "graders that return nothing but the score"
+        names = sorted({name for extra in extras for name in extra} - {"reward_error"})
+        raise RewardError(
+            f"{_KEY}.metric={metric}",
+            got=f"graders that return {', '.join(names) or 'nothing but the score'}",
+            expected=f"score, or a number returned beside it as {metric!r}",
+            fix=f"Set {_KEY}.metric=score, or add the entry to what the score function returns.",
         )
-        expected = f"score, or a number returned beside it as {metric!r}"
-        fix = f"Set {_KEY}.metric=score, or add the entry to what the score function returns."
-        raise RewardError(f"{_KEY}.metric={metric}", got=found, expected=expected, fix=fix)
     return [None if value is None or math.isnan(value) else float(value) for value in values]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--keep-alive`: a process that starts the same command again when a signal has killed it.
+"""`--keep-alive`: a process that restarts its own command when a signal has killed it.
 
     this process                         the command, in a process group of its own
       start  ------------------------->    trains; writes the number of each step into a shared file
       SIGTERM, SIGINT: passed on  ---->    ends after its step
-      its end by another signal  <-----    (out of memory, a crash in a library, SIGKILL)
-      a pause, then start again  ----->    goes on from the newest checkpoint
+      killed by another signal  <------    (out of memory, a crash in a library, SIGKILL)
+      a pause, then start again  ----->    resumes from the newest checkpoint
 
 Waits for: the end of the command. This process imports neither torch nor Ray.
 """
@@ -30,19 +30,21 @@ OPTION = "--keep-alive"
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 MAX_FUTILE_DEATHS = 3  # deaths in a row without a new step
-_STEP_FILE = "QUADRIGA_STEP_FILE"  # descriptor of the file that takes the number of the step
-_NOTICED_S = 0.5  # time for a training to take note of a signal that was sent to it as well
-_WIDTH = 20
+_STEP_FILE = "QUADRIGA_STEP_FILE"  # variable with the descriptor of the file of the step
+_NOTICED_S = 0.5  # time for a training to react to a signal that was sent to it directly
+_WIDTH = 20  # digits of the number in the file
 
 
 def is_kept_alive() -> bool:
-    """Whether this process is one that `keep_alive` has started."""
+    """Whether `keep_alive` has started this process."""
     return _STEP_FILE in os.environ
 
 
 def step_reporter() -> Callable[[int], None]:
-    """A function that passes the number of each step on to `keep_alive`, where there is one."""
-    # What this process starts is not the command.
+    """A function that passes the number of each step to `keep_alive`, if it runs.
+
+    Processes that this one starts do not see the variable: they are not the command.
+    """
     descriptor = os.environ.pop(_STEP_FILE, None)
     if descriptor is None:
         return lambda step: None
@@ -50,8 +52,14 @@ def step_reporter() -> Callable[[int], None]:
 
 
 def own_command(words: Sequence[str]) -> list[str]:
-    """The command line of this process, which ends with these words.
-    Raises ConfigError: it does not; the command was called by a Python program."""
+    """The command line of this process.
+
+    Args:
+        words: the words that it must end with.
+
+    Raises:
+        ConfigError: it does not end with them, because a Python program has called the command.
+    """
     line = [word for word in sys.orig_argv if word != "--traceback"]
     if line[-len(words) :] != list(words):
         raise ConfigError(OPTION, got="a call by a Python program", expected="a command line")
@@ -59,22 +67,40 @@ def own_command(words: Sequence[str]) -> list[str]:
 
 
 def require_resumable(config: Config) -> None:
-    """Raises ConfigError: a run that is started again would not go on from where it was."""
+    """Check that a restarted run continues from where it was.
+
+    Raises:
+        ConfigError: it would not.
+    """
     trainer = config.trainer
     if trainer.resume_mode != "auto":
-        got = f"trainer.resume_mode={trainer.resume_mode}"
-        fix = f"Set trainer.resume_mode=auto, or leave {OPTION} out."
-        raise ConfigError(OPTION, got=got, expected="a run that resumes by itself", fix=fix)
+        raise ConfigError(
+            OPTION,
+            got=f"trainer.resume_mode={trainer.resume_mode}",
+            expected="a run that resumes by itself",
+            fix=f"Set trainer.resume_mode=auto, or leave {OPTION} out.",
+        )
     if trainer.save_freq == -1 or trainer.val_only:
-        fix = "Set trainer.save_freq=N to write one every N steps."
-        expected = "one to go on from"
-        raise ConfigError(OPTION, got="a run that writes no checkpoint", expected=expected, fix=fix)
+        raise ConfigError(
+            OPTION,
+            got="a run that writes no checkpoint",
+            expected="one to go on from",
+            fix="Set trainer.save_freq=N to write one every N steps.",
+        )
 
 
 def keep_run_alive(config: Config, words: Sequence[str]) -> int:
-    """Start the command of this process, which ends with these words, again and again.
+    """Run the command of this process in a child, again after each death by a signal.
 
-    Returns the exit status, as `keep_alive`. Raises ConfigError: the run would not go on.
+    Args:
+        config: the resolved configuration.
+        words: the words that the command ends with.
+
+    Returns:
+        The exit status, as `keep_alive`.
+
+    Raises:
+        ConfigError: a restarted run would not continue.
     """
     require_resumable(config)
     log_to(config.trainer.directory)
@@ -82,16 +108,20 @@ def keep_run_alive(config: Config, words: Sequence[str]) -> int:
 
 
 def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
-    """Run a command, again after each death by a signal. Returns the exit status of the last start.
+    """Run a command, again after each death by a signal.
 
-    It is not started again after SIGTERM, SIGINT or an exit of its own, whatever its status, nor
-    after `MAX_FUTILE_DEATHS` without a new step.
+    It is not restarted after SIGTERM, SIGINT or an exit of its own, whatever its status, nor after
+    `MAX_FUTILE_DEATHS` without a new step.
 
     Args:
         command: a command line whose training calls `step_reporter`.
-        pause_s: seconds before the second start; doubled each time, up to `LONGEST_PAUSE_S`.
+        pause_s: seconds before the first restart; doubled each time, up to `LONGEST_PAUSE_S`.
+
+    Returns:
+        The exit status of the last start.
     """
-    newest_step = num_futile = 0
+    newest_step = 0
+    num_futile = 0
     with TemporaryFile() as step_file, ExitStack() as stack:
         steps = step_file.fileno()
         child = _Child(steps)
@@ -118,7 +148,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
 
 
 class _Child:
-    """The command that runs, and the signals that are passed on to it."""
+    """The process of the command, and the signals that are passed on to it."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -126,18 +156,21 @@ class _Child:
         self._num_requests = 0
 
     def run(self, command: Sequence[str]) -> int:
-        """Start the command and wait for its end. Returns its status, below 0 for a signal."""
+        """Run the command to its end. Returns its status, below 0 for a signal."""
         _write_step(self._steps, -1)
-        variables = os.environ | {_STEP_FILE: str(self._steps)}
-        # In a group of its own, so that Ctrl-C in a terminal comes once, from here.
-        passed = [self._steps]
-        self._process = subprocess.Popen(command, env=variables, pass_fds=passed, process_group=0)
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | {_STEP_FILE: str(self._steps)},
+            pass_fds=[self._steps],
+            # Ctrl-C in a terminal reaches the group of this process alone, which passes it on.
+            process_group=0,
+        )
         status = self._process.wait()
         self._process = None
         return status
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the command gets it, or in a pause this process ends."""
+        """Handle a signal: pass it on to the command, or end this process if none runs."""
         if self._process is None:
             raise SystemExit(128 + number)
         self._num_requests += 1
@@ -146,12 +179,15 @@ class _Child:
             self._process.send_signal(number)
 
     def _has_request(self, pid: int) -> bool:
-        """Whether a training has been asked to stop, as where a scheduler sends SIGTERM to all
-        processes; a second one would end it at once (`observe/stopping.py`)."""
+        """Whether a training has received SIGTERM already, as from a scheduler that signals all.
+
+        A second one would end it at once (`observe/stopping.py`).
+        """
         time.sleep(_NOTICED_S)
         status = Path(f"/proc/{pid}/status")
         if _read_step(self._steps) < 0 or not status.is_file():
             return False
+        # A training catches SIGTERM until it has received one: then its handler is removed.
         caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
         return caught is not None and not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
 

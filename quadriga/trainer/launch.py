@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
+"""Starts a run where its workers are: in this process, or on a Ray cluster that this one drives."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,14 +19,19 @@ from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.streams import log_to
 from quadriga.trainer.keep_alive import step_reporter
 
-# Import strings: Ray, and torch with it, are loaded only where they are needed.
+# Import strings: Ray, and torch with it, are loaded only if they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
 CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def run_ppo(config: Config, begun_s: float | None = None) -> None:
-    """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended; see `steps`."""
+    """Train to the last step, whatever the `task` and the backend.
+
+    Args:
+        config: the resolved configuration.
+        begun_s: seconds since 1970 at which the start-up began; None: now.
+    """
     report = step_reporter()
     for step in steps(config, begun_s=begun_s):
         report(step.number)
@@ -35,16 +40,19 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
 def steps(
     config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None
 ) -> Iterator[Any]:
-    """Train step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
+    """Train step by step. Closing the iterator ends the run.
 
     Args:
-        config: whose `trainer.backend` says where the workers are.
-        build: makes a run of the configuration, where `build_run` does not.
+        config: the resolved configuration; `trainer.backend` says where the workers are.
+        build: builds the run; by default `build_run`.
         begun_s: seconds since 1970 at which the start-up began; None: now.
 
+    Yields:
+        The items of `TaskRunner.steps`.
+
     Raises:
-        ConfigError: Ray is asked for and not installed.
-        QuadrigaError: what went wrong in the run, wherever that was.
+        ConfigError: Ray is configured but not installed.
+        QuadrigaError: an error of the run, wherever it arose.
     """
     is_local = config.trainer.backend == "local"
     log_to(config.trainer.directory)
@@ -55,6 +63,7 @@ def steps(
     try:
         with cluster_of(config, timeline, beside=RUNNER):
             with ExitStack() as imports:
+                # On Ray `cluster_of` has imported it already.
                 if is_local:
                     imports.enter_context(timeline.part("imports", since_origin=True))
                 runner = _load(RUNNER)()
@@ -67,39 +76,39 @@ def steps(
 def cluster_of(
     config: Config, timeline: Timeline | None = None, beside: str | None = None
 ) -> Iterator[None]:
-    """Context manager: the Ray cluster of a run, where its workers are on one.
+    """Context manager: the Ray cluster of a run; with the local backend there is none.
 
     Args:
-        config: whose `trainer.backend` says where the workers are.
-        timeline: takes the parts of the start-up; None: nobody asks for them.
-        beside: what is imported while the cluster starts, which is mostly a wait for other processes.
+        config: the resolved configuration; `trainer.backend` says where the workers are.
+        timeline: records the parts of the start-up; None: they are not recorded.
+        beside: import string to load while the cluster starts, which mostly waits for other
+            processes.
 
     Raises:
-        ConfigError: Ray is asked for and not installed.
+        ConfigError: Ray is configured but not installed.
     """
     if config.trainer.backend == "local":
         yield
         return
     pools = set(role_pools(config.trainer, asked_roles(config)).values())
-    shapes = [config.trainer.processes_of(pool) for pool in pools]
-    num_processes = sum(map(sum, shapes))
-    num_nodes = max(map(len, shapes))
+    processes_of_nodes = [config.trainer.processes_of(pool) for pool in pools]
+    num_processes = sum(map(sum, processes_of_nodes))
+    num_nodes = max(map(len, processes_of_nodes))
     timeline = timeline or Timeline()
     with timeline.part("imports", since_origin=True):
         cluster = _load_with_torch(CLUSTER)
     with ExitStack() as last_wait, ExitStack() as stack:
-        modules = in_background(partial(_load, beside), "imports") if beside else None
+        modules = None
+        if beside:
+            modules = in_background(partial(_load, beside), "imports")
         with timeline.part("cluster"):
-            ray_kwargs = config.ray_kwargs
+            settings = config.ray_kwargs
             stack.enter_context(
-                cluster(
-                    ray_kwargs.ray_init, num_processes, ray_kwargs.timeline_json_file, num_nodes
-                )
+                cluster(settings.ray_init, num_processes, settings.timeline_json_file, num_nodes)
             )
-        # Entered before the cluster is left.
-        stack.callback(
-            lambda: last_wait.enter_context(waiting("the Ray cluster to end", every_s=NOTICE_S))
-        )
+        # The wait begins before the cluster is left, and ends after it has ended.
+        ending = waiting("the Ray cluster to end", every_s=NOTICE_S)
+        stack.callback(lambda: last_wait.enter_context(ending))
         if modules is not None:
             with timeline.part("modules"):
                 modules.result()
@@ -107,9 +116,9 @@ def cluster_of(
 
 
 def _load_with_torch(target: str) -> Any:
-    """Load torch with threads that sleep while they wait, and the target: workers get the cores.
+    """Load torch, with threads that sleep while they wait, and the target: workers get the cores.
 
-    OpenMP reads the variable as torch is loaded. What a cluster starts must not inherit it.
+    OpenMP reads the variable when torch is loaded. Processes of the cluster must not inherit it.
     """
     is_chosen = WAIT_POLICY in os.environ
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
@@ -129,5 +138,9 @@ def _load(target: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        found = "trainer.backend: got 'ray', which is not installed here, expected local, or an environment with Ray"
-        raise ConfigError(found, fix="pip install -e '.[ray]'") from error
+        raise ConfigError(
+            "trainer.backend",
+            got="'ray', which is not installed here",
+            expected="local, or an environment with Ray",
+            fix="pip install -e '.[ray]'",
+        ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quadriga.trainer.main_ppo key=value ...`, for verl's: the same as `quadriga verl main_ppo`.
+"""`python -m quadriga.trainer.main_ppo key=value ...`, as in verl: runs `quadriga verl main_ppo`.
 
 `quadriga train` is the command with the defaults of this package.
 """

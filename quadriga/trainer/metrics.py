@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a step: rewards, lengths, advantages, speed, and how far rollout and trainer disagree.
+"""Metrics of a step: rewards, lengths, advantages, speed, and the mismatch of rollout and trainer.
 
 Shapes: B sequences, P prompt positions, T response positions.
 """
@@ -8,7 +8,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -21,97 +20,123 @@ from quadriga.trainer.async_rules import Rules
 
 logger = logging.getLogger(__name__)
 
-_LIMITS = "actor_rollout_ref.rollout"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _CAUSES = (
-    "The rollout samples from another distribution than is trained: compare dtypes and attention kernels of both, look "
-    "at rollout/log_prob_diff_max and at how the difference grows from step to step"
+    "The rollout samples from another distribution than is trained: compare dtypes and attention "
+    "kernels of both, look at rollout/log_prob_diff_max and at how the difference grows from step "
+    "to step"
 )
-_LARGEST_EXPONENT = 709.0
-MOST_CUT = 0.9
+_LARGEST_EXPONENT = 709.0  # exp of more than this overflows a float64
+MOST_CUT = 0.9  # share of responses at the limit of their length from which a warning is logged
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases that are also told in milliseconds a token: of the responses for `gen`, of the whole batch for the others."""
+"""Phases that are also measured in milliseconds per token.
+
+The tokens are those of the responses for `gen`, of the whole batch for the others."""
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Rewards, advantages, returns, values and lengths of a batch that an update has seen."""
-    mask = batch.batch["response_mask"].bool()
-    width = mask.shape[1]
-    attention = batch.batch["attention_mask"].bool()
-    lengths, prompt_lengths = (
-        attention[:, -width:].sum(-1).float(),
-        attention[:, :-width].sum(-1).float(),
-    )
-    # An aborted response is empty: its score is nobody's, unless all are.
-    has_tokens = lengths > 0
-    counted = has_tokens if has_tokens.any() else ~has_tokens
-    metrics = spread("critic/score", batch.batch["token_level_scores"].sum(-1)[counted])
-    metrics |= spread("critic/rewards", batch.batch["token_level_rewards"].sum(-1)[counted])
+    """Rewards, advantages, returns, values and lengths of a batch after its update."""
+    tensors = batch.batch
+    mask = tensors["response_mask"].bool()
+    attention = tensors["attention_mask"].bool()
+    response_width = mask.shape[1]
+    prompt_width = attention.shape[1] - response_width
+    prompt_lengths = attention[:, :prompt_width].sum(-1).float()
+    response_lengths = attention[:, prompt_width:].sum(-1).float()
+
+    # An aborted response is empty. Its score belongs to no tokens, so it counts only if all are.
+    has_tokens = response_lengths > 0
+    is_counted = has_tokens if has_tokens.any() else ~has_tokens
+    metrics = spread("critic/score", tensors["token_level_scores"].sum(-1)[is_counted])
+    metrics |= spread("critic/rewards", tensors["token_level_rewards"].sum(-1)[is_counted])
     for name in ("advantages", "returns", "values"):
-        if name in batch.batch.keys() and bool(mask.any()):
-            metrics |= spread(f"critic/{name}", batch.batch[name][mask])
-    if "values" in batch.batch.keys():
-        # Share of the returns' variance that the values account for: 1 is all of it, 0 no better than a constant.
-        values, returns = batch.batch["values"][mask], batch.batch["returns"][mask]
-        variance, error = returns.var(correction=0), (returns - values).var(correction=0)
+        if name in tensors.keys() and bool(mask.any()):
+            metrics |= spread(f"critic/{name}", tensors[name][mask])
+    if "values" in tensors.keys():
+        # 1 if the values explain all of the returns' variance, 0 if no more than a constant.
+        returns = tensors["returns"][mask]
+        variance = returns.var(correction=0)
+        error = (returns - tensors["values"][mask]).var(correction=0)
         metrics["critic/vf_explained_var"] = float(1 - error / variance) if variance > 0 else 0.0
     if "num_turns" in batch.non_tensor_batch:
         metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
-    for name, numbers, limit in (
-        ("response_length", lengths, width),
-        ("response_length_non_aborted", lengths[has_tokens], width),
-        ("prompt_length", prompt_lengths, attention.shape[1] - width),
-    ):
-        if len(numbers):
-            metrics |= spread(name, numbers)
-            metrics[f"{name}/clip_ratio"] = float((numbers == limit).float().mean())
+    metrics |= _length_metrics("response_length", response_lengths, response_width)
+    metrics |= _length_metrics(
+        "response_length_non_aborted", response_lengths[has_tokens], response_width
+    )
+    metrics |= _length_metrics("prompt_length", prompt_lengths, prompt_width)
     metrics["response/aborted_ratio"] = float((~has_tokens).float().mean())
     return metrics
 
 
+def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+    if not len(lengths):
+        return {}
+    clip_ratio = float((lengths == limit).float().mean())
+    return {**spread(name, lengths), f"{name}/clip_ratio": clip_ratio}
+
+
 def dead_signals(batch: DataProto) -> dict[str, str]:
-    """What leaves a step nothing to learn from, by kind: alike or too large rewards, responses that were cut."""
-    found, scores = {}, batch.batch["token_level_scores"].sum(-1).tolist()
-    groups: dict[Any, set[float]] = defaultdict(set)
+    """Warnings, by kind, about a batch from which little can be learned.
+
+    Its rewards may be equal or too large, or most of its responses cut off.
+    """
+    warnings = {}
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    scores_of_group = defaultdict(set)
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
-        groups[uid].add(score)
+        scores_of_group[uid].add(score)
+    groups = list(scores_of_group.values())
+    # With one response per prompt, the batch is the group.
     if len(groups) == len(scores):
-        groups = {"": set(scores)}
-    if len(scores) > 1 and all(len(group) == 1 for group in groups.values()):
+        groups = [set(scores)]
+    if len(scores) > 1 and all(len(group) == 1 for group in groups):
         where = "all responses" if len(groups) == 1 else "all responses of every group"
-        fix = "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
-        found["scores"] = (
-            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. {fix}"
+        warnings["scores"] = (
+            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "
+            "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
         )
+
     width = batch.batch["responses"].shape[1]
-    share = float((batch.batch["attention_mask"][:, -width:].sum(-1) == width).float().mean())
-    if share >= MOST_CUT:
-        fix = "Raise it if the score depends on what comes last."
-        found["length"] = (
-            f"{share:.0%} of responses hit the limit, data.max_response_length={width}. {fix}"
+    lengths = batch.batch["attention_mask"][:, -width:].sum(-1)
+    share_cut = float((lengths == width).float().mean())
+    if share_cut >= MOST_CUT:
+        warnings["length"] = (
+            f"{share_cut:.0%} of responses hit the limit, data.max_response_length={width}. "
+            "Raise it if the score depends on what comes last."
         )
+
+    # The variance of the batch sums the squares of its scores.
     largest = max(scores, key=abs, default=0.0)
     if largest**2 * len(scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
         places = batch.non_tensor_batch.get("source_row")
         place = f"row {row} of the batch" if places is None else places[row]
-        problem = "too large: float32 cannot hold its square, so advantages are 0 or not finite"
-        found["size"] = f"the score {largest:g} of {place} is {problem}. Scale the rewards."
-    return found
+        warnings["size"] = (
+            f"the score {largest:g} of {place} is too large: float32 cannot hold its square, "
+            "so advantages are 0 or not finite. Scale the rewards."
+        )
+    return warnings
 
 
 def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Which models had a gradient that is not finite, and so did not learn; float16's loss scale looks for these."""
-    found = {}
+    """Warnings, by metric, about models whose update was dropped for a gradient that is not finite.
+
+    With float16 there is none: its loss scale is found by such gradients.
+    """
+    warnings = {}
     for name, count in metrics.items():
         model, _, kind = name.partition("/")
         if kind == "nonfinite_steps" and count and f"{model}/loss_scale" not in metrics:
-            fix = "Look for rewards or losses that are too large or NaN; later steps are counted in this metric alone."
-            found[name] = f"{name}={count:g}: gradients that are not finite were dropped. {fix}"
-    return found
+            warnings[name] = (
+                f"{name}={count:g}: gradients that are not finite were dropped. Look for rewards "
+                "or losses that are too large or NaN; later steps are counted in this metric alone."
+            )
+    return warnings
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, max and min of some numbers."""
+    """Mean, max and min of some values, as metrics whose names begin with `name`."""
     values = values.float()
     return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
 
@@ -119,104 +144,141 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
 def performance_metrics(
     batch: DataProto, seconds: Mapping[str, float], measured: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds of each phase (`step` is their whole), milliseconds a token, tokens a second, and memory.
+    """Seconds of each phase, milliseconds per token, tokens per second, and memory.
 
-    `measured` has the metrics of the step so far: seconds of what overlapped, tokens that were generated, those of
-    groups that were left out included, and whether the responses come from the rollout cache.
+    Args:
+        batch: all rows of the step.
+        seconds: of each phase; `step` is the whole step.
+        measured: metrics of the step so far. They have the seconds of phases that overlapped, the
+            number of generated tokens (with those of groups that were filtered out), and whether
+            the responses come from the rollout cache.
     """
-    num_tokens = int(batch.batch["attention_mask"].sum())
-    num_generated = measured.get("rollout/num_response_tokens", 0.0)
-    num_of_responses = int(
-        batch.batch["attention_mask"][:, -batch.batch["response_mask"].shape[1] :].sum()
-    )
+    attention = batch.batch["attention_mask"]
+    num_tokens = int(attention.sum())
+    num_response_tokens = int(attention[:, -batch.batch["response_mask"].shape[1] :].sum())
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
-    told = {**measured, **metrics}
+    # Phases that overlapped were measured by the workers.
+    all_metrics = {**measured, **metrics}
     for phase in PER_TOKEN:
-        if (duration := told.get(f"timing_s/{phase}")) is not None:
-            divisor = num_of_responses if phase == "gen" else num_tokens
+        duration = all_metrics.get(f"timing_s/{phase}")
+        if duration is not None:
+            divisor = num_response_tokens if phase == "gen" else num_tokens
             metrics[f"timing_per_token_ms/{phase}"] = 1000 * duration / max(divisor, 1)
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]
+    num_generated = measured.get("rollout/num_response_tokens", 0.0)
     if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]
     resident, peak = resident_bytes()
-    metrics["perf/memory_resident_gib"], metrics["perf/memory_peak_gib"] = (
-        resident / 2**30,
-        peak / 2**30,
-    )
+    metrics["perf/memory_resident_gib"] = resident / 2**30
+    metrics["perf/memory_peak_gib"] = peak / 2**30
     return metrics
 
 
 def check_log_probs(
     metrics: Mapping[str, float], config: RolloutConfig, step: int
 ) -> dict[str, float]:
-    """Judge how far the rollout's log-probabilities are from the trainer's; a step that did not measure it passes.
+    """Check how far the rollout's log-probabilities are from the trainer's.
 
-    The differences come from the pass that computes old log-probabilities; where that is left out, from the forward
-    pass of the one update, which computes the same numbers at no cost. Returns `rollout/ppl_ratio`: perplexity of the
-    responses under the trainer over that under the rollout; 1 where both agree. Raises RolloutError: the mean
-    difference is above `log_prob_diff_stop`, or not a number."""
-    mean, stop, warn = (
-        metrics.get("rollout/log_prob_diff_mean"),
-        config.log_prob_diff_stop,
-        config.log_prob_diff_warn,
-    )
+    The difference was measured by the pass for old log-probabilities or, without one, by the
+    forward pass of the only update, which computes the same numbers at no cost.
+
+    Args:
+        metrics: metrics of the step; without the difference nothing is checked.
+        config: limits of the difference.
+        step: number of the step, for messages.
+
+    Returns:
+        `rollout/ppl_ratio`: perplexity of the responses under the trainer over that under the
+        rollout; 1 if both agree.
+
+    Raises:
+        RolloutError: the mean difference is above `log_prob_diff_stop`, or not a number.
+    """
+    mean = metrics.get("rollout/log_prob_diff_mean")
     if mean is None:
         return {}
-    most = metrics["rollout/log_prob_diff_max"]
-    found = f"a mean difference of {mean:.3g} nats (at most {most:.3g}) from the trainer's"
+    largest = metrics["rollout/log_prob_diff_max"]
+    got = f"a mean difference of {mean:.3g} nats (at most {largest:.3g}) from the trainer's"
+    stop = config.log_prob_diff_stop
     if math.isnan(mean) or (stop is not None and mean > stop):
-        limit = "a number" if stop is None else f"at most {stop:g} ({_LIMITS}.log_prob_diff_stop)"
+        expected = "a number"
+        if stop is not None:
+            expected = f"at most {stop:g} ({_ROLLOUT}.log_prob_diff_stop)"
         raise RolloutError(
-            f"rollout log-probabilities, step {step}: got {found}, expected {limit}",
+            f"rollout log-probabilities, step {step}",
+            got=got,
+            expected=expected,
             fix=f"{_CAUSES}.",
         )
-    if mean > warn:
-        text = (
-            "step %d: the rollout's log-probabilities have %s, above %s.log_prob_diff_warn=%g. %s."
+    if mean > config.log_prob_diff_warn:
+        logger.warning(
+            "step %d: the rollout's log-probabilities have %s, above %s.log_prob_diff_warn=%g. %s.",
+            step,
+            got,
+            _ROLLOUT,
+            config.log_prob_diff_warn,
+            _CAUSES,
         )
-        logger.warning(text, step, found, _LIMITS, warn, _CAUSES)
-    # The mean of log(q / p) over tokens is the difference of the logarithms of the two perplexities.
+    # The mean of log(q / p) over tokens is the difference of the logarithms of the perplexities.
     divergence = metrics["rollout/kl"]
-    return {
-        "rollout/ppl_ratio": math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
-    }
+    ratio = math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
+    return {"rollout/ppl_ratio": ratio}
 
 
 def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Metric]:
-    """Add `token_staleness` [B, T], check the bound on it, and measure it."""
+    """Measure how many versions behind the trainer the tokens of a batch were drawn.
+
+    Args:
+        batch: rows with `token_versions` [B, T]; they get `token_staleness` [B, T].
+        step: the step that learns from them.
+        rules: version of the weights at each step, and the bound on the staleness.
+
+    Raises:
+        RolloutError: a token is staler than the rules allow, or from the future.
+    """
     mask = batch.batch["response_mask"].bool()
     versions = token_versions(batch)
     staleness = (rules.version_at(step) - versions).masked_fill(~mask, 0)
     batch.batch["token_staleness"] = staleness
     drawn = staleness[mask]
-    if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= rules.max_staleness:
-        got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
-        raise RolloutError("async_training", got=got, expected=f"0 to {rules.max_staleness}")
-    spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
-    measured = {"interruptions": Metric((spread > 0).sum(), "sum")}
-    if not len(drawn):
-        return measured
-    measured["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
-    measured["staleness_max"] = Metric(drawn.max(), "max")
-    lags = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
-    return measured | {
-        f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)
-    }
+    if len(drawn):
+        least = int(drawn.min())
+        most = int(drawn.max())
+        if least < 0 or most > rules.max_staleness:
+            raise RolloutError(
+                "async_training",
+                got=f"step {step}: tokens {least} to {most} versions old",
+                expected=f"0 to {rules.max_staleness}",
+            )
+    # A response with tokens of several versions was interrupted by new weights.
+    oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
+    num_interrupted = (versions.amax(-1) > oldest).sum()
+    metrics = {"interruptions": Metric(num_interrupted, "sum")}
+    if len(drawn):
+        metrics["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
+        metrics["staleness_max"] = Metric(drawn.max(), "max")
+        lags = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
+        for lag, share in enumerate(lags):
+            metrics[f"lag_{lag}_share"] = Metric(share, weight=len(drawn))
+    return metrics
 
 
 def token_versions(rows: DataProto) -> torch.Tensor:
-    """Version of the weights that drew each token [B, T], -1 where the model wrote none.
-    Raises RolloutError: there is a token without."""
+    """Versions of the weights that drew each token [B, T], -1 for tokens of no model.
+
+    Raises:
+        RolloutError: a token of the response mask has no version.
+    """
     if "token_versions" in rows.batch.keys():
         versions = rows.batch["token_versions"]
-        if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
+        mask = rows.batch["response_mask"].bool()
+        if bool((versions[mask] >= 0).all()):
             return versions
-    where, fix = (
-        "async_training",
-        "A loop of your own gives them to Conversation.extend; or leave async_training off.",
-    )
     raise RolloutError(
-        where, got="responses without the version of each token", expected="one for each", fix=fix
+        "async_training",
+        got="responses without the version of each token",
+        expected="one for each",
+        fix="A loop of your own gives them to Conversation.extend; or leave async_training off.",
     )

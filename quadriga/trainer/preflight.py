@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known of a run before a model is loaded: the checks of its start, made on the files that it names."""
+"""Checks of a run before a model is loaded, made on the configuration and the files it names."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quadriga.algorithms.registry import choose_estimator
 from quadriga.config import Config, load_config, training_findings
 from quadriga.config.multi_turn import LOOPS
 from quadriga.data import load_tokenizer
-from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
+from quadriga.data.prompt_lengths import NO_CONTEXT
 from quadriga.errors import DataError, QuadrigaError, RewardError
 from quadriga.observe.tracking.jsonl import METRICS_FILE
 from quadriga.observe.tracking.services import check_services
@@ -23,6 +22,7 @@ from quadriga.trainer.build import (
     build_train_loader,
     build_val_loader,
 )
+from quadriga.trainer.roles import configured_estimator
 from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
@@ -31,150 +31,230 @@ from quadriga.workers.rollout_engines import rollout_engine_class
 
 
 class Preflight(NamedTuple):
-    """What was found."""
+    """Findings of the checks.
 
-    problems: list[QuadrigaError]  # what would keep the run from starting
-    notices: list[str]  # what its user should know
-    fields: tuple[str, ...] | None  # what the advantage estimator reads; None: it is not known
-    num_prompts: int | None  # rows of the training data; None: they cannot be read
-    models: list[str]  # of those that learn, their sizes and costs
-    simulated: list[str]  # what generation beside training would bring
+    Attributes:
+        problems: errors that would keep the run from starting.
+        notices: facts that its user should know.
+        fields: fields that the advantage estimator reads; None if it is not known.
+        num_prompts: rows of the training data; None if they cannot be read.
+        models: sizes and costs of the models that learn.
+        simulated: estimates of what generation beside training would bring.
+    """
+
+    problems: list[QuadrigaError]
+    notices: list[str]
+    fields: tuple[str, ...] | None
+    num_prompts: int | None
+    models: list[str]
+    simulated: list[str]
 
 
 def preflight(config: Config, recorded: Path | None = None) -> Preflight:
-    """Try what a run does before its models are loaded, each part by itself; no network is needed that a run would not
-    need, and nothing of the run's directory is touched. `recorded`: the directory of a run in lockstep, whose lengths
-    and seconds are simulated."""
-    configured, notices = training_findings(config)
-    problems: list[QuadrigaError] = list(configured)
-    missing = {one.where for one in problems}
+    """Try everything that a run does before its models are loaded.
 
-    def tried(check: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return check(*args)
-        except QuadrigaError as error:
-            problems.append(error)
-            return None
+    Each part is tried even if another fails. No network is needed that a run would not need, and
+    the run's directory is not touched.
 
-    tried(check_services, config.trainer.loggers)
-    is_rl, algorithm, fields = config.task == "rl", config.algorithm, None
-    if is_rl:
-        estimator = tried(
-            choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)
-        )
-        fields = estimator and estimator.fields
-        tried(UpdateInputs, config)
-        tried(rollout_engine_class, config)
-    models: list[str] = []
-    reward = train = val = tokenizer = context = None
-    if "actor_rollout_ref.model.path" not in missing:
-        models = (
-            tried(lambda: list(sizes_of_models(config, has_critic="values" in (fields or ()))))
-            or []
-        )
-        tokenizer = tried(build_tokenizer, config)
-        context = tokenizer and tried(prompt_context, config, tokenizer)
-    context = context or NO_CONTEXT
-    if tokenizer is not None and "data.train_files" not in missing:
-        train = tried(build_train_loader, config, tokenizer, context)
-    if tokenizer is not None and "data.val_files" not in missing and config.data.val_files:
-        val = tried(build_val_loader, config, tokenizer, context)
-    if is_rl and "custom_reward_function.path" not in missing:
-        reward = tried(build_reward, config, tokenizer, train, val)
-    if reward is not None:
-        if train is not None:
-            notice = tried(_grade_first_row, reward, train.dataset, config, tokenizer, context)
-            notices += [notice] if notice else []
-        reward.close()
-    run = recorded and tried(recorded_run, recorded)
-    simulated = list(advice(config, run)) if config.async_training.enable and not configured else []
-    told = {str(one): one for one in problems}
-    rows = train and (train.sampler if config.data.mixture else train.dataset)
+    Args:
+        config: the resolved configuration.
+        recorded: directory of a run without `async_training`, whose lengths and times are used to
+            simulate asynchronous training; None: assumed ones.
+    """
+    checks = _Checks(config)
+    fields = checks.try_algorithm()
+    models = checks.try_models(has_critic="values" in (fields or ()))
+    num_prompts = checks.try_data_and_rewards()
+    simulated = checks.simulate(recorded)
+    # Several parts may fail for the same reason.
+    different_problems = {str(problem): problem for problem in checks.problems}
     return Preflight(
-        list(told.values()), notices, fields, None if rows is None else len(rows), models, simulated
+        problems=list(different_problems.values()),
+        notices=checks.notices,
+        fields=fields,
+        num_prompts=num_prompts,
+        models=models,
+        simulated=simulated,
     )
 
 
+class _Checks:
+    """The checks of a configuration.
+
+    Attributes:
+        problems: errors so far.
+        notices: notices so far.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        findings, self.notices = training_findings(config)
+        self.problems: list[QuadrigaError] = list(findings)
+        # Keys that are wrong in themselves; what they name is not tried.
+        self._wrong_keys = {problem.where for problem in findings}
+        self._tokenizer: Any = None
+        self._context = NO_CONTEXT
+
+    def _try(self, check: Callable[..., Any], *args: Any) -> Any:
+        """Call a function and note its error. Returns its result, or None after an error."""
+        try:
+            return check(*args)
+        except QuadrigaError as error:
+            self.problems.append(error)
+            return None
+
+    def try_algorithm(self) -> tuple[str, ...] | None:
+        """Look up estimator, loss, engines and trackers. Returns the fields of the estimator."""
+        config = self.config
+        self._try(check_services, config.trainer.loggers)
+        if config.task != "rl":
+            return None
+        estimator = self._try(configured_estimator, config)
+        self._try(UpdateInputs, config)
+        self._try(rollout_engine_class, config)
+        return estimator and estimator.fields
+
+    def try_models(self, *, has_critic: bool) -> list[str]:
+        """Read the models' configurations and load the tokenizer. Returns sizes of the models."""
+        if "actor_rollout_ref.model.path" in self._wrong_keys:
+            return []
+        config = self.config
+        sizes = self._try(lambda: list(sizes_of_models(config, has_critic=has_critic)))
+        self._tokenizer = self._try(build_tokenizer, config)
+        if self._tokenizer is not None:
+            context = self._try(prompt_context, config, self._tokenizer)
+            self._context = context or NO_CONTEXT
+        return sizes or []
+
+    def try_data_and_rewards(self) -> int | None:
+        """Read the data and grade the first row. Returns the number of training prompts."""
+        config = self.config
+        data = config.data
+        train = None
+        val = None
+        if self._tokenizer is not None:
+            if "data.train_files" not in self._wrong_keys:
+                train = self._try(build_train_loader, config, self._tokenizer, self._context)
+            if "data.val_files" not in self._wrong_keys and data.val_files:
+                val = self._try(build_val_loader, config, self._tokenizer, self._context)
+
+        if config.task == "rl" and "custom_reward_function.path" not in self._wrong_keys:
+            reward = self._try(build_reward, config, self._tokenizer, train, val)
+            if reward is not None:
+                if train is not None:
+                    self._try(self._grade_first_row, reward, train.dataset)
+                reward.close()
+        if train is None:
+            return None
+        # Only the sampler of a mixture knows how many rows an epoch draws.
+        return len(train.sampler if data.mixture else train.dataset)
+
+    def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
+        """Grade the ground truth of the first row as if it were a response.
+
+        Only graders of this machine are called, and none for a row that an agent loop of the user
+        leads; a notice says so.
+
+        Args:
+            reward: the reward manager.
+            rows: the training data.
+
+        Raises:
+            RewardError: the grader fails.
+        """
+        if not isinstance(reward, NaiveRewardManager) or not reward.has_grades:
+            return
+        row = rows[0]
+        rollout = self.config.actor_rollout_ref.rollout
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        extra_info = row.get("extra_info") or {}
+        facts = {
+            "data_source": row.get(self.config.data.reward_fn_key),
+            "solution_str": str(truth),
+            "solution_with_special_tokens": f"{truth}{self._tokenizer.eos_token or ''}",
+            "ground_truth": truth,
+        }
+        if rollout.mode == "async":
+            agent = row.get("agent_name") or rollout.agent.default_agent_loop
+            if agent not in LOOPS:
+                self.notices.append(
+                    f"The first row is not graded here: its agent loop {agent} may add to what the "
+                    "grader reads."
+                )
+                return
+            # What the shortest conversation adds: one turn, no call of a tool.
+            has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
+            tool_names = [tool["function"]["name"] for tool in self._context.tools_of(row)]
+            values = (1, "stop", dict.fromkeys(tool_names, 0.0), [0.0] * has_user)
+            extra_info = extra_info | dict(zip(OF_CONVERSATION, values, strict=True))
+            facts["solution_messages"] = [{"role": "assistant", "content": str(truth)}]
+        facts["extra_info"] = extra_info
+        (outcome,) = reward.submit([facts]).result()
+        if outcome.error:
+            place = row.get("source_row", "the first row")
+            raise RewardError(
+                f"{place}, graded with its ground truth as the response",
+                got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
+                expected="a score",
+                fix="Correct the row, or the function of custom_reward_function.path.",
+            )
+
+    def simulate(self, recorded: Path | None) -> list[str]:
+        """Estimate what generation beside training would bring, if it is enabled."""
+        run = None
+        if recorded is not None:
+            run = self._try(recorded_run, recorded)
+        if not self.config.async_training.enable or self._wrong_keys:
+            return []
+        return list(advice(self.config, run))
+
+
 def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
-    """The configuration of a run, and what its metrics and its written responses say of each step; see `recorded` of
-    trainer/simulation.py. Raises DataError: it has not written them."""
+    """Read what a run without `async_training` has recorded.
+
+    Args:
+        run: its directory.
+
+    Returns:
+        Its configuration, and per step the lengths of its responses and the seconds of its parts,
+        as `recorded` of trainer/simulation.py reads them.
+
+    Raises:
+        DataError: the run has not recorded them.
+    """
     config = load_config([], [run / "config.yaml"]).config
     folder = Path(config.trainer.rollout_data_dir or run / "no responses")
     if not folder.is_dir() or not (run / METRICS_FILE).exists() or config.async_training.enable:
-        expected = "metrics and responses (trainer.rollout_data_dir) of a run in lockstep"
-        raise DataError(f"--recorded {run}", got="none", expected=expected)
+        raise DataError(
+            f"--recorded {run}",
+            got="none",
+            expected="metrics and responses (trainer.rollout_data_dir) of a run in lockstep",
+        )
     tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
-    found = []
-    for line in _lines(run / METRICS_FILE):
-        if (gen_s := line.get("timing_s/gen")) is None:
+    steps = []
+    for metrics in _json_lines(run / METRICS_FILE):
+        gen_s = metrics.get("timing_s/gen")
+        # Lines of validation have no generation.
+        if gen_s is None:
             continue
-        lengths: dict[str, list[int]] = {}
-        for row in _lines(folder / f"{line['step']}.jsonl"):
-            tokens = tokenizer(row["output_with_special_tokens"], add_special_tokens=False)[
-                "input_ids"
-            ]
+        lengths = {}
+        for row in _json_lines(folder / f"{metrics['step']}.jsonl"):
+            text = row["output_with_special_tokens"]
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
-        reward_s = line.get("timing_s/reward", 0.0)
-        train_s = line["timing_s/step"] - gen_s - reward_s
-        found.append(
+        reward_s = metrics.get("timing_s/reward", 0.0)
+        steps.append(
             {
-                "lengths": [*lengths.values()],
+                "lengths": list(lengths.values()),
                 "gen_s": gen_s,
-                "train_s": train_s,
+                "train_s": metrics["timing_s/step"] - gen_s - reward_s,
                 "reward_s": reward_s,
             }
         )
-    return config, found
+    return config, steps
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
-
-
-def _grade_first_row(
-    reward: RewardManager, rows: Any, config: Config, tokenizer: Any, context: PromptContext
-) -> str:
-    """Grade the ground truth of the first row as if it were a response.
-
-    Only graders of this machine are called, and none for a row that an agent loop of the user's
-    own leads. Returns a notice on such a row, else "".
-
-    Raises:
-        RewardError: the grader fails.
-    """
-    if not isinstance(reward, NaiveRewardManager) or not reward.has_grades:
-        return ""
-    row, rollout = rows[0], config.actor_rollout_ref.rollout
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    extra_info = row.get("extra_info") or {}
-    facts = {
-        "data_source": row.get(config.data.reward_fn_key),
-        "solution_str": str(truth),
-        "solution_with_special_tokens": f"{truth}{tokenizer.eos_token or ''}",
-        "ground_truth": truth,
-    }
-    if rollout.mode == "async":
-        agent = row.get("agent_name") or rollout.agent.default_agent_loop
-        if agent not in LOOPS:
-            return f"The first row is not graded here: its agent loop {agent} may add to what the grader reads."
-        has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
-        tool_names = [tool["function"]["name"] for tool in context.tools_of(row)]
-        values = (1, "stop", dict.fromkeys(tool_names, 0.0), [0.0] * has_user)
-        extra_info = extra_info | dict(zip(OF_CONVERSATION, values, strict=True))
-        facts["solution_messages"] = [{"role": "assistant", "content": str(truth)}]
-    (outcome,) = reward.submit([{**facts, "extra_info": extra_info}]).result()
-    if outcome.error:
-        where = f"{row.get('source_row', 'the first row')}, graded with its ground truth as the response"
-        expected, fix = (
-            "a score",
-            "Correct the row, or the function of custom_reward_function.path.",
-        )
-        raise RewardError(
-            where,
-            got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
-            expected=expected,
-            fix=fix,
-        )
-    return ""
+def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            yield json.loads(line)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles of chosen training steps: all processes of the run in one trace.
 
-    driver     start_profile ──────> step ─────────────────────────────> stop_profile ──> one file
-    workers      └ each rank of `<role>.profiler.ranks`: its operators, its calls ┘ parts
+    driver     start_profile ─────> step ───────────────────────> stop_profile ──> one file
+    workers      └ each rank of `<role>.profiler.ranks` records its operators ┘ parts
 
-`step_N.json.gz` opens in https://ui.perfetto.dev and chrome://tracing. A snapshot of memory (`torch_memory`) is a file
-for each rank; Nsight Systems (`nsys`) writes its reports itself.
+`step_N.json.gz` opens in https://ui.perfetto.dev and chrome://tracing. A memory snapshot
+(`torch_memory`) is one file per rank; Nsight Systems (`nsys`) writes its reports itself.
 """
 
 import gzip
@@ -24,9 +24,13 @@ DRIVER = "driver"
 
 
 class Profiler:
-    """Profiles the steps listed in `global_profiler.steps`; with no tool it does nothing and costs nothing.
-    `groups`: by role; their processes are profiled beside this one.
-    `emit`: is called with a sentence that says where each profile was written."""
+    """Profiles the steps listed in `global_profiler.steps`; without a tool it costs nothing.
+
+    Args:
+        config: the resolved configuration.
+        groups: worker groups by role, whose processes are profiled beside this one.
+        emit: called with a sentence that says where a profile was written.
+    """
 
     def __init__(
         self,
@@ -34,20 +38,22 @@ class Profiler:
         groups: Mapping[str, WorkerGroup[Any]],
         emit: Callable[[str], None] = print,
     ) -> None:
-        self._config, self._section, self._groups, self._emit = (
-            config,
-            config.global_profiler,
-            groups,
-            emit,
-        )
-        self._steps = frozenset(self._section.steps) if self._section.tool else frozenset()
-        self._open: list[int] = []  # steps of the profile that is going on
+        self._config = config
+        self._section = config.global_profiler
+        self._groups = groups
+        self._emit = emit
+        self._steps = frozenset(self._section.steps if self._section.tool else ())
+        self._open: list[int] = []  # steps of the profile that is being recorded
 
     @contextmanager
     def step(self, step: int, *, is_last: bool = False) -> Iterator[None]:
-        """Profile the block if `step` is one of the chosen.
+        """Context manager: profile the block if `step` is one of the chosen steps.
 
-        When the block raises, what this process recorded is written: others may never come to an end.
+        If the block raises, only what this process has recorded is written: the others may hang.
+
+        Args:
+            step: number of the step.
+            is_last: whether it is the last step of the run, which ends a profile of several steps.
         """
         if step not in self._steps:
             yield
@@ -64,44 +70,42 @@ class Profiler:
             self._write(self._stop())
 
     def close(self) -> None:
-        """Write what this process has recorded of a profile that is still open."""
+        """Write what this process has recorded of a profile that has not ended."""
         if self._open:
             self._write({})
 
     def _start(self) -> None:
-        tool, origin_ns = str(self._section.tool), time.time_ns()
+        tool = str(self._section.tool)
+        origin_ns = time.time_ns()
+        # This process is one row of the trace; it sets `Recording.current`.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
         started = []
         for number, (role, group) in enumerate(self._groups.items(), 1):
-            wanted = profiled_ranks(self._config, role)
-            orders = [
-                (
-                    tool,
-                    f"{role}[{rank}]",
-                    number * 1000 + rank,
-                    origin_ns,
-                    wanted is None or rank in wanted,
-                )
-                for rank in group.ranks
-            ]
-            started.append(
-                (group, group.start_all("start_profile", [(order, {}) for order in orders]))
-            )
+            ranks = profiled_ranks(self._config, role)
+            calls = []
+            for rank in group.ranks:
+                is_profiled = ranks is None or rank in ranks
+                # Processes of a trace are told apart by a number.
+                order = (tool, f"{role}[{rank}]", number * 1000 + rank, origin_ns, is_profiled)
+                calls.append((order, {}))
+            started.append((group, group.start_all("start_profile", calls)))
+        # All groups have started before any is awaited.
         for group, handles in started:
             group.resolve(handles)
 
     def _stop(self) -> dict[str, bytes]:
-        """The parts of the workers, by rank; a rank that is lost has none, and the run is as it was."""
-        stopped, parts = [], {}
+        """Stop all workers. Returns their parts by rank; a rank that is lost has none."""
+        stopped = []
         for role, group in self._groups.items():
             titles = [f"{role}[{rank}]" for rank in group.ranks]
             handles = group.start_all("stop_profile", [((), {})] * len(titles))
             stopped.append((group, dict(zip(handles, titles, strict=True))))
-        for group, titles in stopped:
-            while titles:
-                for handle, output in group.first_outcomes(list(titles)).items():
-                    title = titles.pop(handle)
+        parts = {}
+        for group, title_of_handle in stopped:
+            while title_of_handle:
+                for handle, output in group.first_outcomes(list(title_of_handle)).items():
+                    title = title_of_handle.pop(handle)
                     if isinstance(output, BaseException):
                         self._emit(f"no profile of {title}: {output}")
                     elif output:
@@ -109,14 +113,15 @@ class Profiler:
         return parts
 
     def _write(self, parts: dict[str, bytes]) -> None:
-        first, last = self._open[0], self._open[-1]
+        """Write the profile of the open steps from compressed parts by rank."""
+        first = self._open[0]
+        last = self._open[-1]
         self._open = []
-        if Recording.current is not None:
-            parts = {Recording.current.title: Recording.current.finish(), **parts}
-        name, tool = (
-            f"step_{first}" if first == last else f"steps_{first}-{last}",
-            self._section.tool,
-        )
+        recording = Recording.current
+        if recording is not None:
+            parts = {recording.title: recording.finish(), **parts}
+        name = f"step_{first}" if first == last else f"steps_{first}-{last}"
+        tool = self._section.tool
         if tool == "nsys":
             self._emit(f"profile {name}: Nsight Systems has its range, and writes its reports")
             return
@@ -129,10 +134,11 @@ class Profiler:
                 self._emit(f"profile written to {path}")
             return
         path = folder / f"{name}.json.gz"
+        # Each part is a comma-separated list of events; together they are one JSON document.
         with gzip.open(path, "wb", compresslevel=6) as file:
-            for number, part in enumerate(map(zlib.decompress, parts.values())):
-                file.write(
-                    (b",\n" if number else b'{"displayTimeUnit": "ms", "traceEvents": [\n') + part
-                )
+            separator = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+            for part in parts.values():
+                file.write(separator + zlib.decompress(part))
+                separator = b",\n"
             file.write(b"\n]}\n")
         self._emit(f"profile written to {path}")

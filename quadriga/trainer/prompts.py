@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training prompts as one stream without end, pass after pass over the data, that knows where it is; their names.
+"""Endless, resumable stream of training prompts, and their `uid`s.
 
-A step may take one batch or several; a checkpoint keeps the place after the last one that was taken. Where the loader
-allows it, a thread reads the next batch meanwhile.
+A step may take one batch or several; a checkpoint keeps the position after the last one that was
+taken. If the loader allows it, a thread reads the next batch in advance.
 """
 
 import logging
@@ -25,25 +25,34 @@ _BATCH = "a batch of prompts (data set, sampler, collation)"
 
 
 class PromptStream:
-    """Batches of prompts from a stateful loader; as many as its first pass has are an epoch.
+    """Batches of prompts from a stateful loader, pass after pass over the data.
 
-    With `is_saved` (checkpoints are written) it warns of a sampler that cannot be resumed. `num_taken` counts the
-    batches since the run began, those before a resume included; `num_epochs` are the passes of the run, None without
-    end.
+    An epoch has as many batches as the first pass.
+
+    Args:
+        loader: the loader.
+        num_epochs: passes of the run; None if it has no end.
+        is_saved: whether checkpoints are written, so that a sampler which cannot be resumed is
+            worth a warning.
+
+    Attributes:
+        num_taken: batches since the start of the run, including those before a resume.
     """
 
     def __init__(
         self, loader: Any, *, num_epochs: int | None = None, is_saved: bool = False
     ) -> None:
-        self.loader, self.num_epochs = loader, num_epochs
-        # Of data that grow the passes after the first have more.
+        self.loader = loader
+        self.num_epochs = num_epochs
+        # Later passes may have more batches: a user's data set may grow.
         self._epoch_batches = max(1, len(loader))
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
         self._reads_ahead: bool = getattr(loader, "lets_read_ahead", bool)()
+        # The next batch, and the loader's state after it.
         self._next: Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
+        # The loader's state after the last batch taken; None if it is the loader's current state.
         self._place: dict[str, Any] | None = None
-        """The loader's, after the last batch that was taken, where it is further already."""
         if is_saved and self.cannot_resume:
             logger.warning(
                 "data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume
@@ -51,42 +60,43 @@ class PromptStream:
 
     @property
     def cannot_resume(self) -> str:
-        """Why a resumed run would see other rows than the run that was cut short; empty if it would not."""
+        """Why a resumed run would see other rows than an uninterrupted one; "" if it would not."""
         sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "update") and not (
-            hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        ):
+        has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        if hasattr(sampler, "update") and not has_state:
             name = type(sampler).__name__
-            return f"{name}, whose `update` learns from batches, without state_dict and load_state_dict"
+            return (
+                f"{name}, whose `update` learns from batches, without state_dict and "
+                "load_state_dict"
+            )
         return ""
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that were complete before the batch that was taken last."""
+        """Number of complete passes over the data before the batch that was taken last."""
         return max(0, self.num_taken - 1) // self._epoch_batches
 
     @property
     def share_taken(self) -> float:
-        """The share of all passes that was taken, 1 from their end on; 0 where they have no end."""
-        return (
-            min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches))
-            if self.num_epochs
-            else 0.0
-        )
+        """Share of all passes that was taken, at most 1; 0 if they have no end."""
+        if not self.num_epochs:
+            return 0.0
+        return min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches))
 
     def take(self) -> DataProto:
-        """The next batch, after the last pass too: a step that has begun is completed.
-        Raises DataError: two passes in a row are empty."""
-        if not self._reads_ahead:
-            batch = self._read()
-        else:
-            ahead, self._next = (
-                self._next or in_background(self._read_ahead, "reading prompts"),
-                None,
-            )
+        """Take the next batch, even after the last pass: a step that has begun is completed.
+
+        Raises:
+            DataError: two passes in a row are empty.
+        """
+        if self._reads_ahead:
+            current = self._next or in_background(self._read_ahead, "reading prompts")
+            self._next = None
             with waiting(_BATCH):
-                batch, self._place = ahead.result()
+                batch, self._place = current.result()
             self._next = in_background(self._read_ahead, "reading prompts")
+        else:
+            batch = self._read()
         self.num_taken += 1
         return DataProto.from_single_dict(batch)
 
@@ -94,8 +104,8 @@ class PromptStream:
         return self._read(), deepcopy(self.loader.state_dict())
 
     def _read(self) -> dict[str, Any]:
-        # The rest of this pass may be empty, and so may one whole pass: that of a loader which goes on from the very
-        # end of an epoch.
+        # The rest of this pass may be empty, and so may a whole pass, if the loader was resumed at
+        # the very end of an epoch.
         for _ in range(3):
             if self._batches is None:
                 self._batches = watched(self.loader, _BATCH)
@@ -103,67 +113,84 @@ class PromptStream:
             if batch is not None:
                 return batch
             self._batches = None
-        where = "data.train_files"
-        fix = "Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows."
         raise DataError(
-            where,
+            "data.train_files",
             got="two passes in a row without a batch",
             expected="at least one batch a pass",
-            fix=fix,
+            fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch "
+            "of rows.",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch."""
+        """The position after the last batch that was taken."""
         place = self.loader.state_dict() if self._place is None else self._place
         return {"loader": place, "num_taken": self.num_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a place.
-        Raises CheckpointError: it is not what `state_dict` gives, or the sampler has a state that was not written."""
+        """Continue from a position.
+
+        Raises:
+            CheckpointError: it is not what `state_dict` returns, or the sampler has a state that
+                was not written.
+        """
         if self.cannot_resume:
-            expected = "both: a resumed run would take other rows"
-            fix = "Add the two methods to the sampler, or start anew with trainer.resume_mode=disable."
             raise CheckpointError(
-                "data.sampler", got=self.cannot_resume, expected=expected, fix=fix
+                "data.sampler",
+                got=self.cannot_resume,
+                expected="both: a resumed run would take other rows",
+                fix="Add the two methods to the sampler, or start anew with "
+                "trainer.resume_mode=disable.",
             )
         if state.keys() != {"loader", "num_taken"}:
-            entries = ", ".join(map(str, state))
-            where = "the place in the training data"
-            fix = "The checkpoint was written by another version of Quadriga: resume it with that one."
             raise CheckpointError(
-                where, got=f"entries {entries}", expected="loader and num_taken", fix=fix
+                "the place in the training data",
+                got=f"entries {', '.join(map(str, state))}",
+                expected="loader and num_taken",
+                fix="The checkpoint was written by another version of Quadriga: resume it with "
+                "that one.",
             )
         if self._next is not None:
-            self._next.exception()  # the loader is not in use any more
+            # Wait until the thread has stopped using the loader; its result does not matter.
+            self._next.exception()
         self.loader.load_state_dict(state["loader"])
         self.num_taken = state["num_taken"]
-        self._batches = self._next = self._place = None
+        self._batches = None
+        self._next = None
+        self._place = None
 
 
 def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
     """Give each prompt a `uid`, in place: its number behind a prefix.
 
-    Names are derived, not drawn: a resumed run gives its prompts the names that it would have given them, and so their
-    responses are the same.
+    What is sampled for a prompt depends on its uid. Uids are derived, not drawn, so that a resumed
+    run assigns the same ones.
+
+    Args:
+        prompts: a batch of prompts.
+        prefix: tells batches apart.
+        first: number of the first prompt.
     """
-    names = [f"{prefix}-{row}" for row in range(first, first + len(prompts))]
-    prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
-    return prompts
+    return _with_uids(prompts, [f"{prefix}-{first + row}" for row in range(len(prompts))])
 
 
 def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
-    """Give each prompt a `uid` made of the numbers of its file and of its row in that file, in place.
+    """Give each prompt a `uid` made of the numbers of its file and of its row in it, in place.
 
-    What is sampled for a row then depends neither on the size of a batch nor on which other rows are left out.
+    Then what is sampled for a row depends neither on the size of a batch nor on which other rows
+    are left out.
 
     Args:
         prompts: a batch of rows of `dataset`.
-        dataset: `RLHFDataset`. Rows of classes that make their own rows are numbered in their order instead.
-        first: the number of rows before the batch.
+        dataset: a `RLHFDataset`. Rows of classes that make their own rows are numbered in their
+            order instead.
+        first: number of rows before the batch.
     """
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return assign_uids(prompts, "row", first)
     places = dataset.places(prompts.non_tensor_batch["item"])
-    names = [f"file-{file}-row-{row}" for file, row in places]
-    prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
+    return _with_uids(prompts, [f"file-{file}-row-{row}" for file, row in places])
+
+
+def _with_uids(prompts: DataProto, uids: list[str]) -> DataProto:
+    prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
     return prompts

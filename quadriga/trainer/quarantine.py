@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that a run skips because they have lost workers twice.
 
-    DIRECTORY/quarantine/step_7.jsonl     the rows of step 7, a line each
+    DIRECTORY/quarantine/step_7.jsonl     the rows of step 7, one per line
 
-The file is also the record: a run that goes on from an earlier step skips the same step again.
+The file is also the record: a run that resumes from an earlier step skips the same step again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,31 +28,39 @@ class Quarantine:
         self._directory = settings.directory
         self._limit = settings.max_skipped_steps
         self.num_rows: dict[int, int] = {}
-        # A run that begins anew, or from a given checkpoint, does not follow an earlier one.
+        # A run that starts anew, or from a checkpoint that the user names, continues no other run.
         if settings.resume_mode == "auto":
             for step, path in quarantined_files(self._directory).items():
                 self.num_rows[step] = path.read_bytes().count(b"\n")
 
     def refusal(self, step: int) -> str:
-        """Why a step cannot be skipped; "" where it can."""
+        """Why a step cannot be skipped; "" if it can."""
         if step < 1:
             return "it is no training step"
         if step in self.num_rows:
             return "it has been skipped"
-        if neighbours := {step - 1, step + 1} & self.num_rows.keys():
+        neighbours = {step - 1, step + 1} & self.num_rows.keys()
+        if neighbours:
             return f"step {min(neighbours)} is skipped, and no two steps in succession are"
-        if len(self.num_rows) >= self._limit:
-            return f"{len(self.num_rows)} steps are skipped already, {LIMIT_KEY}={self._limit}"
+        num_skipped = len(self.num_rows)
+        if num_skipped >= self._limit:
+            return f"{num_skipped} steps are skipped already, {LIMIT_KEY}={self._limit}"
         return ""
 
     def add(self, step: int, num_rows: int) -> None:
-        """Have a step skipped from here on."""
+        """Skip a step from now on.
+
+        Args:
+            step: number of the step.
+            num_rows: least number of rows that it takes.
+        """
         self.num_rows[step] = num_rows
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the rows of a skipped step: whole or not at all.
+        """Write the rows of a skipped step, completely or not at all.
 
-        Raises DataError: they cannot be written.
+        Raises:
+            DataError: they cannot be written.
         """
         path = self._directory / "quarantine" / f"step_{step}.jsonl"
         write_rows(path, ({"step": step, **row} for row in rows), where="trainer.default_local_dir")

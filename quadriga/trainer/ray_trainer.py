@@ -2,17 +2,20 @@
 """The training loop: one short sequential program on the driver, over workers that may be anywhere.
 
     generate ─> rewards ────────┬─> KL in reward -> off-policy correction -> advantages
-              ├ old log-probs ──┤                                            -> critic -> actor -> publish weights
+              ├ old log-probs ──┤                              -> critic -> actor -> publish weights
               ├ reference ──────┤
               ├ teacher ────────┤
               └ values ─────────┘
 
-What stands below each other reads the responses alone: all is begun, then joined. On pools of their own the models
-compute at the same time, on one pool in this order; graders have processes of their own (`trainer/responses.py`). With
-`algorithm.filter_groups` responses are generated and graded until the batch is full, before the models begin.
+The passes in the left column read only the responses, so all of them are started before any is
+awaited. Models on different pools compute at the same time, models on one pool in this order;
+graders run in processes of their own (`trainer/responses.py`). With `algorithm.filter_groups`,
+responses are generated and graded until the batch is full, before the models start.
 
-Each step of the algorithm is one call. What a step needs follows from the estimator and the configuration (`Needs`), so
-that no branch here names an algorithm, an engine or a backend.
+Each step of the algorithm is one call. What a step needs follows from the estimator and the
+configuration (`Needs`), so that no branch here names an algorithm, an engine or a backend.
+
+Legend: B rows, T response positions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +29,12 @@ import torch
 from quadriga.algorithms.kl import PENALTY_FIELDS, apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
-from quadriga.algorithms.registry import choose_estimator, estimate_advantages
+from quadriga.algorithms.registry import estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config, learns_from_rewards
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol import DataProto
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
 from quadriga.trainer.async_batches import AsyncBatches
@@ -54,7 +57,7 @@ from quadriga.trainer.responses import (
     sample_rows,
     write_samples,
 )
-from quadriga.trainer.roles import Needs
+from quadriga.trainer.roles import Needs, configured_estimator
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.validate import Validator
@@ -64,9 +67,10 @@ from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
 
 @dataclass(frozen=True)
 class Workers:
-    """Handles of the worker groups, typed as their workers, and the way from the actor's weights to the rollout.
+    """Handles of the worker groups, typed as their workers.
 
-    Those of the rollout and of the reference are the actor's own where they are inside.
+    `rollout` and `reference` are the actor's group if its processes generate or hold the reference.
+    `weights` sends the actor's weights to the rollout.
     """
 
     actor: ActorRolloutRefWorker
@@ -82,13 +86,19 @@ class RayPPOTrainer(TrainingLoop):
     """PPO, GRPO and their relatives, on either backend.
 
     Args:
-        reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
+        config: the resolved configuration.
+        tokenizer: decodes the rows that are written for people.
+        workers: handles of the worker groups.
+        reward: turns responses into rewards, in training and in validation; by graders, a reward
+            model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
+        total_training_steps: number of the last step.
 
     Attributes:
-        asynchronous: where batches come from that are generated meanwhile; None: they are generated in their step.
-        batch_metrics: those of the batch that is learned from, or of its mini-batch.
+        asynchronous: source of batches that are generated while the trainer learns; None if batches
+            are generated within their step.
+        batch_metrics: metrics of the batch that is learned from, or of its mini-batch.
     """
 
     asynchronous: AsyncBatches | None = None
@@ -103,31 +113,35 @@ class RayPPOTrainer(TrainingLoop):
         val_dataloader: Any,
         total_training_steps: int,
     ) -> None:
-        self.tokenizer, self.reward = tokenizer, reward
-        self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
-        self.train_dataloader, self.weights, self.teacher = (
-            train_dataloader,
-            workers.weights,
-            workers.teacher,
-        )
-        passes = config.trainer.max_epochs
+        algorithm = config.algorithm
+        self.tokenizer = tokenizer
+        self.reward = reward
+        self.train_dataloader = train_dataloader
+        self.actor = workers.actor
+        self.reference = workers.reference
+        self.critic = workers.critic
+        self.teacher = workers.teacher
+        self.weights = workers.weights
         self.prompts = PromptStream(
-            train_dataloader, num_epochs=passes, is_saved=config.trainer.save_freq > 0
+            train_dataloader,
+            num_epochs=config.trainer.max_epochs,
+            is_saved=config.trainer.save_freq > 0,
         )
-        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
+        learners: dict[str, Any] = {"actor": self.actor}
+        if self.critic:
+            learners["critic"] = self.critic
         resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
         super().__init__(config, learners, total_training_steps, resumable)
+
         if not learns_from_rewards(config):
+            # Equal scores are no reason for a warning.
             self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
-        algorithm = config.algorithm
-        shared = {**dict(algorithm), "config": algorithm}
-        self.estimator = choose_estimator(
-            algorithm.adv_estimator, algorithm.adv_options, shared
-        ).function
-        self.num_ranks, self.cost = 1, SequenceCost()
+        self.estimator = configured_estimator(config).function
+        self.num_ranks = 1
+        self.cost = SequenceCost()
         if config.trainer.balance_batch:
             self.num_ranks, *costs = self.actor.ranks_and_costs()
             self.cost = SequenceCost(*costs)
@@ -140,17 +154,20 @@ class RayPPOTrainer(TrainingLoop):
         self.filters_groups = algorithm.filter_groups.enable
         self.batch_metrics: dict[str, Metric | Sequence[Metric]] = {}
         if config.async_training.enable:
-            given = (self.weights, self.actor, self.prompts, reward, config, total_training_steps)
-            self.weights = self.asynchronous = AsyncBatches(*given)
-            # Before the place in the data: what is under way comes to its end first.
+            self.asynchronous = AsyncBatches(
+                self.weights, self.actor, self.prompts, reward, config, total_training_steps
+            )
+            self.weights = self.asynchronous
+            # Saved before the position in the data, because it first lets requests in flight end.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
 
     def steps(self) -> Iterator[Step]:
-        """As `TrainingLoop.steps`; before the first step the policy may be validated."""
+        """Train step by step, after a validation of the first policy if one is configured."""
+        trainer = self.config.trainer
         if self.load_checkpoint():
+            # The rollout has loaded the weights that the run began with.
             self.weights.publish(self.global_steps)
         with self.reporting():
-            trainer = self.config.trainer
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 self.tracking.log(self.validate(), self.global_steps)
             if trainer.val_only:
@@ -165,6 +182,7 @@ class RayPPOTrainer(TrainingLoop):
                     batch = self.train_step()
                 self.finish_step(batch)
                 yield Step(self, batch)
+                # A requested stop ends the run like Ctrl-C, after the step.
                 if self.is_stopping:
                     raise KeyboardInterrupt
             with self.timer.phase("save_checkpoint"):
@@ -172,59 +190,59 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def is_last_step(self) -> bool:
-        """As `TrainingLoop.is_last_step`; of dynamic sampling it is known once the step has its prompts."""
+        """Whether the step that has begun is the last one.
+
+        Dynamic sampling also ends with the prompts, which is known only once a step has taken its
+        own.
+        """
         ends_with_prompts = self.filters_groups and self.asynchronous is None
         return super().is_last_step or (ends_with_prompts and self.prompts.share_taken == 1.0)
 
     def train_step(self) -> DataProto:
-        """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
+        """Take and measure the next step, whose numbers are in `metrics` afterwards.
+
+        Returns:
+            The rows of the step with everything that was computed for them.
+        """
         with self.measured():
             batch = self.step()
-        self.metrics |= data_metrics(batch) | performance_metrics(
-            batch, self.timer.seconds, self.metrics
-        )
+        self.metrics |= data_metrics(batch)
+        self.metrics |= performance_metrics(batch, self.timer.seconds, self.metrics)
+        # Events since the last step, such as restarts of engines.
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
         self.warn_once(dead_signals(batch) | lost_gradients(self.metrics))
         return batch
 
     def step(self) -> DataProto:
-        """From prompts over responses to new weights. Returns the batch with all that was computed."""
-        parts, measured = [], []
+        """Go from prompts to responses to new weights; several times with mini-batches.
+
+        Returns:
+            The rows of the step with everything that was computed for them.
+        """
+        parts = []
+        metrics_of_parts = []
         for batch in self.batches():
             self.batch_metrics = {}
             parts.append(self.learn(batch))
-            measured.append(self.batch_metrics)
-        self.metrics |= reduce_metrics(*measured)
+            metrics_of_parts.append(self.batch_metrics)
+        self.metrics |= reduce_metrics(*metrics_of_parts)
         self.publish_weights()
         self.metrics |= check_log_probs(
             self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps
         )
         return parts[0] if len(parts) == 1 else joined(parts)
 
-    def rows_to_skip(self, num_rows: int) -> list[dict[str, Any]]:
-        """The prompts of a step that is skipped, as they are written: at least `num_rows`.
-
-        Where generation is beside training, they have their responses already.
-        """
-        batches = [] if self.asynchronous is None else list(self.batches())
-        while self.asynchronous is None and (not batches or self.num_rows < num_rows):
-            batches.append(self.next_prompts(num_before=self.num_rows))
-        self.publish_weights()
-        # A prompt may have several responses.
-        prompts = [row for batch in batches for row in prompt_rows(batch, self.tokenizer)]
-        return list({row["uid"]: row for row in prompts}.values())
-
-    def publish_weights(self) -> None:
-        """Give the rollout the weights of this step, where the policy learns."""
-        if self.global_steps > self.config.trainer.critic_warmup:
-            with self.timer.phase("publish_weights"):
-                self.weights.publish(self.global_steps)
-
     def learn(self, batch: DataProto) -> DataProto:
-        """From responses to an update of the models. Returns the batch with all that was computed."""
+        """Go from responses to an update of the models.
+
+        Returns:
+            The same batch with everything that was computed for its rows.
+        """
         policy = self.config.actor_rollout_ref
         self.note(order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost))
+
+        # All passes that read only the responses.
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
@@ -240,10 +258,14 @@ class RayPPOTrainer(TrainingLoop):
                 begin(self.teacher.compute_teacher_log_prob, model_inputs(batch, objects))
             if self.critic:
                 begin(self.critic.compute_values, inputs)
+
+        # From log-probs and rewards to advantages, on the driver.
         self.compare_log_probs(batch)
         self.charge_divergence(batch)
         self.correct_rollout(batch)
         self.compute_advantages(batch)
+
+        # The critic learns in every step, the actor after the critic's warm-up.
         learned = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
@@ -253,64 +275,49 @@ class RayPPOTrainer(TrainingLoop):
                 self.record(self.actor.update_actor(self.inputs.select(learned, "actor")))
         return batch
 
-    def finish_step(self, batch: DataProto | None) -> None:
-        """Write samples, validate, report, and begin to save; a skipped step has no batch."""
-        trainer = self.config.trainer
-        self.saver.poll()
-        if trainer.rollout_data_dir and batch is not None:
-            rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
-            before = batch.batch["row_index"].argsort().tolist()
-            write_samples(
-                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in before]
-            )
-        if self.is_due(trainer.test_freq):
-            self.metrics |= self.validate()
-        self.metrics |= {
-            "training/global_step": self.global_steps,
-            "training/epoch": self.prompts.epoch,
-        }
-        self.log_step()
-        if batch is not None:
-            self.hand_back(batch)
-        self.save_where_due()
+    def publish_weights(self) -> None:
+        """Give the rollout the weights of this step, unless only the critic has learned."""
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.timer.phase("publish_weights"):
+                self.weights.publish(self.global_steps)
 
-    def hand_back(self, batch: DataProto) -> None:
-        """Show the batch to a sampler and a data set that learn from batches."""
-        with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
-            if hasattr(self.train_dataloader.sampler, "update"):
-                self.train_dataloader.sampler.update(batch=batch)
-            if hasattr(self.train_dataloader.dataset, "on_batch_end"):
-                self.train_dataloader.dataset.on_batch_end(batch=batch)
+    # Responses
 
     def batches(self) -> Iterator[DataProto]:
-        """Responses to learn from: generated here and now, or meanwhile, with `async_training`; with its
-        `by_mini_batch` one mini-batch after another."""
-        if self.asynchronous is None:
-            yield (
-                self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
-            )
-            return
-        is_last = False
-        while not is_last:
-            with self.timer.phase("gen"):
-                batch, is_last = self.asynchronous.take(self.global_steps)
-            yield batch
+        """Responses to learn from in this step.
+
+        They are generated now or, with `async_training`, were generated during earlier steps. With
+        `async_training.by_mini_batch` the step has several batches.
+        """
+        if self.asynchronous is not None:
+            is_last = False
+            while not is_last:
+                with self.timer.phase("gen"):
+                    batch, is_last = self.asynchronous.take(self.global_steps)
+                yield batch
+        elif self.filters_groups:
+            yield self.sample_groups()
+        else:
+            yield self.generate(self.next_prompts())
 
     def next_prompts(self, num_before: int = 0) -> DataProto:
-        """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
+        """Take the next batch of prompts and give each a `uid`.
+
+        Args:
+            num_before: number of prompts that this step has already taken.
+        """
         with self.timer.phase("data"):
-            taken = self.prompts.take()
-        self.num_rows += len(taken)
-        prompts = assign_uids(taken, str(self.global_steps), first=num_before)
-        prompts.meta_info |= {
-            "global_steps": self.global_steps,
-            "total_training_steps": self.total_training_steps,
-        }
+            batch = self.prompts.take()
+        self.num_rows += len(batch)
+        prompts = assign_uids(batch, str(self.global_steps), first=num_before)
+        prompts.meta_info["global_steps"] = self.global_steps
+        prompts.meta_info["total_training_steps"] = self.total_training_steps
         return prompts
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` responses to each prompt, beside all that is known of the prompt."""
+        """Generate `rollout.n` responses to each prompt; rows keep the columns of their prompt."""
         if self.needs.greedy_baseline:
+            # ReMax: the baseline of a prompt is the reward of its greedy response.
             with self.timer.phase("gen_max"):
                 greedy = DataProto(
                     prompts.batch,
@@ -323,7 +330,7 @@ class RayPPOTrainer(TrainingLoop):
             return self.respond(prompts, self.config.actor_rollout_ref.rollout.n)
 
     def sample_groups(self) -> DataProto:
-        """Dynamic sampling: responses to one batch of prompts after another, until enough groups differ in rewards."""
+        """Dynamic sampling: generate and grade until enough groups have different rewards."""
         groups = GroupFilter(self.config)
         while not groups.is_full:
             batch = self.generate(self.next_prompts(num_before=groups.num_groups))
@@ -331,27 +338,32 @@ class RayPPOTrainer(TrainingLoop):
                 grade(self.reward, batch)
             groups.add(batch)
         batch = groups.batch()
-        if share := self.prompts.share_taken:
-            # As many steps as there will be if each takes as many batches as those before.
-            steps = batch.meta_info["total_training_steps"] = min(
-                self.total_training_steps, self.global_steps / share
-            )
-            self.progress.total = round(steps)
+        share_taken = self.prompts.share_taken
+        if share_taken:
+            # The number of steps there will be if later ones take as many batches as those so far.
+            num_steps = min(self.total_training_steps, self.global_steps / share_taken)
+            batch.meta_info["total_training_steps"] = num_steps
+            self.progress.total = round(num_steps)
         return batch
+
+    # From responses to advantages
 
     @contextmanager
     def rewards_and(self, batch: DataProto) -> Iterator[Callable[..., None]]:
-        """Rewards and what is begun in the block, by `begin(method, *args)`; after it the batch has all of it.
+        """Context manager: compute rewards and the passes that the block starts, all at once.
 
-        Consumes: the responses. Waits for: graders, a reward model, then the models of all pools at once. Unblocked by:
-        the last of them, or the first that fails, whose error is raised; graders are stopped then. Each column of
-        results is in memory twice while it is joined.
+        The block starts a pass by `begin(method, *args)`; on exit their results are columns of the
+        batch.
+
+        Consumes: the responses. Waits for: graders, a reward model, then the models of all pools at
+        once. Unblocked by: the last of them, or the first that fails; its error is raised, and the
+        graders are stopped. Each column of results is in memory twice while it is joined.
         """
-        futures: list[DataProtoFuture] = []
+        futures = []
         with self.timer.phase("prepare"), ExitStack() as stack:
             self.record(batch)
             rewards = None
-            # Else groups were chosen by their rewards.
+            # Dynamic sampling has graded the responses to choose groups.
             if not self.filters_groups:
                 with self.timer.phase("reward"):
                     rewards = BatchRewards(self.reward, batch)
@@ -366,12 +378,15 @@ class RayPPOTrainer(TrainingLoop):
                 batch.union(result)
 
     def compare_log_probs(self, batch: DataProto) -> None:
-        """Entropy of the policy that the update starts from, and how far the rollout's log-probs are from its own."""
+        """Measure the policy's entropy, and the mismatch of its log-probs and the rollout's."""
         if not self.needs.old_log_probs:
             return
-        mask, entropy = batch.batch["response_mask"], batch.batch.pop("entropys")
-        self.note({"actor/entropy": float((entropy * mask).sum() / mask.sum().clamp(min=1))})
-        if self.asynchronous is not None:  # others are of other weights
+        mask = batch.batch["response_mask"]
+        entropy = batch.batch.pop("entropys")
+        mean_entropy = (entropy * mask).sum() / mask.sum().clamp(min=1)
+        self.note({"actor/entropy": float(mean_entropy)})
+        if self.asynchronous is not None:
+            # Only tokens drawn from the current weights can be compared with them.
             mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
             mismatch = log_prob_mismatch(
@@ -380,81 +395,148 @@ class RayPPOTrainer(TrainingLoop):
             self.note({f"rollout/{name}": value for name, value in mismatch.items()})
 
     def charge_divergence(self, batch: DataProto) -> None:
-        """`token_level_rewards` [B, T]: the scores, less a KL penalty with `use_kl_in_reward`.
+        """Add `token_level_rewards` [B, T]: scores, less a KL penalty with `use_kl_in_reward`.
 
-        Before rejection, which changes the mask: what a response did counts in its reward, whatever is learned from it.
+        This comes before rejection changes the mask: the reward of a response counts all its
+        tokens, whichever of them are learned from.
         """
+        algorithm = self.config.algorithm
         with self.timer.phase("adv"):
-            columns = batch.batch
-            columns["token_level_rewards"] = columns["token_level_scores"]
-            if self.config.algorithm.use_kl_in_reward:
-                own = {"kl_ctrl": self.kl_controller, "kind": self.config.algorithm.kl_penalty}
-                read = {name: columns[name] for name in PENALTY_FIELDS}
-                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(**read, **own)
-                self.note(kl_metrics)
+            rewards = batch.batch["token_level_scores"]
+            # Updates the coefficient of the next batch, too.
+            if algorithm.use_kl_in_reward:
+                rewards, metrics = apply_kl_penalty(
+                    **{name: batch.batch[name] for name in PENALTY_FIELDS},
+                    kl_ctrl=self.kl_controller,
+                    kind=algorithm.kl_penalty,
+                )
+                self.note(metrics)
+            batch.batch["token_level_rewards"] = rewards
 
     def correct_rollout(self, batch: DataProto) -> None:
-        """Off-policy correction: `rollout_is_weights` and `response_mask` [B, T]."""
+        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T]."""
         correction = self.config.algorithm.rollout_correction
         if correction.needs_old_log_probs:
-            changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
-            for name, column in changed.items():
+            changed_columns, metrics = correct_rollout(dict(batch.batch.items()), correction)
+            for name, column in changed_columns.items():
                 batch.batch[name] = column
             self.note(metrics)
 
     def compute_advantages(self, batch: DataProto) -> None:
-        """`advantages` and `returns` [B, T], here on the driver; 0 where no reward is learned from."""
+        """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
         with self.timer.phase("adv"):
-            if not learns_from_rewards(self.config):
-                nothing = torch.zeros_like(batch.batch["token_level_rewards"])
-                batch.batch["advantages"], batch.batch["returns"] = nothing, nothing.clone()
-                return
-            fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
-            batch.batch["advantages"], batch.batch["returns"] = estimate_advantages(
-                self.estimator, fields
-            )
+            if learns_from_rewards(self.config):
+                fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
+                advantages, returns = estimate_advantages(self.estimator, fields)
+            else:
+                # Distillation alone: the loss has no term with advantages.
+                advantages = torch.zeros_like(batch.batch["token_level_rewards"])
+                returns = advantages.clone()
+            batch.batch["advantages"] = advantages
+            batch.batch["returns"] = returns
 
     def draw_rows(self, batch: DataProto) -> DataProto:
-        """The rows to learn from: all, or with `use_pf_ppo` as many drawn by their scores, whatever their order."""
+        """The rows to learn from: all, or with `use_pf_ppo` a sample weighted by score."""
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
             return batch
+        # The sample must not depend on how the rows are arranged for the ranks.
         order = batch.batch["row_index"].argsort()
         scores = batch.batch["token_level_scores"].sum(-1)[order]
-        rows = pf_ppo_rows(
-            scores, **dict(algorithm.pf_ppo), seed=self.config.trainer.seed + self.global_steps
-        )
-        drawn = batch.select_idxs(order[rows])
-        drawn.batch["row_index"] = torch.arange(len(drawn))
-        return drawn
+        seed = self.config.trainer.seed + self.global_steps
+        rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
+        sample = batch.select_idxs(order[rows])
+        sample.batch["row_index"] = torch.arange(len(sample))
+        return sample
+
+    # After the update
+
+    def finish_step(self, batch: DataProto | None) -> None:
+        """Write samples, validate, report, and start a checkpoint, each where it is due.
+
+        Args:
+            batch: rows of the step; None if it was skipped.
+        """
+        trainer = self.config.trainer
+        self.saver.poll()
+        if trainer.rollout_data_dir and batch is not None:
+            rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
+            # In the order of the data, not in that of the ranks.
+            original_order = batch.batch["row_index"].argsort().tolist()
+            write_samples(
+                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in original_order]
+            )
+        if self.is_due(trainer.test_freq):
+            self.metrics |= self.validate()
+        self.metrics["training/global_step"] = self.global_steps
+        self.metrics["training/epoch"] = self.prompts.epoch
+        self.log_step()
+        if batch is not None:
+            self.hand_back(batch)
+        self.save_where_due()
+
+    def hand_back(self, batch: DataProto) -> None:
+        """Show the batch to a sampler and a data set that learn from batches."""
+        loader = self.train_dataloader
+        with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
+            if hasattr(loader.sampler, "update"):
+                loader.sampler.update(batch=batch)
+            if hasattr(loader.dataset, "on_batch_end"):
+                loader.dataset.on_batch_end(batch=batch)
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the responses to all validation prompts; samples go to trackers, and to files if configured."""
+        """Respond to all validation prompts, and log samples. Returns the metrics."""
         with self.timer.phase("testing"):
             metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 
+    def rows_to_skip(self, num_rows: int) -> list[dict[str, Any]]:
+        """Take the prompts of a step that is skipped.
+
+        Args:
+            num_rows: least number of prompts to take. With `async_training` the step takes the
+                batches that it would have learned from instead.
+
+        Returns:
+            One row per prompt, as it is written to the quarantine.
+        """
+        if self.asynchronous is not None:
+            batches = list(self.batches())
+        else:
+            batches = [self.next_prompts()]
+            while self.num_rows < num_rows:
+                batches.append(self.next_prompts(num_before=self.num_rows))
+        self.publish_weights()
+        # A prompt appears once even if it has several responses.
+        rows_by_uid = {}
+        for batch in batches:
+            for row in prompt_rows(batch, self.tokenizer):
+                rows_by_uid[row["uid"]] = row
+        return list(rows_by_uid.values())
+
     def record(self, result: DataProto) -> None:
-        """Take the metrics out of what a worker group returned."""
+        """Move the metrics that a worker group returned into those of the batch."""
         self.batch_metrics |= result.meta_info.pop("metrics", {})
 
     def note(self, numbers: Mapping[str, float]) -> None:
-        """Take metrics that were computed here; a step's are the means of its mini-batches."""
-        self.batch_metrics |= {name: Metric(value) for name, value in numbers.items()}
+        """Add metrics computed on the driver; a step reports the means of its mini-batches."""
+        for name, value in numbers.items():
+            self.batch_metrics[name] = Metric(value)
 
     def close(self) -> None:
-        """Stop the graders too."""
+        """Stop generation beside training, the profiler and the graders."""
         if self.asynchronous is not None:
             self.asynchronous.stop()
         super().close()
         self.reward.close()
+        # Validation may have a manager of its own.
         if self.validator.reward is not self.reward:
             self.validator.reward.close()
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """The batch of a step whose mini-batches were learned from one by one; `row_index` goes on from part to part."""
+    """Concatenate the mini-batches of a step and number their rows through, in `row_index`."""
     num_before = 0
     for part in parts:
         part.batch["row_index"] = part.batch["row_index"] + num_before

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run: the roles that they play, and which of them a step needs.
+"""Roles of the models of a run, and the optional passes of a training step.
 
-What a step needs follows from the configuration and the fields that the estimator takes; no table lists algorithms.
+Which passes a step makes follows from the configuration and the fields that the estimator reads; no
+table lists algorithms.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quadriga.algorithms.registry import choose_estimator
+from quadriga.algorithms.registry import Algorithm, choose_estimator
 from quadriga.config import Config, learns_from_rewards, needs_old_log_prob_pass, needs_reference
 from quadriga.user_file import import_external
 
-_OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
+_FIELDS_OF_OLD_LOG_PROB_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
 
 
 class Role(StrEnum):
@@ -33,45 +34,55 @@ class Needs:
 
     critic: bool  # the estimator reads `values`
     greedy_baseline: bool  # the estimator reads `reward_baselines`
-    reference: (
-        bool  # a divergence from the first policy is used, or the estimator reads `ref_log_prob`
-    )
-    old_log_probs: (
-        bool  # they are not the current ones by construction, or are wanted before the update
-    )
-    sum_pi_squared: bool  # the estimator reads it; it comes with the old log-probs
+    reference: bool  # a KL term is configured, or the estimator reads `ref_log_prob`
+    old_log_probs: bool  # they may differ from the current ones, or are read before the update
+    sum_pi_squared: bool  # the estimator reads it; the pass for old log-probs computes it
     larger_groups: bool  # the estimator compares the responses to one prompt, and there is only one
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
-        """What a run with this configuration must compute at each step."""
-        algorithm, fields = config.algorithm, ()
+        """Passes that each step of a run with this configuration makes."""
+        fields = ()
         if config.task == "rl":
             import_external(config.actor_rollout_ref.model.external_lib)
-            shared = {**dict(algorithm), "config": algorithm}
-            estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
-            fields = estimator.fields if learns_from_rewards(config) else ()
+            # Chosen even if it is not used, so that a wrong name is refused.
+            estimator = configured_estimator(config)
+            if learns_from_rewards(config):
+                fields = estimator.fields
+        reads_old_log_probs = not _FIELDS_OF_OLD_LOG_PROB_PASS.isdisjoint(fields)
         return cls(
             critic="values" in fields,
             greedy_baseline="reward_baselines" in fields,
             reference=needs_reference(config) or "ref_log_prob" in fields,
-            old_log_probs=needs_old_log_prob_pass(config) or not _OF_THE_PASS.isdisjoint(fields),
+            old_log_probs=needs_old_log_prob_pass(config) or reads_old_log_probs,
             sum_pi_squared="sum_pi_squared" in fields,
             larger_groups="uid" in fields and config.actor_rollout_ref.rollout.n == 1,
         )
 
     def describe(self) -> dict[str, str]:
         """The passes that are made or left out, each with its reason, to be printed."""
+        choices = {}
+        if not self.reference:
+            choices["reference"] = "not needed: no KL term is configured"
         if self.old_log_probs:
-            old = "a pass of their own: they are read before the update, or several updates learn from one batch"
+            choices["old log-probs"] = (
+                "recomputed: they are read before the update, or several updates use one batch"
+            )
         else:
-            old = "no pass of their own: the one optimizer step starts from the policy that sampled"
-        choices = {"old log-probs": old}
+            choices["old log-probs"] = (
+                "not recomputed: the one optimizer step starts from the policy that sampled"
+            )
         if self.larger_groups:
-            why = "the estimator compares the responses to one prompt; set actor_rollout_ref.rollout.n above 1"
-            choices["groups"] = f"of one response: {why}"
-        return (
-            choices
-            if self.reference
-            else {"reference": "none: no divergence from it is used", **choices}
-        )
+            choices["groups"] = (
+                "of one response: the estimator compares the responses to one prompt; "
+                "set actor_rollout_ref.rollout.n above 1"
+            )
+        return choices
+
+
+def configured_estimator(config: Config) -> Algorithm:
+    """The advantage estimator of `algorithm.adv_estimator`, with its options bound."""
+    algorithm = config.algorithm
+    # Any key of the section may be an option of the estimator.
+    shared = {**dict(algorithm), "config": algorithm}
+    return choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints while training goes on: begun between two steps, looked after at each, complete some steps later.
-
-What the driver must remember for a resumed run to be the same run stands below: position, controller, random states.
+"""Saving while training goes on: a checkpoint starts between two steps and is complete some later.
 
     driver                                    workers
-      start    -- save_checkpoint ---------->   copy; threads write
+      start    -- save_checkpoint ---------->   copy their state; threads write it
       step ...
-      poll     -- checkpoint_written ------->   are the threads through?
+      poll     -- checkpoint_written ------->   have the threads finished?
         | thread: list, sync, read back,
         |         rename, delete older ones
       step ...
-      poll     the thread is through: it is said
+      poll     report the checkpoint if the thread has finished
 
-Consumes: the folder that the workers write. Waits for: nothing, except in `start` for the one before, and in `finish`.
-Unblocked by: the threads of the workers, which call no collective. An error of any of them is raised by the next call.
+Consumes: the folder that the workers write. Waits for: nothing, except that `start` waits for the
+checkpoint before, and `finish` for the current one. Unblocked by: the threads of the workers, which
+call no collective. An error in any thread is raised by the next call.
+
+The second half of this file is the driver's part of a checkpoint: the position in the data, the KL
+controller and the random states, which make a resumed run the same run.
 """
 
 import io
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +43,47 @@ _FIX = "Resume from another checkpoint."
 
 @dataclass
 class _Pending:
-    """A checkpoint in the making; `completion` is there once the workers have written their parts."""
+    """A checkpoint that is being written."""
 
     step: int
     folder: Path
-    begun: float
-    completion: Future[None] | None = None
+    begun: float  # monotonic second
+    completion: Future[None] | None = None  # set once the workers have written their parts
 
 
 class CheckpointSaver:
     """Writes the checkpoints of a run, one at a time.
-    `workers`: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their part.
-    `report`: called with a sentence when a checkpoint is complete.
-    `longest_s`: seconds from beginning to completion, the longest so far."""
+
+    Args:
+        checkpoints: where they are written.
+        workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their
+            part.
+        report: called with a sentence when a checkpoint is complete.
+
+    Attributes:
+        longest_s: seconds from start to completion of the slowest checkpoint so far.
+    """
 
     def __init__(
         self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
-        self.checkpoints, self.workers, self.report = checkpoints, workers, report
+        self.checkpoints = checkpoints
+        self.workers = workers
+        self.report = report
         self.longest_s = 0.0
         self._pending: _Pending | None = None
 
     def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
-        """Begin the checkpoint of this step, after the one before is complete.
+        """Start the checkpoint of a step, after the one before is complete.
 
-        `write_own_part` writes the driver's part into a folder.
+        Args:
+            step: number of the step.
+            write_own_part: writes the driver's part into a folder.
 
-        Raises CheckpointError: this one or the one before cannot be written; older ones are untouched.
+        Raises:
+            CheckpointError: this one or the one before cannot be written; older ones are untouched.
         """
+        # The workers' threads write one checkpoint at a time.
         self.finish()
         begun = time.monotonic()
         folder = self.checkpoints.begin(step)
@@ -83,36 +99,37 @@ class CheckpointSaver:
         self._pending = _Pending(step, folder, begun)
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Advance the checkpoint that is being written, to its end with `wait`. Returns whether none is left.
-        Raises CheckpointError: it cannot be written."""
+        """Advance the checkpoint that is being written.
+
+        Args:
+            wait: wait until it is complete.
+
+        Returns:
+            Whether no checkpoint is being written any more.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         pending = self._pending
         if pending is None:
             return True
         try:
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
-                    # All are called, not only until one is not through: those of several ranks go on together.
-                    outputs = [
-                        worker.checkpoint_written(wait=wait) for worker in self.workers.values()
-                    ]
-                    if not all(is_written for ranks in outputs for is_written in ranks):
+                    # All groups are asked each time: the ranks of each move on together.
+                    outputs = []
+                    for worker in self.workers.values():
+                        outputs += worker.checkpoint_written(wait=wait)
+                    if not all(outputs):
                         return False
-                    if missing := [
-                        part for part in self.workers if not (pending.folder / part).is_dir()
-                    ]:
-                        got = "nothing here, though the worker has written it"
-                        expected = "the same folder on every node"
-                        fix = "Set trainer.default_local_dir to a disk that all nodes share."
-                        raise CheckpointError(
-                            str(pending.folder / missing[0]), got=got, expected=expected, fix=fix
-                        )
-                pending.completion = in_background(
-                    lambda: self.checkpoints.complete(pending.step), "checkpoint"
-                )
+                    self._require_shared_folder(pending.folder)
+                # Checksums and fsync take seconds to minutes, so they run in a thread.
+                complete = partial(self.checkpoints.complete, pending.step)
+                pending.completion = in_background(complete, "checkpoint")
             if not wait and not pending.completion.done():
                 return False
             pending.completion.result()
-        # But not KeyboardInterrupt: the checkpoint goes on being written, and `settle` may still complete it.
+        # Not on KeyboardInterrupt: the threads go on, and `settle` may still complete it.
         except Exception:
             self._pending = None
             raise
@@ -121,17 +138,35 @@ class CheckpointSaver:
         self.report(f"checkpoint: {self.checkpoints.path(pending.step)}")
         return True
 
+    def _require_shared_folder(self, folder: Path) -> None:
+        """Check that the parts which workers on other nodes have written are visible here."""
+        for part in self.workers:
+            if not (folder / part).is_dir():
+                raise CheckpointError(
+                    str(folder / part),
+                    got="nothing here, though the worker has written it",
+                    expected="the same folder on every node",
+                    fix="Set trainer.default_local_dir to a disk that all nodes share.",
+                )
+
     def finish(self) -> None:
-        """Wait until no checkpoint is in the making. Raises CheckpointError: it cannot be written."""
+        """Wait until no checkpoint is being written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         if self._pending is not None:
-            with waiting(
-                f"the checkpoint of step {self._pending.step} to be written", emit=self.report
-            ):
+            awaited = f"the checkpoint of step {self._pending.step} to be written"
+            with waiting(awaited, emit=self.report):
                 self.poll(wait=True)
 
     def settle(self, *, can_ask: bool) -> None:
-        """The run ends before its last step: complete the checkpoint if the workers can still be called (`can_ask`) or
-        have written their parts, else remove it."""
+        """Complete or remove the checkpoint of a run that ends before its last step.
+
+        Args:
+            can_ask: whether the workers can still be called. If they cannot, only a checkpoint
+                whose parts they have already written is completed.
+        """
         pending = self._pending
         if pending is None:
             return
@@ -150,20 +185,38 @@ class CheckpointSaver:
 def save_run_state(
     directory: Path, state: dict[str, Any], *, with_random_states: bool = True
 ) -> None:
-    """Write the driver's part of a checkpoint into `directory/trainer`, with this process's random states if wanted.
-    Raises CheckpointError: a user's data set or sampler has a state that could not be read again."""
+    """Write the driver's part of a checkpoint into `directory/trainer`.
+
+    Args:
+        directory: folder of the checkpoint.
+        state: plain values and tensors.
+        with_random_states: add the random states of this process.
+
+    Raises:
+        CheckpointError: a user's data set or sampler has a state that could not be read again.
+    """
     target = directory / "trainer"
     target.mkdir(parents=True, exist_ok=True)
-    # Through memory: torch reports a full disk in its own words, Python as what it is.
+    if with_random_states:
+        state = state | {"random": random_states()}
+    # Through memory: torch reports a full disk in its own words, Python as an OSError.
     content = io.BytesIO()
-    torch.save(state | ({"random": random_states()} if with_random_states else {}), content)
+    torch.save(state, content)
+    # Read back now: a state that cannot be loaded must not become a checkpoint.
     _parse_state(content.getvalue(), target / RUN_STATE)
     (target / RUN_STATE).write_bytes(content.getvalue())
 
 
 def load_run_state(directory: Path, step: int) -> dict[str, Any]:
-    """Read what `save_run_state` wrote after a step; "random" are the random states, where they were wanted.
-    Raises DamagedCheckpointError: the file cannot be read, or is that of another step."""
+    """Read what `save_run_state` wrote; the random states, if any, are under "random".
+
+    Args:
+        directory: folder of the checkpoint.
+        step: the step after which it was written.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read, or is that of another step.
+    """
     path = directory / "trainer" / RUN_STATE
     try:
         content = path.read_bytes()
@@ -173,30 +226,35 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
             str(path), got=got, expected="the state of a run", fix=_FIX
         ) from error
     state = _parse_state(content, path)
-    found = state.get("step") if isinstance(state, dict) else None
-    if found != step:
-        # Whole folders were swapped: each agrees with its own manifest.
-        got = f"the state after step {found}"
+    step_of_state = state.get("step") if isinstance(state, dict) else None
+    if step_of_state != step:
+        # Each folder agrees with its own manifest even if two were swapped.
         raise DamagedCheckpointError(
-            str(path), got=got, expected=f"that after step {step}", fix=_FIX
+            str(path),
+            got=f"the state after step {step_of_state}",
+            expected=f"that after step {step}",
+            fix=_FIX,
         )
     return state
 
 
 def random_states() -> dict[str, Any]:
-    """Those of Python, numpy and torch in this process."""
+    """Random states of Python, numpy and torch in this process."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
+    states = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        # Of the device that computes here, if one does: a driver of workers must not take hold of theirs.
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
+        "cuda": [],
     }
+    # A driver whose workers compute must not claim their GPU.
+    if torch.cuda.is_initialized():
+        states["cuda"] = [torch.cuda.get_rng_state()]
+    return states
 
 
 def restore_random_states(saved: dict[str, Any]) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     random.setstate(saved["python"])
     kind, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
@@ -206,11 +264,14 @@ def restore_random_states(saved: dict[str, Any]) -> None:
 
 
 def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
-    """Without running code from the file, so of plain values and tensors only."""
+    """Parse the file of a state without running code from it: plain values and tensors only."""
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        got = str(error).strip().partition("\n")[0] or type(error).__name__
-        expected = "the state of a run, in numbers, texts, lists, dictionaries and tensors"
-        fix = f"{_FIX} If the error comes at a save, it is the state_dict of your own data set or sampler."
-        raise DamagedCheckpointError(str(path), got=got, expected=expected, fix=fix) from error
+        raise DamagedCheckpointError(
+            str(path),
+            got=str(error).strip().partition("\n")[0] or type(error).__name__,
+            expected="the state of a run, in numbers, texts, lists, dictionaries and tensors",
+            fix=f"{_FIX} If the error comes at a save, it is the state_dict of your own data set "
+            "or sampler.",
+        ) from error

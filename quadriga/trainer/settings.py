@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that the steps of a run were made with, kept beside its checkpoints, and what changes when it goes on.
+"""The settings of a run, kept beside its checkpoints, and what differs when the run is resumed.
 
 DIRECTORY/
-  config.yaml               the resolved configuration. Comments at its end name the steps that it holds for, and the
-                            SHA-256 of each data file and each file of the user's that it names
-  config_from_step_1.yaml   one that held before, from that step on
+  config.yaml               the resolved configuration. Comments at its end name the steps that
+                            it holds for, and the SHA-256 of each data file and each file of the
+                            user that it names
+  config_from_step_1.yaml   the configuration of earlier steps, from that step on
 """
 
 import glob
@@ -13,7 +14,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,21 @@ from quadriga.config.keys import leaf_keys
 from quadriga.config.yaml_text import as_text, parse_yaml
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observe.watchdog import waiting
-from quadriga.trainer.checkpoint import start_of, step_of, verify, write_atomically
+from quadriga.trainer.checkpoint import (
+    sha256_of,
+    start_of,
+    step_of,
+    verify,
+    write_atomically,
+)
 
 CONFIGURATION = "config.yaml"
+CONTENT = ": its content"  # end of a line about a file that has changed
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
-# They say where a run goes on, not how.
+# Keys that say where a run resumes, not how it continues.
 _RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
+# Sections that may name files.
 _WITH_FILES = (
     "data",
     "actor_rollout_ref",
@@ -39,210 +47,267 @@ _WITH_FILES = (
     "custom_reward_function",
     "algorithm",
 )
-CONTENT = ": its content"  # the end of a line about a file that changed
-_STEPS_FROM = ("data.", "trainer.total_")
-_SHOWN = 80
+_STEPS_FROM = (
+    "data.",
+    "trainer.total_",
+)  # prefixes of the keys that the number of steps depends on
+_MAX_SHOWN = 80  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One configuration of a run."""
+    """The configuration that some steps of a run were made with."""
 
-    values: dict[str, Any]  # what each key of the task has, by its dotted name
+    values: dict[str, Any]  # value of each key of the task, by its dotted name
     files: dict[str, str]  # SHA-256 of the files that it names, by path
-    # first, last: the steps that it holds for; 0: it is not known
+    # first, last: the steps that it holds for; `last` is 0 if it is not known
     first: int = 1
     last: int = 0
 
     @classmethod
     def of(cls, config: Config) -> "Settings":
-        """Those of a run that begins."""
+        """Take the settings of a run that starts."""
         with waiting("the checksums of data files and of files that the configuration names"):
             return cls(_values(show(config), config.task), _checksums(config))
 
     @classmethod
     def read(cls, path: Path, task: str) -> "Settings | None":
-        """Those of a file; None: there is none that can be read."""
+        """Read the settings from a file; None if it is missing or unreadable."""
         try:
             text = path.read_text(encoding="utf-8")
             values = _values(text, task)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
+        files = {name: digest for digest, name in _FILE.findall(text)}
         steps = _STEPS.search(text)
-        first, last = (int(steps[1]), int(steps[2])) if steps else (1, 0)
-        return cls(values, {name: digest for digest, name in _FILE.findall(text)}, first, last)
+        if steps is None:
+            return cls(values, files)
+        return cls(values, files, first=int(steps[1]), last=int(steps[2]))
 
     def changes(self, now: "Settings") -> list[str]:
-        """What differs from these settings in those that hold now, a line each; a key that only one of them has was
-        added or removed by another version."""
-        keys = [key for key in now.values if key in self.values and key not in _RESUMING]
-        # It is counted in steps once the data are read.
-        keys = [key for key in keys if now.values[key] != "after_each_epoch"]
-        values = [(key, self.values[key], now.values[key]) for key in keys]
-        lines = [
-            f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
-            for key, old, new in values
-            if old != new
-        ]
-        changed = (
-            name for name, digest in now.files.items() if self.files.get(name, digest) != digest
-        )
-        return [*lines, *(f"{name}{CONTENT}" for name in changed)]
+        """Describe what has changed since these settings, one line per key or file.
+
+        A key that only one side has was added or removed by another version, and is no change.
+        """
+        lines = []
+        for key, value in now.values.items():
+            # `after_each_epoch` is replaced by a number of steps once the data are read.
+            if key not in self.values or key in _RESUMING or value == "after_each_epoch":
+                continue
+            if value != self.values[key]:
+                lines.append(f"{key}: {_shown(self.values[key], key)} -> {_shown(value, key)}")
+        for name, digest in now.files.items():
+            if self.files.get(name, digest) != digest:
+                lines.append(f"{name}{CONTENT}")
+        return lines
 
 
 def settings_of(checkpoint: Path, task: str) -> Settings | None:
-    """The settings that the last step before a checkpoint was made with, if they are known."""
-    paths = (checkpoint.parent / CONFIGURATION, *_earlier(checkpoint.parent).values())
-    held = [
-        one
-        for one in (Settings.read(path, task) for path in paths)
-        if one and one.first <= step_of(checkpoint)
-    ]
-    return max(held, key=lambda one: one.first, default=None)
+    """The settings of the last step before a checkpoint; None if they are not known.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        task: `task` of the configuration.
+    """
+    directory = checkpoint.parent
+    candidates = []
+    for path in (directory / CONFIGURATION, *_earlier(directory).values()):
+        settings = Settings.read(path, task)
+        if settings is not None and settings.first <= step_of(checkpoint):
+            candidates.append(settings)
+    return max(candidates, key=lambda settings: settings.first, default=None)
 
 
 def has_nothing_to_do(config: Config, now: Settings) -> bool:
-    """Compare the settings with those of the checkpoint that the run will go on from, and print what differs. Returns
-    whether no step is left, as far as that is known before the data are read. Raises ConfigError: no step is left, and
-    settings differ."""
-    trainer, path = config.trainer, start_of(config.trainer)
+    """Compare the settings with those of the checkpoint to resume from; print what differs.
+
+    Args:
+        config: the resolved configuration.
+        now: its settings.
+
+    Returns:
+        Whether no step is left, as far as that is known before the data are read.
+
+    Raises:
+        ConfigError: no step is left, and settings differ.
+    """
+    trainer = config.trainer
+    path = start_of(trainer)
     if path is None or trainer.val_only:
         return False
     try:
-        step, before = step_of(path), settings_of(path, config.task)
+        step = step_of(path)
+        before = settings_of(path, config.task)
         changes = before.changes(now) if before else []
-        # Of epochs, while the data are as they were.
-        is_known = not any(one.startswith(_STEPS_FROM) or one.endswith(CONTENT) for one in changes)
-        last = trainer.total_training_steps or (before.last if before and is_known else 0)
-        # A supervised run may have ended before its model was written.
+        last = trainer.total_training_steps
+        if not last and before:
+            # The steps of an epoch are the same only if the data are.
+            steps_may_differ = any(
+                change.startswith(_STEPS_FROM) or change.endswith(CONTENT) for change in changes
+            )
+            last = 0 if steps_may_differ else before.last
+        # A supervised run may have been cut short before it wrote its model.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
             say_nothing_to_do(config, path, last, now)
             return True
     except CheckpointError:
-        return False  # of its name, or damaged: that is told when it is loaded
+        # A wrong name or damage is reported when the checkpoint is loaded.
+        return False
     if changes:
-        print(
-            "\n  ".join(
-                [f"The run goes on from step {step} with other settings than before:", *changes]
-            )
-        )
+        print(f"The run goes on from step {step} with other settings than before:")
+        for change in changes:
+            print(f"  {change}")
     return False
 
 
 def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings) -> None:
-    """No step of `last` is left after a checkpoint: say so.
-    Raises ConfigError: its settings are not those that hold now."""
-    trainer, before = config.trainer, settings_of(checkpoint, config.task)
+    """Print that no step is left after a checkpoint.
+
+    Args:
+        config: the resolved configuration.
+        checkpoint: the checkpoint to resume from.
+        last: number of the last step.
+        now: settings of the configuration.
+
+    Raises:
+        ConfigError: the checkpoint was made with other settings.
+    """
+    trainer = config.trainer
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    longer = (
-        "trainer.total_training_steps"
-        if trainer.total_training_steps == last
-        else "trainer.total_epochs"
-    )
-    by_name = "{experiment_name}" in trainer.default_local_dir
-    other = "trainer.experiment_name" if by_name else "trainer.default_local_dir"
+    is_by_steps = trainer.total_training_steps == last
+    longer = "trainer.total_training_steps" if is_by_steps else "trainer.total_epochs"
+    is_by_name = "{experiment_name}" in trainer.default_local_dir
+    other = "trainer.experiment_name" if is_by_name else "trainer.default_local_dir"
+    before = settings_of(checkpoint, config.task)
     changes = before.changes(now) if before else []
     if not changes:
         print(f"nothing to do: {done} in {checkpoint.parent}; raise {longer} or set {other}")
         return
-    anew = "or begin anew with trainer.resume_mode=disable. What differs:"
-    fix = f"Set {other} for a run of its own, raise {longer} to go on with these settings, {anew}"
-    got, expected = f"a run whose {done}, with other settings", "a run with steps to do"
+    fix = (
+        f"Set {other} for a run of its own, raise {longer} to go on with these settings, "
+        "or begin anew with trainer.resume_mode=disable. What differs:"
+    )
     raise ConfigError(
-        str(checkpoint.parent), got=got, expected=expected, fix="\n  ".join([fix, *changes])
+        str(checkpoint.parent),
+        got=f"a run whose {done}, with other settings",
+        expected="a run with steps to do",
+        fix="\n  ".join([fix, *changes]),
     )
 
 
 def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
-    """Write config.yaml for the steps after `done`, to `last`; one that held for steps before stays under another name.
-    Raises CheckpointError: it cannot be written."""
-    directory, task = config.trainer.directory, config.task
-    path, first = directory / CONFIGURATION, done + 1
-    before = Settings.read(path, task)
+    """Write config.yaml for the coming steps; the file of earlier steps is renamed.
+
+    Args:
+        config: the resolved configuration.
+        now: its settings.
+        done: number of steps that are done.
+        last: number of the last step.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    directory = config.trainer.directory
+    path = directory / CONFIGURATION
+    first = done + 1
+    before = Settings.read(path, config.task)
     if path.exists() and (config.trainer.val_only or done >= last):
         return
+    # The file holds for the coming steps as it is.
     if before and before.first < first and before.last == last and not before.changes(now):
         return
-    files = "".join(f"# {digest}  {name}\n" for name, digest in now.files.items())
+    text = f"{show(config)}# steps {first} to {last}\n"
+    for name, digest in now.files.items():
+        text += f"# {digest}  {name}\n"
     try:
-        for begin, earlier in _earlier(directory).items():
-            if begin >= first:
-                earlier.unlink()  # of steps that are no part of the run any more
+        for earlier_first, earlier_path in _earlier(directory).items():
+            # Its steps are not part of the run any more.
+            if earlier_first >= first:
+                earlier_path.unlink()
         if before and before.first < first:
             path.rename(directory / f"config_from_step_{before.first}.yaml")
         elif not before and path.exists():
-            kept = path.rename(directory / f"damaged_{CONFIGURATION}")
+            damaged_path = path.rename(directory / f"damaged_{CONFIGURATION}")
             print(
-                f"DAMAGED: {path} holds no configuration: how earlier steps were made is not known. Kept: {kept}"
+                f"DAMAGED: {path} holds no configuration: how earlier steps were made is not "
+                f"known. Kept: {damaged_path}"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        # For its owner alone.
-        write_atomically(path, f"{show(config)}# steps {first} to {last}\n{files}", mode=0o600)
+        # Readable for its owner alone, as it may hold secrets.
+        write_atomically(path, text, mode=0o600)
     except OSError as error:
-        where, got = (
-            f"trainer.default_local_dir={directory}",
-            f"{type(error).__name__}: {error.strerror or error}",
-        )
-        fix = "Free space or set trainer.default_local_dir to another one."
         raise CheckpointError(
-            where, got=got, expected="a directory that can be written", fix=fix
+            f"trainer.default_local_dir={directory}",
+            got=f"{type(error).__name__}: {error.strerror or error}",
+            expected="a directory that can be written",
+            fix="Free space or set trainer.default_local_dir to another one.",
         ) from error
 
 
 def _earlier(directory: Path) -> dict[int, Path]:
-    """The configurations that held before, by the first step that they held for."""
-    paths = {
-        path.stem.removeprefix("config_from_step_"): path
-        for path in directory.glob("config_from_step_*.yaml")
-    }
-    return {int(number): path for number, path in paths.items() if number.isdecimal()}
+    """Files with the configurations of earlier steps, by the first of these steps."""
+    files = {}
+    for path in directory.glob("config_from_step_*.yaml"):
+        number = path.stem.removeprefix("config_from_step_")
+        if number.isdecimal():
+            files[int(number)] = path
+    return files
 
 
 def _values(text: str, task: str) -> dict[str, Any]:
-    """The keys that the task reads and a configuration's text has; ValueError where it is none."""
-    tree, values = parse_yaml(text), {}
+    """Values of the keys that a task reads, as far as a configuration's text has them.
+
+    Raises:
+        ValueError: the text is no configuration.
+    """
+    tree = parse_yaml(text)
     if not isinstance(tree, dict):
         raise ValueError("no configuration")
+    values = {}
     for key in leaf_keys(task):
-        *path, last = key.split(".")
+        *sections, name = key.split(".")
         node: Any = tree
-        for name in path:
-            node = node.get(name) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last in node:
-            values[key] = node[last]
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and name in node:
+            values[key] = node[name]
     return values
 
 
 def _checksums(config: Config) -> dict[str, str]:
-    tree, found = config.model_dump(mode="json"), {}
-    for text in _texts([tree[name] for name in _WITH_FILES]):
-        # `path/to/file.py:function` names a file too.
+    """SHA-256 of the files that a configuration names, by path."""
+    tree = config.model_dump(mode="json")
+    checksums = {}
+    for text in _texts([tree[section] for section in _WITH_FILES]):
+        # `path/to/file.py:function` names a file, too.
         name = os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text)
-        for path in (
-            sorted(glob.glob(name, recursive=True))
-            if glob.has_magic(name) and "\n" not in name
-            else [name]
-        ):
+        paths = [name]
+        if glob.has_magic(name) and "\n" not in name:
+            paths = sorted(glob.glob(name, recursive=True))
+        for path in paths:
             if os.path.isfile(path):
-                found[path] = _sha256(path, os.stat(path).st_mtime_ns)
-    return found
+                checksums[path] = _sha256(path, os.stat(path).st_mtime_ns)
+    return checksums
 
 
 @cache
 def _sha256(path: str, _mtime_ns: int) -> str:
-    with open(path, "rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file; it is computed again once the file has another time."""
+    return sha256_of(path)
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """All strings among the values of nested lists and dictionaries."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+    elif isinstance(value, dict):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _shown(value: Any, key: str) -> str:
     text = as_text(value, key)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `quadriga sft`: rows -> a batch -> one optimizer step; validation, checkpoints and tracking as in
-`quadriga train`.
+"""The loops of `quadriga sft`: rows -> a batch -> one optimizer step.
+
+Validation, checkpoints and tracking work as in `quadriga train`.
 
     SupervisedTrainer     the loop
       SFTTrainer          conversations: the likelihood of the assistant's tokens
       RewardModelTrainer  pairs of responses to a prompt: the better one is to get the higher score
 
-Reward models: Bradley, Terry, 1952; arXiv:2203.02155, equation 1. The probability that the first of two responses is
-the better one is sigmoid(score of the first - score of the second); the loss is the negative log of it, averaged over
-pairs.
+Reward models: Bradley, Terry, 1952; arXiv:2203.02155, equation 1. The probability that the first of
+two responses is the better one is sigmoid(score of the first - score of the second); the loss is
+its negative log, averaged over pairs.
 
-    scores, without gradients  ->  on the driver: loss of each pair, and its slope by each score  ->  slope x score
-                                                                                                       with gradients
+    scores, without gradients
+      -> on the driver: loss of each pair, and its slope with respect to each score
+      -> slope x score, with gradients
 
-The second pass has the gradient of the loss, exactly, and pairs need not stay together on the way: a response may be in
-another micro-batch, or on another rank, than the one that it is compared with. The price is the first pass.
+The second pass has exactly the gradient of the loss, and the rows of a pair need not stay together:
+a response may be in another micro-batch, or on another rank, than the one that it is compared with.
+The price is the first pass.
+
+Legend: B rows, L positions of a sequence, T response positions.
 """
 
 from abc import ABC, abstractmethod
@@ -37,8 +42,12 @@ from quadriga.workers.reward_model import SequenceTokens, sequences_batch
 class SupervisedTrainer(TrainingLoop, ABC):
     """The loop of supervised training: a subclass defines `step` and `judge`.
 
-    `learner` is the handle of the workers; `train_dataloader` is stateful, and its batches are dictionaries of columns;
-    `val_dataloader` is the same, or None.
+    Args:
+        config: the resolved configuration.
+        learner: handle of the workers.
+        train_dataloader: stateful; its batches are dictionaries of columns.
+        val_dataloader: the same, or None.
+        total_training_steps: number of the last step.
     """
 
     def __init__(
@@ -49,43 +58,39 @@ class SupervisedTrainer(TrainingLoop, ABC):
         val_dataloader: Any,
         total_training_steps: int,
     ) -> None:
-        self.learner, self.train_dataloader, self.val_dataloader = (
-            learner,
-            train_dataloader,
-            val_dataloader,
-        )
-        super().__init__(
-            config, {"actor": learner}, total_training_steps, {"loader": train_dataloader}
-        )
+        self.learner = learner
+        self.train_dataloader = train_dataloader
+        self.val_dataloader = val_dataloader
+        resumable = {"loader": train_dataloader}
+        super().__init__(config, {"actor": learner}, total_training_steps, resumable)
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
-        """Update the model on a batch of rows, and add to `metrics`. Returns the number of its tokens."""
+        """Update the model on a batch, and add to `metrics`. Returns the number of its tokens."""
 
     @abstractmethod
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
         """Sum and count of each metric of validation rows."""
 
     def steps(self) -> Iterator[Step]:
-        """As `TrainingLoop.steps`; behind the last step the model is written."""
+        """Train step by step, with validation before and after if configured; write the model."""
         self.load_checkpoint()
+        validates_first = self.settings.val_before_train and self.val_dataloader is not None
         with self.reporting():
-            if (
-                self.val_dataloader is not None
-                and self.settings.val_before_train
-                and self.global_steps == 0
-            ):
+            if validates_first and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
                     rows = DataProto.from_single_dict(columns)
-                    is_skipped = self.skips_next_step
-                    if is_skipped:
+                    batch = None
+                    if self.skips_next_step:
                         self.skip_step(lambda _, rows=rows: self.rows_to_skip(rows))
                     else:
                         self.train_step(rows)
+                        batch = rows
                     self.finish_step()
-                    yield Step(self, None if is_skipped else rows)
+                    yield Step(self, batch)
+                    # A requested stop ends the run like Ctrl-C, after the step.
                     if self.is_stopping:
                         raise KeyboardInterrupt
                     if self.is_last_step:
@@ -94,13 +99,12 @@ class SupervisedTrainer(TrainingLoop, ABC):
             self.write_model()
 
     def train_step(self, rows: DataProto) -> None:
-        """The next step, measured: afterwards `metrics` holds its numbers."""
+        """Take and measure the next step, whose numbers are in `metrics` afterwards."""
         with self.measured():
             num_tokens = self.step(rows)
+        for phase, duration in self.timer.seconds.items():
+            self.metrics[f"timing_s/{phase}"] = duration
         seconds = self.timer.seconds["step"]
-        self.metrics |= {
-            f"timing_s/{phase}": duration for phase, duration in self.timer.seconds.items()
-        }
         self.metrics |= {
             "perf/total_num_tokens": float(num_tokens),
             "perf/time_per_step": seconds,
@@ -110,18 +114,23 @@ class SupervisedTrainer(TrainingLoop, ABC):
         }
 
     def rows_to_skip(self, rows: DataProto) -> list[dict[str, Any]]:
-        """The sequences of rows that are skipped, as texts."""
-        decode, texts = self.train_dataloader.dataset.tokenizer.decode, []
+        """The rows of a step that is skipped, as texts: one each, or two that are compared."""
+        tokenizer = self.train_dataloader.dataset.tokenizer
+        width = rows.batch["input_ids"].shape[-1]
         masks = rows.batch["attention_mask"].bool()
+        decoded_rows = []
         for ids, mask in zip(rows.batch["input_ids"], masks, strict=True):
-            # One sequence, or two that are compared.
-            pairs = zip(ids.view(-1, ids.shape[-1]), mask.view(-1, ids.shape[-1]), strict=True)
-            texts.append({"texts": [decode(sequence[own]) for sequence, own in pairs]})
-        return texts
+            texts = []
+            # [sequences of the row, L]
+            for tokens, is_token in zip(ids.view(-1, width), mask.view(-1, width), strict=True):
+                texts.append(tokenizer.decode(tokens[is_token]))
+            decoded_rows.append({"texts": texts})
+        return decoded_rows
 
     def finish_step(self) -> None:
-        """Validate, report, and begin to save."""
+        """Validate, report, and start a checkpoint, each where it is due."""
         self.saver.poll()
+        # The final model is validated even with test_freq=-1.
         is_at_end = self.is_last_step and self.val_dataloader is not None
         if is_at_end or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
@@ -129,35 +138,35 @@ class SupervisedTrainer(TrainingLoop, ABC):
         self.save_where_due()
 
     def update(self, batch: DataProto) -> None:
-        """One optimizer step on the rows of a batch."""
-        batch.meta_info |= {
-            "global_steps": self.global_steps,
-            "total_training_steps": self.total_training_steps,
-        }
+        """Take one optimizer step on the rows of a batch."""
+        batch.meta_info["global_steps"] = self.global_steps
+        batch.meta_info["total_training_steps"] = self.total_training_steps
         with self.timer.phase("update"):
             self.metrics |= reduce_metrics(self.learner.update(batch).meta_info.pop("metrics", {}))
         self.warn_once(lost_gradients(self.metrics))
 
     def validate(self) -> dict[str, float]:
-        """The metrics of all validation rows; none where there are no rows."""
+        """Metrics of all validation rows; empty without validation data."""
         if self.val_dataloader is None:
             return {}
-        sums: dict[str, list[float]] = {}
+        sums = {}
+        counts = {}
         with self.timer.phase("validation"):
             for columns in watched(self.val_dataloader, "a batch of validation rows"):
                 for name, (total, count) in self.judge(DataProto.from_single_dict(columns)).items():
-                    entry = sums.setdefault(f"val/{name}", [0.0, 0.0])
-                    entry[0], entry[1] = entry[0] + total, entry[1] + count
-        metrics = {name: total / count for name, (total, count) in sums.items()}
-        shown = "   ".join(
-            f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items()
-        )
-        self.progress.message(f"validation at step {self.global_steps}: {shown}")
-        return metrics
+                    sums[name] = sums.get(name, 0.0) + total
+                    counts[name] = counts.get(name, 0.0) + count
+        means = {name: total / counts[name] for name, total in sums.items()}
+        summary = "   ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self.progress.message(f"validation at step {self.global_steps}: {summary}")
+        return {f"val/{name}": value for name, value in means.items()}
 
 
 class SFTTrainer(SupervisedTrainer):
-    """Supervised fine-tuning: the tokens under `loss_mask`. Validation has `loss`, nats for each of them."""
+    """Supervised fine-tuning on the tokens of `loss_mask`.
+
+    Validation has `loss`, in nats per token.
+    """
 
     def step(self, rows: DataProto) -> int:
         self.update(conversations_batch(rows))
@@ -166,10 +175,7 @@ class SFTTrainer(SupervisedTrainer):
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
-        loss, num_tokens = (
-            -float(log_probs.double().sum()),
-            float(batch.batch["response_mask"].sum()),
-        )
+        loss = -float(log_probs.double().sum())
         if not torch.isfinite(torch.tensor(loss)):
             raise EngineError(
                 "validation",
@@ -177,28 +183,38 @@ class SFTTrainer(SupervisedTrainer):
                 expected="a finite one",
                 fix="Lower optim.lr.",
             )
-        return {"loss": (loss, num_tokens)}
+        return {"loss": (loss, float(batch.batch["response_mask"].sum()))}
 
 
 def conversations_batch(rows: DataProto) -> DataProto:
-    """Rows of a conversation data set as the engine reads them: a first token, and all behind it as its response.
+    """Convert conversations to the engine's format: a first token, and the rest as its response.
 
-    `rows`: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right; positions may be
-    [B, 3, L], with `multi_modal_inputs`.
-    Returns the same columns without those that are padding in every row, and `response_mask` [B, T] for `loss_mask`.
+    Args:
+        rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the
+            right; positions may be [B, 3, L], with `multi_modal_inputs`.
+
+    Returns:
+        The same columns without those that are padding in every row, and `response_mask` [B, T]
+        in place of `loss_mask`.
+
+    Raises:
+        DataError: no row has more than one token.
     """
     width = int(rows.batch["attention_mask"].sum(-1).max())
     if width < 2:
         raise DataError("a batch", got="rows of one token", expected="a question and an answer")
-    tensors = {
-        key: rows.batch[key][..., :width] for key in ("input_ids", "attention_mask", "position_ids")
-    }
+    tensors = {}
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        tensors[key] = rows.batch[key][..., :width]
     tensors["response_mask"] = rows.batch["loss_mask"][:, 1:width]
     return DataProto.from_dict(tensors=tensors, non_tensors=rows.non_tensor_batch)
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """Training of reward models. Validation has `loss`, and `accuracy`, the share of pairs in the right order."""
+    """Training of reward models.
+
+    Validation has `loss`, and `accuracy`, the share of pairs in the right order.
+    """
 
     def step(self, rows: DataProto) -> int:
         batch = pairs_batch(rows)
@@ -212,6 +228,7 @@ class RewardModelTrainer(SupervisedTrainer):
             "train/margin": float(margins.mean()),
             "train/score": float(scores.mean()),
         }
+        # The engine's loss is slope x score, whose gradient is that of the pairs' loss.
         batch.batch["score_slope"] = slopes.flatten()
         self.update(batch)
         return int(rows.batch["attention_mask"].sum())
@@ -223,40 +240,55 @@ class RewardModelTrainer(SupervisedTrainer):
         return {"loss": (float(losses.sum()), len(losses)), "accuracy": (num_right, len(losses))}
 
     def _scores(self, batch: DataProto) -> torch.Tensor:
-        """[pairs, 2], the better response's first."""
+        """Scores [pairs, 2] of a batch of pairs, the better response's first."""
         scores = self.learner.predict(batch).batch["rm_scores"].sum(-1)
-        if not torch.isfinite(scores).all():
-            count = int((~torch.isfinite(scores)).sum())
-            got = f"{count} of {len(scores)} scores that are not finite"
-            fix = "Lower optim.lr, or set engine.fsdp_config.model_dtype=float32."
-            raise EngineError("reward model", got=got, expected="finite scores", fix=fix)
+        is_bad = ~torch.isfinite(scores)
+        if is_bad.any():
+            raise EngineError(
+                "reward model",
+                got=f"{int(is_bad.sum())} of {len(scores)} scores that are not finite",
+                expected="finite scores",
+                fix="Lower optim.lr, or set engine.fsdp_config.model_dtype=float32.",
+            )
         return scores.view(-1, 2)
 
 
 def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [pairs], and slopes [pairs, 2], the derivative of the mean loss by each score.
+    """Loss of each pair, and the derivative of their mean with respect to each score.
 
-    `scores` are [pairs, 2], the better response's first.
+    Args:
+        scores: [pairs, 2], the better response's first.
+
+    Returns:
+        Losses [pairs] and slopes [pairs, 2].
     """
     margins = scores[:, 0] - scores[:, 1]
+    # Probability that the model gives to the wrong order, over the number of pairs.
     wrong = torch.sigmoid(-margins) / len(margins)
     return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
 
 
 def pairs_batch(rows: DataProto) -> DataProto:
-    """Pairs as the engine reads them: two rows each, the better response first.
+    """Convert pairs to the engine's format: two rows each, the better response first.
 
-    `rows` have `input_ids`, `attention_mask` and `position_ids` [B, 2, L], and `num_prompt_tokens` [B]; of a
-    vision-language model positions are [B, 2, 3, L], and there are `multi_modal_inputs`.
+    Args:
+        rows: `input_ids`, `attention_mask` and `position_ids` [B, 2, L], and `num_prompt_tokens`
+            [B]; for a vision-language model positions are [B, 2, 3, L], and there are
+            `multi_modal_inputs`.
     """
-    sequences, given = [], rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
-    columns = (
-        rows.batch[key]
-        for key in ("input_ids", "attention_mask", "position_ids", "num_prompt_tokens")
-    )
-    for *both, num_prompt, inputs in zip(*columns, given, strict=True):
-        for row, mask, positions in zip(*both, strict=True):
-            ids, start = row[mask.bool()].tolist(), int(num_prompt)
-            axes = None if inputs is None else positions[:, mask.bool()]
-            sequences.append(SequenceTokens(ids[:start], ids[start:], axes, inputs or {}))
+    batch = rows.batch
+    images = rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
+    sequences = []
+    for row, inputs in enumerate(images):
+        num_prompt_tokens = int(batch["num_prompt_tokens"][row])
+        # The better response, then the other one.
+        for side in range(2):
+            is_token = batch["attention_mask"][row, side].bool()
+            ids = batch["input_ids"][row, side][is_token].tolist()
+            positions = None
+            if inputs is not None:
+                positions = batch["position_ids"][row, side][:, is_token]
+            prompt = ids[:num_prompt_tokens]
+            response = ids[num_prompt_tokens:]
+            sequences.append(SequenceTokens(prompt, response, positions, inputs or {}))
     return sequences_batch(sequences)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its configuration to its last step: what is said when it is cut short, how it gets over a lost worker.
+"""A run from its configuration to its last step: how it survives lost workers, and how it ends.
 
-a worker, a node, the run's own cluster is lost    the workers are started again on what is left, the newest state
-                                                   is loaded, the step is taken again
-the same step loses a worker once more             it is skipped, its rows are kept (quarantine.py)
-as many steps as may be are skipped,               the run ends, and says how it can go on
-or the restarts of an hour are used up
-a worker raises an exception                       the run ends: the exception would come again
+a worker, a node, or the run's own cluster is lost   the workers are restarted on what is left,
+                                                     the newest state is loaded, and the step is
+                                                     taken again
+the same step loses a worker again                   it is skipped, its rows are kept
+                                                     (quarantine.py)
+no more steps may be skipped, or the restarts of     the run ends, and says how it can be
+an hour are used up                                  continued
+a worker raises an exception                         the run ends: the exception would come
+                                                     again
 """
 
 import random
@@ -40,7 +43,7 @@ from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
-RESTART_WINDOW_S = 3600.0  # the time in which `trainer.max_worker_restarts` are counted
+RESTART_WINDOW_S = 3600.0  # period in which `trainer.max_worker_restarts` are counted
 
 
 class TaskRunner:
@@ -57,118 +60,157 @@ class TaskRunner:
         start_up: Timeline | None = None,
         build: Callable[[Config, Timeline], Run] | None = None,
     ) -> Iterator[Step]:
-        """Build everything, say where the time went, train, and close what was opened.
+        """Build everything, report where the time went, train, and close what was opened.
 
-        Gives a `Step` without a batch when everything is built, and one after each step of the training. Between them
-        the run stands still; to close the iterator ends it.
+        The run stands still between two items; closing the iterator ends it. It survives up to
+        `trainer.max_worker_restarts` losses of workers within an hour; a completed checkpoint
+        resets the count.
 
-        The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
-        completed resets the count.
+        Args:
+            config: the resolved configuration.
+            start_up: timeline of the start-up so far.
+            build: builds the run; by default `build_run`.
 
-        `start_up` has the parts of the start-up so far; `build` makes the run, where `build_run` does not.
+        Yields:
+            A `Step` without a batch once everything is built, then each step of the training.
 
-        Raises QuadrigaError: what is wrong with the configuration, the data or the models is said before the first
-        step.
-        Raises WorkerLostError: a worker was lost and the run does not go on by itself: why, and how it does."""
-        self.config, self._build_run = config, build or build_run
+        Raises:
+            QuadrigaError: the configuration, the data or the models are wrong, which is found
+                before the first step.
+            WorkerLostError: a worker was lost and the run does not continue by itself; the error
+                says why, and how to continue.
+        """
+        self.config = config
+        self._build_run = build or build_run
         self._run: Run | None = None
         self._is_stopping = False
-        self._written: int | None = None
-        self._restarts: list[float] = []
+        self._written: int | None = None  # step of the newest checkpoint that this run has written
+        self._restarts: list[float] = []  # monotonic seconds of the restarts within the window
         self._losses: list[tuple[str, str]] = []  # where in the run, and what was lost
-        with run_lock(config.trainer.directory), ExitStack() as opened:
+        with run_lock(config.trainer.directory), ExitStack() as stack:
             self._quarantine = Quarantine(config.trainer)
-            if (copies := state_copies(config)) is not None:
-                opened.callback(copies.close)
-            self._copies = copies
+            self._copies = state_copies(config)
+            if self._copies is not None:
+                stack.callback(self._copies.close)
             yield from self._until_done(config, start_up or Timeline())
 
     def _until_done(self, config: Config, timeline: Timeline) -> Iterator[Step]:
+        """Train, and after each loss of a worker again, until the last step."""
         if has_nothing_to_do(config, Settings.of(config)):
             return
         print(describe_machine())
-        # A user's data set or reward that draws from these draws the same again; our own choices have their generators.
+        # For data sets and rewards of the user that draw from the global generators; ours have
+        # generators of their own.
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed % 2**32)
         torch.manual_seed(config.trainer.seed)
-        at_first = random_states()
+        initial_states = random_states()
         while True:
             try:
                 yield from self._train(config, timeline)
                 break
+            # Other errors would come again.
             except (WorkerLostError, PeerLostError, EngineLostError) as error:
                 timeline.close()
                 config = self._after_loss(error)
-            restore_random_states(at_first)
+            # The data set is built again, and must draw the same.
+            restore_random_states(initial_states)
             timeline = Timeline("restart")
         if self._losses:
-            lines = [f"  in {place}: {told}" for place, told in self._losses]
-            print(
-                "\n".join(
-                    [f"The workers were started again {len(lines)} times, after losses", *lines]
-                )
-            )
+            print(f"The workers were started again {len(self._losses)} times, after losses")
+            for place, lost in self._losses:
+                print(f"  in {place}: {lost}")
 
     def _after_loss(self, error: QuadrigaError) -> Config:
-        """The configuration to go on with; raises the error, and how the run goes on, if it does not by itself."""
-        now, limit, run = time.monotonic(), self.config.trainer.max_worker_restarts, self._run
-        place = (
-            f"step {run.trainer.global_steps}"
-            if run
-            else f"the start-up after step {self._written or 0}"
-        )
-        if run and run.trainer.checkpoints.last_written not in (None, self._written):
-            self._written = run.trainer.checkpoints.last_written
+        """Decide how to continue after a loss.
+
+        Returns:
+            The configuration to continue with.
+
+        Raises:
+            QuadrigaError: `error`, extended by why the workers are not restarted and how the run
+                can be continued.
+        """
+        now = time.monotonic()
+        limit = self.config.trainer.max_worker_restarts
+        trainer = self._run.trainer if self._run else None
+        step = trainer.global_steps if trainer else 0
+        place = f"step {step}" if trainer else f"the start-up after step {self._written or 0}"
+        is_repeated = any(place == earlier_place for earlier_place, _ in self._losses)
+        # Progress on disk: losses before it do not count any more.
+        if trainer and trainer.checkpoints.last_written not in (None, self._written):
+            self._written = trainer.checkpoints.last_written
             self._restarts.clear()
         self._restarts = [at for at in self._restarts if now - at < RESTART_WINDOW_S]
-        is_repeated = place in [lost_place for lost_place, _ in self._losses]
-        step = run.trainer.global_steps if run else 0
-        reason = skipped = ""
-        if self._is_stopping:
-            reason = "a stop was requested"
-        elif is_repeated and (refusal := self._quarantine.refusal(step)):
-            reason = f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
-        elif (count := len(self._restarts)) >= limit:
-            reason = f"{count} restarts within an hour and since the last checkpoint, {RESTARTS_KEY}={limit}"
+
+        reason = self._obstacle(place, step, is_repeated=is_repeated)
         if reason:
             advice = how_to_go_on(self.config)
             error.fix = f"{error.fix} The workers are not started again: {reason}. {advice}".strip()
             raise error
+
         self._restarts.append(now)
         self._lost_at = now
         self._losses.append((place, error.where))
-        if run and is_repeated:
-            self._quarantine.add(step, run.trainer.num_rows)
+        skipped = ""
+        if trainer and is_repeated:
+            self._quarantine.add(step, trainer.num_rows)
             skipped = f" Step {step} has lost workers twice, and is skipped."
-        state, resume = "where it began, for it has written no checkpoint yet", {}
+        resume = {}
+        state = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
-            # The newest that this run has written; older ones stand behind it.
-            state, resume = f"the checkpoint of step {self._written}", {"resume_mode": "auto"}
+            # Whatever the user named, the newest checkpoint of this run, or older ones behind it.
+            resume["resume_mode"] = "auto"
+            state = f"the checkpoint of step {self._written}"
         if self._copies is not None and self._copies.steps:
-            state = f"the copy in memory of step {self._copies.steps}, the last that is whole, else {state}"
-        left = f"{limit - len(self._restarts)} of {limit} restarts are left ({RESTARTS_KEY})"
-        resumed = f"the workers are started again, and the run goes on from {state}"
-        print(f"\n{error}\nRecovery: {resumed}; {left}.{skipped}")
-        return self.config.model_copy(
-            update={"trainer": self.config.trainer.model_copy(update=resume)}
+            state = (
+                f"the copy in memory of step {self._copies.steps}, the last that is whole, "
+                f"else {state}"
+            )
+        num_left = limit - len(self._restarts)
+        print(
+            f"\n{error}\nRecovery: the workers are started again, and the run goes on from "
+            f"{state}; {num_left} of {limit} restarts are left ({RESTARTS_KEY}).{skipped}"
         )
+        settings = self.config.trainer.model_copy(update=resume)
+        return self.config.model_copy(update={"trainer": settings})
+
+    def _obstacle(self, place: str, step: int, *, is_repeated: bool) -> str:
+        """Why the workers are not restarted after a loss; "" if they are."""
+        if self._is_stopping:
+            return "a stop was requested"
+        # The step is not taken a third time, so it must be skipped.
+        refusal = self._quarantine.refusal(step) if is_repeated else ""
+        if refusal:
+            return f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
+        limit = self.config.trainer.max_worker_restarts
+        if len(self._restarts) >= limit:
+            return (
+                f"{len(self._restarts)} restarts within an hour and since the last checkpoint, "
+                f"{RESTARTS_KEY}={limit}"
+            )
+        return ""
 
     def _train(self, config: Config, timeline: Timeline) -> Iterator[Step]:
-        self._run, self._is_stopping = None, False
-        run = self._run = self._build(config, timeline)
+        """Build the run and train to the last step, or until workers are lost."""
+        self._run = None
+        self._is_stopping = False
+        run = self._build(config, timeline)
+        self._run = run
         trainer = run.trainer
         trainer.quarantine = self._quarantine
         if self._losses:
-            trainer.recovery = len(self._losses), self._lost_at
+            trainer.recovery = (len(self._losses), self._lost_at)
         is_cut_short = True
         try:
             timeline.close()
             print(timeline.render())
             if self._copies is not None:
-                trainer.copies, newest = self._copies, self._copies.newest()
-                trainer.newest_copy = (
-                    newest if newest is not None and newest.step >= (self._written or 0) else None
-                )
+                trainer.copies = self._copies
+                newest = self._copies.newest()
+                # A checkpoint may be newer, of a step whose copy was lost with its workers.
+                if newest is not None and newest.step >= (self._written or 0):
+                    trainer.newest_copy = newest
             with heeding_sigterm(lambda: f"If it is killed before: {how_to_go_on(config)}"):
                 try:
                     yield Step(trainer, None)
@@ -177,6 +219,7 @@ class TaskRunner:
                     self._is_stopping = stop_requested.is_set()
             is_cut_short = False
         except KeyboardInterrupt:
+            # First, so that the message names the checkpoint that is just being written.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             print(f"\ninterrupted in step {trainer.global_steps}. {how_to_go_on(config)}")
             raise
@@ -187,51 +230,64 @@ class TaskRunner:
             print(what_next(config, trainer.checkpoints.last_written))
 
     def _build(self, config: Config, timeline: Timeline) -> Run:
-        """The run; after a loss with fewer processes, where the cluster has no room for all of them."""
+        """Build the run; after a loss with fewer processes if the cluster has no room for all."""
         try:
             return self._build_run(config, timeline)
         except NoRoomError as error:
-            missing = error
-        for smaller in with_fewer_processes(config) if self._losses else ():
-            with suppress(NoRoomError):
-                run = self._build_run(smaller, timeline)
-                pools = ", ".join(
-                    f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items()
-                )
-                said = (
-                    "Its numbers differ by rounding. The next restart asks for all of them again."
-                )
-                print(f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. {said}")
-                return run
-        raise missing
+            no_room = error
+        if self._losses:
+            for smaller_config in with_fewer_processes(config):
+                with suppress(NoRoomError):
+                    run = self._build_run(smaller_config, timeline)
+                    pools = smaller_config.trainer.resource_pools.items()
+                    described_pools = ", ".join(f"{pool} {counts}" for pool, counts in pools)
+                    print(
+                        f"NOTICE: {no_room}\n"
+                        f"The run goes on with fewer processes: {described_pools}. Its numbers "
+                        "differ by rounding. The next restart asks for all of them again."
+                    )
+                    return run
+        raise no_room
 
 
 def what_next(config: Config, step: int | None) -> str:
-    """What can be done with a run that has ended, whose last checkpoint is that of a step."""
-    trainer, run = config.trainer, config.trainer.directory
-    length = "total_training_steps" if trainer.total_training_steps == step else "total_epochs"
+    """Message about what to do with a finished run.
+
+    Args:
+        config: the resolved configuration.
+        step: step of its last checkpoint; None if it has none.
+    """
+    run = config.trainer.directory
     if config.task != "rl":
-        enables, section = "", "actor_rollout_ref"
+        override = as_override("actor_rollout_ref.model.path", run / "model")
         if config.task == "reward_model":
-            enables, section = "reward_model.enable=True ", "reward_model"
-        model = as_override(f"{section}.model.path", run / "model")
-        return f"done. Next:\n  quadriga train --config FILE {enables}{model}"
-    rows = "" if config.data.val_files else " data.val_files=FILE"
+            override = as_override("reward_model.model.path", run / "model")
+            override = f"reward_model.enable=True {override}"
+        return f"done. Next:\n  quadriga train --config FILE {override}"
     if step is None:
-        return f"done: {run}, without a checkpoint; trainer.save_freq=N writes one every N steps and at the end."
+        return (
+            f"done: {run}, without a checkpoint; "
+            "trainer.save_freq=N writes one every N steps and at the end."
+        )
+    folder = shlex.quote(str(run))
+    file = shlex.quote(str(run / CONFIGURATION))
+    rows = "" if config.data.val_files else " data.val_files=FILE"
+    is_by_steps = config.trainer.total_training_steps == step
+    length = "total_training_steps" if is_by_steps else "total_epochs"
     return (
         f"done: {run} has the checkpoint of step {step}. Next:\n"
-        f"  quadriga eval {shlex.quote(str(run))} --config {shlex.quote(str(run / CONFIGURATION))}{rows}\n"
-        f"  quadriga export {shlex.quote(str(run))} --output DIR\n"
+        f"  quadriga eval {folder} --config {file}{rows}\n"
+        f"  quadriga export {folder} --output DIR\n"
         f"  the same command with a larger trainer.{length} goes on"
     )
 
 
 def how_to_go_on(config: Config) -> str:
-    """What stands on the disk, and what takes the run up again from there."""
-    step, change = Checkpoints(config.trainer.directory).newest(), ""
+    """Message about the checkpoint of an interrupted run and how to resume from it."""
+    step = Checkpoints(config.trainer.directory).newest()
     if step is None:
         return "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
+    change = ""
     if config.trainer.resume_mode != "auto":
         change = " with trainer.resume_mode=auto"
     return f"The same command{change} goes on from the checkpoint of step {step}."

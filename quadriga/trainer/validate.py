@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: respond to every held-out prompt with the validation's own sampling, grade, and count.
+"""Validation: respond to every held-out prompt with the validation's own sampling, and grade.
 
-The metrics are exact, quick, and without a random draw. A prompt has n responses. Per data source and per variable (the
-reward, an accuracy, ...):
+The metrics are exact, quick, and without a random draw. A prompt has n responses. Per data source
+and per variable (the reward, an accuracy, ...):
 
     mean@N         the mean of a prompt's responses, averaged over prompts
     std@N          their standard deviation (over n, not n - 1), averaged over prompts
-    best@k/mean    expected maximum of k of the n responses, drawn without replacement, averaged over prompts
+    best@k/mean    expected maximum of k of the n responses, drawn without replacement, averaged
+                   over prompts
     best@k/std     standard deviation of that maximum over the draws, averaged over prompts
     worst@k/...    the same of the minimum
-    maj@k/...      the same of the score of the answer given most often among the k
+    maj@k/...      the same of the score of the answer that is most frequent among the k
 
-These are expectations over all draws, not averages over some of them. With x_1 <= ... <= x_n sorted, the maximum is x_j
-in C(j-1, k-1) of C(n, k) draws. For the majority the draws are counted by how often each distinct answer occurs in
-them; answers that tie win equally often, an answer's score is the mean of the responses that gave it, and "no answer"
-(None) is an answer like any other.
+These are expectations over all draws, not averages over some of them. With x_1 <= ... <= x_n
+sorted, the maximum is x_j in C(j-1, k-1) of C(n, k) draws. For the majority, draws are counted by
+how often each distinct answer occurs in them; answers that tie win equally often, the score of an
+answer is the mean of the responses that gave it, and "no answer" (None) is an answer like any
+other.
 
-N is the largest number of responses that a prompt of the data source has; k is 2, 4, 8, ... and N. Where prompts have
-different numbers of responses, mean@N takes all of them, std@N those with at least 2, and k those with at least k.
+N is the largest number of responses that a prompt of the data source has; k is 2, 4, 8, ... and N.
+If prompts have different numbers of responses, mean@N takes all prompts, std@N those with at least
+2 responses, and k those with at least k.
 
-Names are `val-core/<data source>/<variable>/<metric>` for mean@N, best@N/mean and maj@N/mean of the variable that
-matters (`acc` where there is one, else `reward`), and `val-aux/...` for all others. The standard deviation is left out
-at k = N, where only one draw exists.
+Names are `val-core/<data source>/<variable>/<metric>` for mean@N, best@N/mean and maj@N/mean of the
+core variable (`acc` if there is one, else `reward`), and `val-aux/...` for all others. The standard
+deviation is left out at k = N, which has only one draw.
 """
 
 import math
@@ -45,22 +48,22 @@ from quadriga.workers import ActorRolloutRefWorker
 
 CORE_VARIABLES = ("acc", "reward")
 CORE_METRICS = ("mean@{}", "best@{}/mean", "maj@{}/mean")
-_SHOWN = (
-    "uid",
-    "data_source",
-    "input",
-    "output",
-    "output_with_special_tokens",
-    "ground_truth",
-    "score",
-)
-_NOT_MEASURED = (RESERVED - {"num_turns"}) | {*_SHOWN, "reward_error", "pred"}
+_SHOWN = ("input", "output", "ground_truth", "score")
+_NOT_MEASURED = (RESERVED - {"num_turns"}) | {
+    *_SHOWN,
+    *("uid", "data_source", "output_with_special_tokens", "reward_error", "pred"),
+}
 
 
 class Validator:
     """Runs a policy over the validation data.
 
-    `config.actor_rollout_ref.rollout.val_kwargs` has the sampling; without a `dataloader` there is nothing to validate.
+    Args:
+        config: its `actor_rollout_ref.rollout.val_kwargs` has the sampling.
+        tokenizer: tokenizer of the policy.
+        rollout: generates the responses.
+        reward: grades them.
+        dataloader: batches of prompts; None if there is nothing to validate.
     """
 
     def __init__(
@@ -71,76 +74,85 @@ class Validator:
         reward: RewardManager,
         dataloader: Any,
     ) -> None:
-        self.config, self.tokenizer, self.rollout = config, tokenizer, rollout
-        self.reward, self.dataloader = reward, dataloader
+        self.config = config
+        self.tokenizer = tokenizer
+        self.rollout = rollout
+        self.reward = reward
+        self.dataloader = dataloader
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics, and the rows that trackers show; both empty where there is nothing to validate."""
+        """Validate the policy of a step.
+
+        Returns:
+            Metrics, and rows for trackers to show; both are empty without validation data.
+        """
         rows, errors = self.graded(step)
         if not rows:
             return {}, []
-        return means(sample_values(rows)) | errors, first_samples(
-            rows, self.config.trainer.log_val_generations
-        )
+        metrics = means(sample_values(rows)) | errors
+        return metrics, first_samples(rows, self.config.trainer.log_val_generations)
 
     def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """All responses as rows with their grades, and the share that could not be graded, where a manager says so.
-        They go to `trainer.validation_data_dir` where one is set."""
-        rows: list[dict[str, Any]] = []
-        errors: dict[str, float] = {}
+        """Respond to all prompts and grade the responses.
+
+        They are also written to `trainer.validation_data_dir` if it is set.
+
+        Returns:
+            A row per response with its grades, and the metric of responses that could not be
+            graded, if the reward manager counts them.
+        """
+        rows = []
+        errors = {}
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
             num_prompts += len(prompts)
-            prompts.meta_info |= {
-                "global_steps": step,
-                "validate": True,
-                "do_sample": sampling.do_sample,
-            }
+            prompts.meta_info["global_steps"] = step
+            prompts.meta_info["validate"] = True
+            prompts.meta_info["do_sample"] = sampling.do_sample
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
-            reward = grade(self.reward, batch)
+            reward_metrics = reduce_metrics(grade(self.reward, batch).metrics)
             rows += sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
-            told, name = reduce_metrics(reward.metrics), "val-aux/reward/errors"
-            if "reward/errors" in told:
-                errors[name] = errors.get(name, 0.0) + told["reward/errors"]
+            if "reward/errors" in reward_metrics:
+                num_errors = errors.get("val-aux/reward/errors", 0.0)
+                errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]
         if rows and self.config.trainer.validation_data_dir:
             write_samples(self.config.trainer.validation_data_dir, step, rows)
         return rows, errors
 
 
 def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """What trackers show: the first response to each of the first prompts."""
-    shown: dict[str, dict[str, Any]] = {}
+    """The first response to each of the first `count` prompts, with the columns to show."""
+    samples = {}
     for row in rows:
-        shown.setdefault(
-            row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")}
-        )
-    return list(shown.values())[:count]
+        if row["uid"] not in samples:
+            samples[row["uid"]] = {name: row[name] for name in _SHOWN}
+    return list(samples.values())[:count]
 
 
 def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """`validation_values` of the score of each row, and of what graders add; columns without numbers are left out.
+    """`validation_values` of the scores of rows and of all numbers that graders add.
 
-    `rows` have `data_source`, `uid` and `score`, and perhaps `pred`.
+    Args:
+        rows: have `data_source`, `uid` and `score`, and perhaps the answer `pred`.
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
-    return validation_values(
-        [row["data_source"] for row in rows],
-        [row["uid"] for row in rows],
-        {
-            "reward": [row["score"] for row in rows],
-            **{name: [row.get(name) for row in rows] for name in names},
-        },
-        [_comparable(row.get("pred")) for row in rows]
-        if any("pred" in row for row in rows)
-        else None,
-    )
+    variables = {"reward": [row["score"] for row in rows]}
+    for name in names:
+        # A grader's own number of this name does not replace the score.
+        variables.setdefault(name, [row.get(name) for row in rows])
+    predictions = None
+    if any("pred" in row for row in rows):
+        predictions = [_comparable(row.get("pred")) for row in rows]
+    data_sources = [row["data_source"] for row in rows]
+    uids = [row["uid"] for row in rows]
+    return validation_values(data_sources, uids, variables, predictions)
 
 
 def _comparable(prediction: Any) -> Hashable:
-    """What is counted as equal answers: graders may return lists, whose elements count."""
+    """A prediction in a form that can be counted: graders may return lists."""
     try:
         hash(prediction)
     except TypeError:
@@ -149,24 +161,29 @@ def _comparable(prediction: Any) -> Hashable:
 
 
 def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics by name, of the values [prompts] that they are means of."""
-    return {name: float(one.mean()) for name, one in values.items()}
+    """Means of the values [prompts] of each metric."""
+    return {name: float(values_of_prompts.mean()) for name, values_of_prompts in values.items()}
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean of values [prompts], the prompts being drawn from many.
+    """The 95 % confidence interval of the mean of values [prompts], a sample of many prompts.
 
-    Wilson's interval where all values lie in [0, 1], for as many prompts of right or wrong as give the mean's
-    variance; else 1.96 standard errors to both sides.
+    It is Wilson's interval if all values lie in [0, 1], for as many prompts with values 0 and 1 as
+    give the same variance of the mean; otherwise 1.96 standard errors to both sides.
     """
-    mean, num_prompts = float(values.mean()), len(values)
+    mean = float(values.mean())
+    num_prompts = len(values)
+    # Variance of the mean.
     variance = float(values.var(ddof=1)) / num_prompts if num_prompts > 1 else 0.0
     if values.min() < 0 or values.max() > 1:
         half = 1.96 * math.sqrt(variance) if num_prompts > 1 else math.inf
         return mean - half, mean + half
+    # Wilson's interval. A prompt of right or wrong has variance `spread`, so n of them give the
+    # variance of the mean.
     spread = mean * (1 - mean)
     n = spread / variance if spread and variance else num_prompts
-    middle, square = mean + 1.96**2 / (2 * n), 1.96**2 / n
+    middle = mean + 1.96**2 / (2 * n)
+    square = 1.96**2 / n
     half = 1.96 * math.sqrt(spread / n + square / (4 * n))
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
@@ -177,176 +194,233 @@ def validation_values(
     variables: Mapping[str, Sequence[Any]],
     predictions: Sequence[Hashable | None] | None = None,
 ) -> dict[str, np.ndarray]:
-    """All validation metrics by full name, each as the values of the prompts that it is the mean of.
-    Returns name -> float64 [prompts], per data source in order of appearance.
-    `uids`: of each response, equal for responses to the same prompt.
-    `variables`: numbers of each response by name, "reward" among them; None or NaN where a response has none. Those
-    that hold anything else, such as texts, are not measured.
-    `predictions`: the final answer extracted from each response, compared by equality; None where there is none.
-    Without any, there is no maj@k."""
-    numbers = {
-        name: column
-        for name, values in variables.items()
-        if (column := _numbers(values)) is not None
-    }
+    """Compute all validation metrics, each as the values of the prompts that it is the mean of.
+
+    Args:
+        data_sources: data source of each response.
+        uids: uid of each response, equal for responses to the same prompt.
+        variables: numbers of each response by name, "reward" among them; None or NaN if a response
+            has none. Variables that hold anything else, such as texts, are not measured.
+        predictions: the final answer extracted from each response, compared by equality; None if
+            there is none. Without predictions there is no maj@k.
+
+    Returns:
+        Metrics by full name, float64 [prompts], by data source in order of appearance.
+    """
+    columns = {}
+    for name, values in variables.items():
+        column = _numbers(values)
+        if column is not None:
+            columns[name] = column
     rows_of_source = defaultdict(list)
     for row, source in enumerate(data_sources):
         rows_of_source[source].append(row)
-    metrics: dict[str, np.ndarray] = {}
+
+    metrics = {}
     for source, rows in rows_of_source.items():
-        measured = {
-            name: [row for row in rows if not np.isnan(column[row])]
-            for name, column in numbers.items()
-        }
-        core = next((name for name in CORE_VARIABLES if measured.get(name)), None)
-        for name, present in measured.items():
-            if present:
-                found, num_most = _variable_metrics(numbers[name], present, uids, predictions)
-                core_metrics = (
-                    [form.format(num_most) for form in CORE_METRICS] if name == core else []
-                )
-                for metric, value in found.items():
-                    metrics[
-                        f"{'val-core' if metric in core_metrics else 'val-aux'}/{source}/{name}/{metric}"
-                    ] = value
+        # Rows that have a number, by variable.
+        measured_rows = {}
+        for name, column in columns.items():
+            rows_with_number = [row for row in rows if not np.isnan(column[row])]
+            if rows_with_number:
+                measured_rows[name] = rows_with_number
+        core_variable = next((name for name in CORE_VARIABLES if name in measured_rows), None)
+        for name, rows_with_number in measured_rows.items():
+            values_by_metric, num_most = _variable_values(
+                columns[name], rows_with_number, uids, predictions
+            )
+            core_metrics = []
+            if name == core_variable:
+                core_metrics = [form.format(num_most) for form in CORE_METRICS]
+            for metric, values_of_prompts in values_by_metric.items():
+                group = "val-core" if metric in core_metrics else "val-aux"
+                metrics[f"{group}/{source}/{name}/{metric}"] = values_of_prompts
     return metrics
 
 
-def _variable_metrics(
-    numbers: np.ndarray,
+def _variable_values(
+    column: np.ndarray,
     rows: Sequence[int],
     uids: Sequence[Hashable],
     predictions: Sequence[Hashable | None] | None,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """One variable of one data source, whose responses are `rows`: metric -> values, and N."""
-    prompts: dict[Hashable, list[int]] = defaultdict(list)
+    """Metrics of one variable of one data source.
+
+    Args:
+        column: the variable's number of each response of the data.
+        rows: the responses of the data source that have a number.
+        uids, predictions: as for `validation_values`.
+
+    Returns:
+        The values [prompts] of each metric, and N.
+    """
+    rows_of_prompt = defaultdict(list)
     for row in rows:
-        prompts[uids[row]].append(row)
-    scores = [numbers[prompt] for prompt in prompts.values()]
-    metrics = score_values(scores)
+        rows_of_prompt[uids[row]].append(row)
+    prompts = list(rows_of_prompt.values())
+    scores = [column[prompt] for prompt in prompts]
+    values = score_values(scores)
     if predictions is not None and any(predictions[row] is not None for row in rows):
-        metrics |= majority_values(
-            scores, [[predictions[row] for row in prompt] for prompt in prompts.values()]
-        )
-    return metrics, max(len(prompt) for prompt in scores)
+        answers = [[predictions[row] for row in prompt] for prompt in prompts]
+        values |= majority_values(scores, answers)
+    return values, max(map(len, prompts))
 
 
 def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """mean, std, best and worst of the scores of each prompt: metric, such as "best@4/mean" -> [prompts].
+    """Mean, std, best and worst of the scores of each prompt.
 
-    `scores` has one array of floats per prompt, of any length from 1.
+    Args:
+        scores: one array of floats per prompt, of any length from 1.
+
+    Returns:
+        Values [prompts] of each metric, such as "best@4/mean".
     """
-    num_most = max(len(prompt) for prompt in scores)
+    num_most = max(map(len, scores))
     metrics = {f"mean@{num_most}": np.array([prompt.mean() for prompt in scores])}
     if num_most == 1:
         return metrics
     metrics[f"std@{num_most}"] = np.array([prompt.std() for prompt in scores if len(prompt) > 1])
-    by_length = defaultdict(list)
+
+    # Prompts with equally many responses share a block [prompts, responses], sorted by score.
+    prompts_of_length = defaultdict(list)
     for prompt in scores:
-        by_length[len(prompt)].append(prompt)
-    # The prompts with equally many responses together: [prompts, responses] each.
-    blocks = [np.sort(np.stack(prompts), axis=1) for prompts in by_length.values()]
+        prompts_of_length[len(prompt)].append(prompt)
+    blocks = [np.sort(np.stack(prompts), axis=1) for prompts in prompts_of_length.values()]
     for k in _draw_sizes(num_most):
-        large = [block for block in blocks if block.shape[1] >= k]
-        for kind, order in (("best", 1), ("worst", -1)):
-            moments = []
-            for block in large:
-                n = block.shape[1]
-                # [n]: the chance that the j-th smallest of n is the largest of k drawn without replacement.
-                weights = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
-                moments.append(_moments(block[:, ::order], weights))
-            metrics |= _summary(
-                f"{kind}@{k}", np.concatenate(moments, axis=1), is_only_draw=k == num_most
-            )
+        moments = {"best": [], "worst": []}
+        for block in blocks:
+            n = block.shape[1]
+            if n < k:
+                continue
+            # [n]: the chance that the j-th smallest of n is the largest of k drawn without
+            # replacement. For the smallest the order is reversed.
+            chances = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
+            moments["best"].append(_moments(block, chances))
+            moments["worst"].append(_moments(block[:, ::-1], chances))
+        for kind, moments_of_blocks in moments.items():
+            joined = np.concatenate(moments_of_blocks, axis=1)
+            metrics |= _summary(f"{kind}@{k}", joined, is_only_draw=k == num_most)
     return metrics
 
 
 def majority_values(
     scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]
 ) -> dict[str, np.ndarray]:
-    """maj@k of each k: the score of the answer given most often among k of a prompt's responses.
+    """Score of the answer that is most frequent among k of a prompt's responses, for each k.
 
-    `predictions`: the final answers, of the same lengths.
-    Returns metric, such as "maj@4/mean" -> [prompts]; nothing if no prompt has 2 responses.
+    Args:
+        scores: one array of floats per prompt.
+        predictions: the final answers to each prompt, as many as it has scores.
+
+    Returns:
+        Values [prompts] of each metric, such as "maj@4/mean"; empty if no prompt has 2 responses.
     """
-    num_most = max(len(prompt) for prompt in scores)
-    moments: dict[int, list[np.ndarray]] = defaultdict(list)
+    num_most = max(map(len, scores))
+    moments = defaultdict(list)
     for prompt, answers in zip(scores, predictions, strict=True):
+        # Distinct answers are numbered in order of appearance.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-        member = np.array([numbers[answer] for answer in answers])
-        counts = np.bincount(member)
+        number_of_response = np.array([numbers[answer] for answer in answers])
+        counts = np.bincount(number_of_response)
+        # Ascending counts, so that prompts with the same counts share the cached chances.
         order = np.argsort(counts, kind="stable")
-        answer_scores = (np.bincount(member, weights=prompt) / counts)[order]
+        answer_scores = (np.bincount(number_of_response, weights=prompt) / counts)[order]
         chances = majority_chances(tuple(counts[order].tolist()))
         for k in _draw_sizes(num_most):
             if k <= len(prompt):
                 moments[k].append(_moments(answer_scores[None], chances[k]))
-    metrics: dict[str, np.ndarray] = {}
-    for k, found in moments.items():
-        metrics |= _summary(f"maj@{k}", np.concatenate(found, axis=1), is_only_draw=k == num_most)
+    metrics = {}
+    for k, moments_of_prompts in moments.items():
+        joined = np.concatenate(moments_of_prompts, axis=1)
+        metrics |= _summary(f"maj@{k}", joined, is_only_draw=k == num_most)
     return metrics
 
 
 @lru_cache(maxsize=4096)
 def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
-    """The chance of each answer to be the one given most often among k drawn, for every k.
+    """The chance of each answer to be the most frequent of k drawn, for every k.
 
-    A draw in which answer a occurs v times and wins is one of C(counts[a], v) choices of a's, times a choice of the
-    others in which none exceeds v. `ways[t, s]` counts the latter by their size s and by the number t of answers that
-    tie with a, which share the win among 1 + t.
+    A draw in which answer a occurs v times and wins is one of C(counts[a], v) choices of a's, times
+    a choice of the others in which none exceeds v. `ways[t, s]` counts the latter by their size s
+    and by the number t of answers that tie with a, which share the win among 1 + t.
 
-    `counts`: how often each distinct answer was given, ascending; up to a sum of 1000, in float64.
-    Returns [n + 1, len(counts)] for k = 0 to n; each row from k = 1 on sums to 1.
+    Args:
+        counts: how often each distinct answer was given, ascending; their sum is at most 1000, for
+            float64 to hold the numbers of draws.
+
+    Returns:
+        [n + 1, len(counts)] for k = 0 to n; each row from k = 1 on sums to 1.
     """
     n = sum(counts)
     wins = np.zeros((n + 1, len(counts)))
+    # Answers with the same count have the same chances.
     for count in set(counts):
-        alike = [number for number, other in enumerate(counts) if other == count]
-        others = list(counts)
-        others.remove(count)
+        is_alike = np.array(counts) == count
+        other_counts = list(counts)
+        other_counts.remove(count)
         for v in range(1, count + 1):
-            ways = _draws_of_others(tuple(others), v, n)
+            ways = _draws_of_others(tuple(other_counts), v, n)
+            # [n + 1]: by size of the draw, with the win divided by the number of tying answers.
             shares = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)
-            wins[v:, alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
-    return wins / np.array([float(math.comb(n, k)) for k in range(n + 1)])[:, None]
+            wins[v:, is_alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
+    num_draws = np.array([float(math.comb(n, k)) for k in range(n + 1)])
+    return wins / num_draws[:, None]
 
 
-def _draws_of_others(others: tuple[int, ...], v: int, n: int) -> np.ndarray:
-    """[ties, n + 1]: in how many ways to draw s of the others so that none occurs above v times and t exactly so."""
-    below = sum(count for count in others if count < v)
-    ways = np.array([[float(math.comb(below, s)) for s in range(n + 1)]])
-    for count in others:
+def _draws_of_others(other_counts: tuple[int, ...], v: int, n: int) -> np.ndarray:
+    """Numbers of draws from the other answers in which none occurs more than v times.
+
+    Returns:
+        [ties + 1, n + 1]: by the number of answers that occur exactly v times, and by the size of
+        the draw.
+    """
+    # Answers with fewer than v responses can neither tie nor exceed, so they count as one.
+    num_below = sum(count for count in other_counts if count < v)
+    ways = np.array([[float(math.comb(num_below, s)) for s in range(n + 1)]])
+    for count in other_counts:
         if count >= v:
+            # One answer more: it takes `num_drawn` of each draw, and may be one tie more.
             extended = np.zeros((len(ways) + 1, n + 1))
-            for drawn in range(v + 1):
-                ties = int(drawn == v)
-                extended[ties : len(ways) + ties, drawn:] += (
-                    math.comb(count, drawn) * ways[:, : n + 1 - drawn]
+            for num_drawn in range(v + 1):
+                tie = int(num_drawn == v)
+                extended[tie : len(ways) + tie, num_drawn:] += (
+                    math.comb(count, num_drawn) * ways[:, : n + 1 - num_drawn]
                 )
             ways = extended
     return ways
 
 
-def _moments(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[2, prompts]: mean and standard deviation of each row of values, drawn with the given chances."""
-    mean = values @ weights
-    return np.stack([mean, np.sqrt(np.square(values - mean[:, None]) @ weights)])
+def _moments(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """Mean and standard deviation [2, prompts] of each row of values, drawn with some chances."""
+    mean = values @ chances
+    variance = np.square(values - mean[:, None]) @ chances
+    return np.stack([mean, np.sqrt(variance)])
 
 
 def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, np.ndarray]:
+    """The metrics of some moments [2, prompts]; a single draw has no standard deviation."""
     mean, deviation = moments
-    return {f"{name}/mean": mean} | ({} if is_only_draw else {f"{name}/std": deviation})
+    metrics = {f"{name}/mean": mean}
+    if not is_only_draw:
+        metrics[f"{name}/std"] = deviation
+    return metrics
 
 
 def _draw_sizes(num_most: int) -> list[int]:
     """2, 4, 8, ... below `num_most`, and `num_most`; nothing for a single response."""
-    powers = [2**exponent for exponent in range(1, num_most.bit_length()) if 2**exponent < num_most]
-    return [*powers, num_most] if num_most > 1 else []
+    if num_most == 1:
+        return []
+    sizes = []
+    k = 2
+    while k < num_most:
+        sizes.append(k)
+        k *= 2
+    return [*sizes, num_most]
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray | None:
-    """The values as floats, NaN for None; None if anything in it is not a number."""
-    column = [math.nan if value is None else value for value in values]
-    if not all(isinstance(value, bool | int | float | np.bool_ | np.number) for value in column):
+    """The values as float64, with NaN for None; None if any of them is not a number."""
+    numbers = [math.nan if value is None else value for value in values]
+    if not all(isinstance(value, bool | int | float | np.bool_ | np.number) for value in numbers):
         return None
-    return np.array(column, dtype=np.float64)
+    return np.array(numbers, dtype=np.float64)

@@ -168,6 +168,11 @@ def test_graders_numbers_are_measured_and_texts_are_not(make: Callable) -> None:
     assert not [name for name in metrics if "comment" in name]
 
 
+def test_a_graders_number_called_reward_does_not_replace_the_score(make: Callable) -> None:
+    metrics, _ = make([batch(2, "x")], Grader(reward=lambda good: 7.0), n=2)[0].run(1)
+    assert metrics["val-core/x/reward/mean@2"] == 0.5
+
+
 @pytest.mark.parametrize(
     "pred", [lambda good: "b" if good else None, lambda good: ["b"] if good else ["a"]]
 )
