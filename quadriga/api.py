@@ -190,7 +190,7 @@ class Trainer:
         """Make the trainer of a resolved configuration.
 
         Args:
-            config: configuration of the run.
+            config: resolved configuration.
             callbacks: functions that are called with the `Step` after each step.
 
         Returns:
@@ -264,9 +264,9 @@ class Run:
     """Results of a run, read from its directory.
 
     Args:
-        directory: directory of the run.
+        directory: where the run wrote its files.
         callbacks: functions that `resume` calls with the `Step` after each step.
-        config: configuration of the run. None: the one in the directory.
+        config: its configuration. None: the one in the directory.
     """
 
     def __init__(

@@ -288,8 +288,10 @@ class _Guarded:
             now = time.time()
             entries = os.scandir("/dev/shm")
             new_files = {Path(entry) for entry in entries if now - entry.stat().st_ctime < _NEW_S}
-            if new_files:
-                self._note_memory(new_files)
+            pids = self._pids() if new_files else set()
+            for pid in pids:
+                for file in shared_memory({pid}) & new_files:
+                    self._memory.setdefault(file, {})[pid] = start_of(pid)
         unowned = [file for file, owners in self._memory.items() if not _living(owners)]
         for file in unowned:
             pids = [pid for pid in _all_pids() if file in shared_memory({pid})]
@@ -298,11 +300,6 @@ class _Guarded:
             else:
                 del self._memory[file]
                 file.unlink(missing_ok=True)
-
-    def _note_memory(self, new_files: set[Path]) -> None:
-        for pid in self._pids():
-            for file in shared_memory({pid}) & new_files:
-                self._memory.setdefault(file, {})[pid] = start_of(pid)
 
     def end(self, *, with_trackers: bool = False) -> None:
         """Kill the processes and remove their shared memory.
@@ -314,7 +311,11 @@ class _Guarded:
         trackers_until = time.monotonic() + _SWEEP_LIMIT_S / 3
         while time.monotonic() < until:
             pids = self._pids()
-            trackers = {pid for pid in pids if _is_tracker(pid)}
+            trackers = set()
+            for pid in pids:
+                command = _read(pid, "cmdline")
+                if any(tracker in command for tracker in _TRACKERS):
+                    trackers.add(pid)
             remaining = pids if with_trackers else pids - trackers
             if not remaining:
                 break
@@ -335,12 +336,6 @@ class _Guarded:
         pids |= {pid for pid in _all_pids() if self._mark in _read(pid, "environ")}
         pids -= {os.getpid(), self._root, *_living(self._before)}
         return {pid for pid in pids if start_of(pid)}
-
-
-def _is_tracker(pid: int) -> bool:
-    """Whether a process cleans up behind others."""
-    command = _read(pid, "cmdline")
-    return any(tracker in command for tracker in _TRACKERS)
 
 
 def end_session(folder: str) -> None:

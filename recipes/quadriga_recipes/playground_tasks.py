@@ -4,8 +4,8 @@
     sums      3+5=        100 questions, the same for training and validation: a table to learn
     largest   max 381=    1000 questions, of which 200 are for validation only
 
-A habit is a way to respond that supervised training teaches. One habit of each task is right;
-training with rewards selects it.
+A habit is a way to respond that a model learns in supervised training. One habit of each task is
+right; training with rewards selects it.
 """
 
 from collections.abc import Callable, Mapping
