@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if options.what == "data":
         _prepare_data(options)
     elif options.what == "model":
-        with waiting(f"the model {options.name}", every_s=NOTICE_S):
+        with waiting(f"the model {options.name}", lambda: f"{options.output}", NOTICE_S):
             folder = _recipe("model_folder").prepare_model(options.name, options.output)
         log_to(options.output)
         print(f"model: {folder}")

@@ -40,16 +40,19 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _JOINED_ROWS = 8
 
-# What the configurations of all converted models have in common.
+# Values of config.json that are the same for all models, or where a file does not have them.
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
+    "bos_token_id": 1,
     "dtype": "float32",
+    "eos_token_id": 2,
     "hidden_act": "silu",
     "initializer_range": 0.02,
     "mlp_bias": False,
     "model_type": "llama",
+    "pad_token_id": None,
     "pretraining_tp": 1,
     "use_cache": True,
 }
