@@ -26,7 +26,7 @@ from campaigns import engine_kills  # noqa: E402
 from campaigns.campaign import Campaign, Outcome  # noqa: E402
 from campaigns.engine_kills import NUM_SAMPLES, NUM_STEPS, RESTART_LIMIT_S, differences, read  # noqa: E402
 from quadriga.cli.main import main  # noqa: E402
-from quadriga.trainer.async_batches import AsyncBatches  # noqa: E402
+from quadriga.trainer.asynchronous.batches import AsyncBatches  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
 ON = ("async_training.enable=True", "trainer.placement={actor: training, rollout: generation}")

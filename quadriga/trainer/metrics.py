@@ -17,7 +17,7 @@ from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.async_rules import Rules
+from quadriga.trainer.asynchronous.rules import Rules
 
 logger = logging.getLogger(__name__)
 

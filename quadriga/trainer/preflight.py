@@ -17,13 +17,13 @@ from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.samples import OF_CONVERSATION
+from quadriga.trainer.asynchronous.simulation import advice
 from quadriga.trainer.build import (
     build_reward,
     build_tokenizer,
     build_train_loader,
     build_val_loader,
 )
-from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
 from quadriga.workers.models import sizes_of_models
@@ -97,7 +97,7 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
 
 def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     """The configuration of a run, and what its metrics and its written responses say of each step; see `recorded` of
-    trainer/simulation.py. Raises DataError: it has not written them."""
+    trainer/asynchronous/simulation.py. Raises DataError: it has not written them."""
     config = load_config([], [run / "config.yaml"]).config
     folder = Path(config.trainer.rollout_data_dir or run / "no responses")
     if not folder.is_dir() or not (run / METRICS_FILE).exists() or config.async_training.enable:

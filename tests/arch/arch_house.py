@@ -58,7 +58,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
-    "quadriga/trainer/async_schedule.py:Schedule.may_start": "the gate, which a test takes out",
+    "quadriga/trainer/asynchronous/schedule.py:Schedule.may_start": "the gate, which a test takes out",
     "quadriga/trainer/rollout_pool.py:RolloutPool._restart": "what Restarts calls in a thread",
     "quadriga/trainer/run_lock.py:_give_up_in_fork": "a hook of os.register_at_fork",
 }

@@ -20,9 +20,9 @@ from quadriga.protocol import DataProtoFuture
 from quadriga.rollout.native.generation import Generation
 from quadriga.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroups
 from quadriga.trainer import build, launch
-from quadriga.trainer.async_batches import AsyncBatches
-from quadriga.trainer.async_record import RECORD
-from quadriga.trainer.stream_pool import RemoteStream
+from quadriga.trainer.asynchronous.batches import AsyncBatches
+from quadriga.trainer.asynchronous.record import RECORD
+from quadriga.trainer.asynchronous.streams import RemoteStream
 from quadriga.workers.stream import ServedStream
 from tests.limits import ENGINE_RESTARTS_S
 

@@ -26,7 +26,15 @@ from typing import IO, Any
 import torch
 
 from quadriga.errors import DataError
-from quadriga.trainer.async_schedule import Batch, Decision, Group, Load, Rules, Save, Schedule
+from quadriga.trainer.asynchronous.schedule import (
+    Batch,
+    Decision,
+    Group,
+    Load,
+    Rules,
+    Save,
+    Schedule,
+)
 
 RECORD = "async_schedule.jsonl"
 

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quadriga.errors import RolloutError
-from quadriga.trainer.async_rules import (
+from quadriga.trainer.asynchronous.rules import (
     Decision,
     Drop,
     HandOver,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What asynchronous training would bring: discrete events around the schedule that real runs have.
 
-Generation and training have ranks of their own. `trainer/async_schedule.py` decides what starts where and when, with
+Generation and training have ranks of their own. `schedule.py` beside it decides what starts where and when, with
 which weights, and which groups a step learns from; here are only the times:
 
     a worker      decodes all of its sequences together; a decode step takes `decode_s`, and `sequence_s` more for each
@@ -26,8 +26,8 @@ import numpy as np
 
 from quadriga.config import Config
 from quadriga.config.placement import engine_ranks, role_pools, rollout_ranks
-from quadriga.trainer.async_rules import Drop, HandOver, Load, Resume, Rules, Start
-from quadriga.trainer.async_schedule import Schedule
+from quadriga.trainer.asynchronous.rules import Drop, HandOver, Load, Resume, Rules, Start
+from quadriga.trainer.asynchronous.schedule import Schedule
 
 NUM_STEPS = 6
 BOUNDS = (0, 1, 2, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule of asynchronous training holds to (`Rules`), and what it decides (`trainer/async_schedule.py`)."""
+"""What a schedule of asynchronous training holds to (`Rules`), and what it decides (`schedule.py` beside it)."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -9,7 +9,7 @@ import torch
 
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.async_state import as_tensor, from_tensor
+from quadriga.trainer.asynchronous.snapshot import as_tensor, from_tensor
 
 
 def test_rows_pass_through_no_file_that_a_killed_process_would_leave(

@@ -17,10 +17,10 @@ a load     waits for: the weights, where the schedule lets the rollout pause for
 state_dict consumes: what is under way. Waits for: the schedule to say `Save`, then the rollout's next step. Unblocked
            by: it; in a deterministic run the rollout itself waits until the next `take`.
 
-With a rollout in processes of its own each engine is a worker of the schedule (`trainer/stream_pool.py`).
+With a rollout in processes of its own each engine is a worker of the schedule (`trainer/asynchronous/streams.py`).
 
-What becomes of events is decided in one place, `trainer/async_schedule.py`; here its decisions are carried out. The
-bound on staleness is checked again on the tokens of every batch.
+What becomes of events is decided in one place, `trainer/asynchronous/schedule.py`; here its decisions are carried out.
+The bound on staleness is checked again on the tokens of every batch.
 
 Legend: B rows, T response positions.
 """
@@ -45,8 +45,13 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
-from quadriga.trainer.async_record import RECORD, RecordedSchedule, RecordedVersions, ScheduleRecord
-from quadriga.trainer.async_schedule import (
+from quadriga.trainer.asynchronous.record import (
+    RECORD,
+    RecordedSchedule,
+    RecordedVersions,
+    ScheduleRecord,
+)
+from quadriga.trainer.asynchronous.schedule import (
     Decision,
     Drop,
     HandOver,
@@ -57,13 +62,13 @@ from quadriga.trainer.async_schedule import (
     Schedule,
     Start,
 )
-from quadriga.trainer.async_state import read, require_state, written
+from quadriga.trainer.asynchronous.snapshot import read, require_state, written
+from quadriga.trainer.asynchronous.streams import StreamPool
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.metrics import measure_staleness, token_versions
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
 from quadriga.trainer.rollout_pool import WeightPublisher
-from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import UnderWay
 
