@@ -15,9 +15,11 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
-from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.asynchronous.rules import Rules
+
+# Their old place, from which users' files may import them.
+from quadriga.trainer.asynchronous.staleness import measure_staleness as measure_staleness
+from quadriga.trainer.asynchronous.staleness import token_versions as token_versions
 
 logger = logging.getLogger(__name__)
 
@@ -182,41 +184,3 @@ def check_log_probs(
     return {
         "rollout/ppl_ratio": math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
     }
-
-
-def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Metric]:
-    """Add `token_staleness` [B, T], check the bound on it, and measure it."""
-    mask = batch.batch["response_mask"].bool()
-    versions = token_versions(batch)
-    staleness = (rules.version_at(step) - versions).masked_fill(~mask, 0)
-    batch.batch["token_staleness"] = staleness
-    drawn = staleness[mask]
-    if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= rules.max_staleness:
-        got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
-        raise RolloutError("async_training", got=got, expected=f"0 to {rules.max_staleness}")
-    spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
-    measured = {"interruptions": Metric((spread > 0).sum(), "sum")}
-    if not len(drawn):
-        return measured
-    measured["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
-    measured["staleness_max"] = Metric(drawn.max(), "max")
-    lags = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
-    return measured | {
-        f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)
-    }
-
-
-def token_versions(rows: DataProto) -> torch.Tensor:
-    """Version of the weights that drew each token [B, T], -1 where the model wrote none.
-    Raises RolloutError: there is a token without."""
-    if "token_versions" in rows.batch.keys():
-        versions = rows.batch["token_versions"]
-        if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
-            return versions
-    where, fix = (
-        "async_training",
-        "A loop of your own gives them to Conversation.extend; or leave async_training off.",
-    )
-    raise RolloutError(
-        where, got="responses without the version of each token", expected="one for each", fix=fix
-    )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule of asynchronous training holds to (`Rules`), and what it decides (`schedule.py` beside it)."""
+"""Rules that a schedule of asynchronous training follows, and the decisions that it makes.
+
+`schedule.py` turns events into these decisions.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,17 +14,25 @@ Reason = Literal["stale", "equal", "surplus", "failed", "end"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a schedule holds to.
+    """Settings of a schedule, and the versions of the weights that follow from them.
+
+    A version is the number of publications before it. Weights are published after every
+    `sync_every` steps.
 
     Attributes:
-        num_groups: that a step learns from, `data.train_batch_size`.
-        group_size: samples of a group, `rollout.n`.
+        num_groups: groups that a step learns from (`data.train_batch_size`).
+        group_size: samples of a group (`rollout.n`).
         num_steps: the last training step.
-        max_staleness, in_flight, on_stale, sync_every, deterministic: as in `async_training`.
+        max_staleness: versions that the oldest token of a sample may be behind.
+        in_flight: whether unfinished samples continue with newer weights or finish first.
+        on_stale: whether a step waits for its own groups or drops groups that are too old.
+        sync_every: steps from one publication to the next.
+        deterministic: whether loads are tied to batches instead of to time.
         warmup_steps: first steps, in which the policy does not learn and nothing is published.
-        round_size: with dynamic sampling, prompts of a round; 0: all groups are kept.
-        part_size: groups of each part of a batch, the last may have fewer; 0: it is handed over as a whole.
-        saves_running: whether samples under way are saved with the schedule; else a save waits until they have ended.
+        round_size: prompts of a round of dynamic sampling. 0: all groups are kept.
+        part_size: groups of each part of a batch; the last may have fewer. 0: a batch is handed
+            over as a whole.
+        saves_running: whether unfinished samples are saved. Otherwise a save waits for them.
     """
 
     num_groups: int
@@ -39,11 +50,14 @@ class Rules:
 
     @classmethod
     def of(cls, config: Config, num_steps: int) -> "Rules":
-        """Those of a run."""
-        settings, data, policy = config.async_training, config.data, config.actor_rollout_ref
-        filters = config.algorithm.filter_groups.enable
+        """Rules of a configuration for a run of `num_steps` steps."""
+        settings = config.async_training
+        policy = config.actor_rollout_ref
+        round_size = 0
+        if config.algorithm.filter_groups.enable:
+            round_size = config.data.gen_batch_size or config.data.train_batch_size
         return cls(
-            num_groups=data.train_batch_size,
+            num_groups=config.data.train_batch_size,
             group_size=policy.rollout.n,
             num_steps=num_steps,
             max_staleness=settings.max_staleness,
@@ -52,13 +66,13 @@ class Rules:
             sync_every=settings.sync_every,
             deterministic=settings.deterministic,
             warmup_steps=config.trainer.critic_warmup,
-            round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
+            round_size=round_size,
             part_size=policy.actor.ppo_mini_batch_size if settings.by_mini_batch else 0,
             saves_running=settings.in_flight == "continue" and policy.rollout.has_unfinished,
         )
 
     def version_at(self, step: int) -> int:
-        """V(step): publications before this step."""
+        """Version of the weights that a step begins with: V(step), publications before it."""
         return max(0, (step - 1) // self.sync_every - self.warmup_steps // self.sync_every)
 
     def publishes(self, step: int) -> bool:
@@ -67,7 +81,7 @@ class Rules:
 
     @property
     def pauses_to_save(self) -> bool:
-        """Whether a save finds each worker at a place that does not depend on the time."""
+        """Whether workers are saved where they pause, at a place that does not depend on time."""
         return self.saves_running and self.deterministic
 
     def last_step_with(self, version: int) -> int:
@@ -77,7 +91,16 @@ class Rules:
 
 @dataclass(frozen=True)
 class Start:
-    """Generate these samples of a group for a batch, in which the group's prompt has the number `row`."""
+    """Decision to generate samples of a group on a worker.
+
+    Attributes:
+        worker: number of the worker.
+        group: number of the group.
+        batch: step that the group is generated for.
+        row: number of the group's prompt in this batch.
+        samples: numbers of the samples in the group.
+        version: version of the worker's weights.
+    """
 
     worker: int
     group: int
@@ -89,8 +112,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Take newer weights: nothing starts on the worker until it has them. Where they are not published yet, the worker
-    makes no token until they are."""
+    """Decision to load newer weights. Nothing starts on the worker until it has them.
+
+    If the version is not published yet, the worker pauses until it is.
+    """
 
     worker: int
     version: int
@@ -98,14 +123,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on without the weights that the worker pauses for."""
+    """Decision to end a worker's pause without the weights that it waits for."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Save:
-    """What the worker has under way goes into the checkpoint of a step, and goes on as if it had begun there."""
+    """Decision to save the unfinished samples of a worker in the checkpoint of a step.
+
+    They continue as if the worker had begun with this checkpoint.
+    """
 
     worker: int
     step: int
@@ -113,7 +141,13 @@ class Save:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The groups that a step learns from, in the order of their prompts; whether they are the last of its batch."""
+    """Decision to hand groups over to a step, in the order of their prompts.
+
+    Attributes:
+        step: the training step.
+        groups: numbers of the groups.
+        is_last: whether the batch of the step is complete with them.
+    """
 
     step: int
     groups: tuple[int, ...]
@@ -122,7 +156,13 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Drop:
-    """A group that no step learns from. `running` are its samples under way by worker, to be aborted."""
+    """Decision to discard a group.
+
+    Attributes:
+        group: number of the group.
+        reason: why no step learns from it.
+        running: worker and number of each unfinished sample, which is aborted.
+    """
 
     group: int
     reason: Reason
