@@ -54,7 +54,7 @@ class Killer:
 
     def next_batch(self, batches: AsyncBatches, step: int) -> Any:
         """`AsyncBatches.take`, with kills that are due in the time that a step takes from here."""
-        pool = batches._pool
+        pool = batches._workers.pool
         assert pool is not None
         if math.isfinite(self.last):
             self.seconds = min(5.0, time.monotonic() - self.last)
@@ -64,7 +64,7 @@ class Killer:
             pool._restarts.wait(RESTART_LIMIT_S)
             with batches._changed:
                 batches._tend()
-                batches._wait_for(lambda: not batches._joining)
+                batches._wait_for(lambda: not batches._workers.joining)
             ranks = list(pool._rollout.ranks)
             for rank in self.random.sample(ranks, self.random.randint(1, max(1, len(ranks) - 1))):
                 wait_s = self.random.uniform(0.0, 0.9) * self.seconds
@@ -73,7 +73,7 @@ class Killer:
         return self.take(batches, step)
 
     def _kill(self, batches: AsyncBatches, rank: int, step: int, wait_s: float) -> None:
-        pool = batches._pool
+        pool = batches._workers.pool
         assert pool is not None
         with self.lock:
             pids = {

@@ -118,8 +118,8 @@ def test_a_rank_that_is_lost_changes_no_number(
             tell(stream, kind, group, output)
 
     def late(batches: AsyncBatches, step: int) -> Any:
-        if step == 5 and batches._pool is not None:
-            batches._pool._restarts.wait(ENGINE_RESTARTS_S)
+        if step == 5 and batches._workers.pool is not None:
+            batches._workers.pool._restarts.wait(ENGINE_RESTARTS_S)
         return take(batches, step)
 
     for name in ("both", "one lost"):

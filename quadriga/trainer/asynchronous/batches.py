@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of responses that were generated while earlier ones were learned from (`async_training`).
+"""Batches of responses that are generated while earlier batches are learned from (`async_training`).
 
     trainer             take(s) ─── waits ──> batch s ── update ── publish(s) ── take(s + 1) ── ...
                           │ wants_batch         ^ HandOver            │ a copy of the weights
@@ -7,31 +7,41 @@
                           v Start               │ ended, graded       v Load
     rollout (threads)     step ─ step ─ step ─ done(group) ─ step ─ newer weights ─ step ─ ...
 
-take       consumes: groups that are complete, in the order of the schedule. Waits for: the groups of its step, as the
-           schedule chooses them. Unblocked by: the last of them, or an error in the rollout, which is raised.
-publish    consumes: the actor's weights, copied. Waits for: the copy alone.
-done       consumes: the rows of a group, in the rollout's thread. Waits for: the lock, and with dynamic sampling in a
-           deterministic run for the graders. Unblocked by: them.
-a load     waits for: the weights, where the schedule lets the rollout pause for them. Unblocked by: `publish`, or a
-           save.
-state_dict consumes: what is under way. Waits for: the schedule to say `Save`, then the rollout's next step. Unblocked
-           by: it; in a deterministic run the rollout itself waits until the next `take`.
+Events come from three kinds of threads, and `schedule.py` decides what follows from them. This file
+carries the decisions out. With an engine in this process its thread reports ended groups, loads and
+saves; with engines in other processes the listening threads do (`streams.py`). A background thread
+grades a round of dynamic sampling.
 
-With a rollout in processes of its own each engine is a worker of the schedule (`trainer/asynchronous/streams.py`).
+    thread       consumes                    waits for                       unblocked by
+    trainer:
+     take        complete groups             the groups of its step          the last group, or an
+                                                                             error of the rollout
+     publish     the actor's weights         their copy                      the copy
+     state_dict  unfinished responses        the decision `Save`, then the   the last report, or an
+                                             next step of each engine        error of the rollout
+    rollout:
+     done        rows of a group             the lock; the graders, if       these
+                                             `deterministic`
+     load        weights                     their publication, if the       `publish`, `Resume` or
+                                             worker pauses for it            `stop`
+     save        its unfinished responses    the next `take`, if             `take` or `stop`
+                                             `deterministic`
+    grading      a round of groups           the graders                     these
 
-What becomes of events is decided in one place, `trainer/asynchronous/schedule.py`; here its decisions are carried out.
-The bound on staleness is checked again on the tokens of every batch.
+One lock protects the schedule and everything below. It is reentrant: an engine may end a group
+inside the call that starts it. The lock is never held while weights are copied or a round is graded
+(unless `deterministic`). Locks of engines and streams are taken inside it, never around it. Whatever
+changes what a thread may wait for calls `notify_all`.
 
-Legend: B rows, T response positions.
+`Prefetcher` has the groups, `StreamWorkers` the engines and their weights, `Snapshot` the state for
+a checkpoint.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -45,13 +55,14 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher, Round
 from quadriga.trainer.asynchronous.record import (
     RECORD,
     RecordedSchedule,
     RecordedVersions,
     ScheduleRecord,
 )
-from quadriga.trainer.asynchronous.schedule import (
+from quadriga.trainer.asynchronous.rules import (
     Decision,
     Drop,
     HandOver,
@@ -59,30 +70,40 @@ from quadriga.trainer.asynchronous.schedule import (
     Resume,
     Rules,
     Save,
-    Schedule,
     Start,
 )
-from quadriga.trainer.asynchronous.snapshot import read, require_state, written
-from quadriga.trainer.asynchronous.streams import StreamPool
-from quadriga.trainer.group_filter import GroupFilter
-from quadriga.trainer.metrics import measure_staleness, token_versions
-from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
+from quadriga.trainer.asynchronous.schedule import Schedule
+from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, written
+from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
+from quadriga.trainer.asynchronous.streams import Pause, RemoteStream, StreamPool, StreamWorkers
+from quadriga.trainer.prompts import PromptStream
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.stream import UnderWay
+from quadriga.workers.stream import GenerationStream, UnderWay
 
-TEND_S = 1.0  # how often a wait looks after engines in other processes
+TEND_S = 1.0
+"""Seconds between two looks at engines in other processes, while the trainer waits."""
 
 
 class AsyncBatches(WeightPublisher):
-    """Where the batches of an asynchronous run come from, and where its weights go.
+    """Coordinates generation and training: batches come from here, and weights go here.
 
     Args:
-        weights: gives validation the actor's weights.
-        actor: of whose weights the rollout gets copies.
-        prompts: of training; batches of them are taken here only.
+        weights: publishes the actor's weights for validation.
+        actor: worker group whose weights the rollout gets copies of.
+        prompts: stream of the training prompts. Nobody else may take from it.
+        reward: grades rounds of dynamic sampling.
+        config: configuration of the run.
         num_steps: the last training step.
+
+    Attributes:
+        rules: rules of the schedule.
+        schedule: schedule of the run. None: no batch was taken yet.
+        is_current: whether the batch that was taken last begins with the newest version, and
+            nothing was learned since its publication.
+
+    Raises:
+        ConfigError: a sampler or data set learns from batches, ahead of which prompts are taken.
     """
 
     def __init__(
@@ -94,273 +115,281 @@ class AsyncBatches(WeightPublisher):
         config: Config,
         num_steps: int,
     ) -> None:
-        self._validation, self._actor, self._config, self._reward = weights, actor, config, reward
-        self._prompts, self._settings = prompts, config.async_training
-        self._pool = weights if isinstance(weights, StreamPool) else None
         self.rules = Rules.of(config, num_steps)
-        learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
-        if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
-            got, fix = (
-                "a sampler or a data set that learns from batches",
-                "Set async_training.max_staleness=0.",
-            )
+        sampler = getattr(prompts.loader, "sampler", None)
+        dataset = getattr(prompts.loader, "dataset", None)
+        learns = hasattr(sampler, "update") or hasattr(dataset, "on_batch_end")
+        if self.rules.max_staleness and learns:
             raise ConfigError(
-                "async_training.enable", got=got, expected="one whose rows are known ahead", fix=fix
+                "async_training.enable",
+                got="a sampler or a data set that learns from batches",
+                expected="one whose rows are known ahead",
+                fix="Set async_training.max_staleness=0.",
             )
         self.schedule: Schedule | None = None
-        self._changed = Condition()  # holds the lock of everything below
-        self._rows: list[DataProto] = []  # prompts that are taken and not started
-        self._next_rows: dict[int, DataProto] = {}  # of these, those that have a group
-        self._num_taken = 0  # groups that have a prompt
-        self._streams: dict[int, Any] = {}  # by worker
-        self._joining: list[Any] = []  # streams that have no weights yet
-        self._numbers, self._has_begun = count(), False  # of workers
-        self._begun: dict[int, DataProto] = {}  # the prompt of a group, one row
-        self._under_way: list[UnderWay] = []  # in the checkpoint, and not started yet
-        self._complete: dict[int, DataProto] = {}
-        self._filters: dict[int, GroupFilter] = {}  # by batch
-        self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
-        self._saved: dict[str, Any] | None = None
-        self._saving: dict[
-            int, Sequence[UnderWay] | None
-        ] = {}  # under way in each worker that saves; None: not told
-        self._weights: dict[int, DataProtoFuture] = {}  # by version
-        self._unannounced: int | None = None
-        self._handed: HandOver | None = None
-        self._error: BaseException | None = None
+        self.is_current = True
+        self._config = config
+        self._validation = weights
+        # Protects everything below; conditions are checked again after each `notify_all`.
+        self._changed = Condition()
+        self._prefetcher = Prefetcher(self.rules, prompts, reward, config)
+        pool = weights if isinstance(weights, StreamPool) else None
+        self._workers = StreamWorkers(actor, pool)
+        self._snapshot = Snapshot()
+        self._record: ScheduleRecord | None = None
+        self._has_begun = False  # whether there are workers, so that decisions can be carried out
+        self._error: BaseException | None = None  # the first one in another thread
         self._is_ended = False
-        self._resumed: dict[str, Any] = {}
-        self._pauses: dict[
-            int, dict[str, bool]
-        ] = {}  # of each worker's last load: whether it is given up
-        self._counts: dict[str, float] = defaultdict(float)
-        self.is_current = (
-            True  # nothing was learned between the newest version and the batch taken last
-        )
-        self._taken = 0  # the step of the batch that was taken last
-        self._idle_since: dict[int, float] = {}
+        self._last_taken = 0  # step of the batch that was taken last
 
-    # What the loop calls.
+    # Called by the training loop.
 
     def publish(self, version: int) -> None:
-        """After a step (or what was loaded before the first): validation gets the weights, and the rollout a copy of
-        them where a publication is due."""
+        """Publish weights to validation, and a copy of them to the rollout if a version is due.
+
+        Args:
+            version: step that the weights come from. 0, or the step of the checkpoint: the weights
+                before the first step.
+        """
         self._validation.publish(version)
         if self.schedule is None or not self.rules.publishes(version):
             return
-        copied, number = self._actor.copy_weights(), self.rules.version_at(version + 1)
+        copied = self._workers.actor.copy_weights()
+        next_version = self.rules.version_at(version + 1)
         with self._changed:
-            self._weights[number] = copied
-            self._unannounced = number
-            # In lockstep prompts are taken once the step is over, for a sampler may learn from its batch; and a save
-            # must not depend on what starts before it.
+            self._workers.weights[next_version] = copied
+            self._workers.unannounced = next_version
+            # In lockstep prompts are taken after the step, because a sampler may learn from its
+            # batch. In a deterministic run a save must not depend on what starts before it.
             if self.rules.max_staleness > 0 and not self.rules.deterministic:
                 self._announce()
                 self._act()
             self._changed.notify_all()
 
     def take(self, step: int) -> tuple[DataProto, bool]:
-        """The batch of a step, `data.train_batch_size` groups, or its next mini-batch; with `token_staleness` [B, T]
-        beside what `generate_sequences` gives. And whether the step has all of its groups with it.
-        Raises what failed in the rollout; RolloutError: a token is older than allowed."""
+        """Wait for the batch of a step, or for its next mini-batch.
+
+        Returns:
+            The columns of `generate_sequences` with `token_staleness` [B, T], and whether the batch
+            of the step is complete with them.
+
+        Raises:
+            RolloutError: a token is older than allowed.
+            Exception: an error of the rollout.
+        """
         started = time.perf_counter()
         with self._changed:
-            schedule = self._begin(step) if self.schedule is None else self.schedule
+            if self.schedule is None:
+                self._begin(step)
+            schedule = self._running
             schedule.release()
             self._announce()
             self._tend()
             schedule.wants_batch()
             self._act()
             with waiting(f"the responses of step {step}", self._state):
-                self._wait_for(lambda: self._handed is not None)
-            handed, self._handed = self._handed, None
-            assert handed is not None and handed.step == step
+                self._wait_for(lambda: self._prefetcher.handed is not None)
+            handed, parts, group_filter = self._prefetcher.pop_batch()
+            assert handed.step == step
             depth = sum(group.is_kept for group in schedule.groups.values())
-            parts = [self._complete.pop(group) for group in handed.groups]
-            groups = self._filters.pop(step, None)
             versions = torch.cat([part.batch["token_versions"] for part in parts])
-            self._file.add_step(step, handed.groups, versions, self.rules.group_size)
-        batch = groups.batch() if groups is not None else DataProto.concat(parts)
-        batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
+            assert self._record is not None
+            self._record.add_step(step, handed.groups, versions, self.rules.group_size)
+
+        batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
+        batch.meta_info["global_steps"] = step
+        batch.meta_info["total_training_steps"] = self.rules.num_steps
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
-        self.is_current, self._taken = is_newest and step != self._taken, step
-        measured = {
+        # A later part of the batch comes after an update on the parts before it.
+        self.is_current = is_newest and step != self._last_taken
+        self._last_taken = step
+        metrics = {
             "depth": Metric(depth, "last"),
             "wait_s": Metric(time.perf_counter() - started, "sum"),
         }
-        measured |= measure_staleness(batch, step, self.rules)
-        batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in measured.items()}
+        metrics |= measure_staleness(batch, step, self.rules)
+        batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in metrics.items()}
         return batch, handed.is_last
 
     def state_dict(self) -> dict[str, Any]:
-        """After a step: what was generated ahead, and what is under way, or that is waited for (`Rules.saves_running`);
-        in the run that goes on as in the one that resumes nothing starts before the next step."""
+        """State of generation after a step, for a checkpoint.
+
+        Unfinished responses are saved, or waited for (`Rules.saves_running`). Nothing else starts
+        before the next step, both in this run and in one that resumes.
+        """
         with self._changed:
-            if (schedule := self.schedule) is None:
-                return self._resumed
-            schedule.hold(self._unannounced)
+            schedule = self.schedule
+            if schedule is None:
+                return self._snapshot.resumed
+            schedule.hold(self._workers.unannounced)
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
             with waiting("the rollout, whose state is saved", self._state):
-                self._wait_for(lambda: self._saved is not None)
-            found, self._saved = self._saved, None
-        assert found is not None
-        return written(found)
+                self._wait_for(lambda: self._snapshot.state is not None)
+            state = self._snapshot.state
+            self._snapshot.state = None
+        assert state is not None
+        return written(state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from what was generated ahead; None or nothing of a run in lockstep.
-        Raises CheckpointError: it is not what `state_dict` gives."""
-        self._resumed = state or {}
-        if self._resumed:
-            require_state(self._resumed)
+        """Resume from a state of `state_dict`, with the first step that is taken.
+
+        Args:
+            state: the state. None or empty: the earlier run was in lockstep.
+
+        Raises:
+            CheckpointError: it is not from `state_dict`.
+        """
+        self._snapshot.resumed = state or {}
+        if state:
+            require_state(state)
 
     def take_counts(self) -> dict[str, Any]:
+        """Metrics of generation and of lost engines since the last call."""
         with self._changed:
-            counts, self._counts = self._counts, defaultdict(float)
-        return self._validation.take_counts() | {
-            f"async/{name}": count for name, count in counts.items()
-        }
+            counts = self._prefetcher.take_counts()
+        metrics = {f"async/{name}": count for name, count in counts.items()}
+        return self._validation.take_counts() | metrics
 
     def stop(self) -> None:
-        """Let nothing wait any more; what is under way is given up with the workers."""
+        """Unblock all waiting threads. Unfinished responses are dropped with their workers."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
-        if self._pool is not None:
-            self._pool.stop()
+        if self._workers.pool is not None:
+            self._workers.pool.stop()
 
     def close(self) -> None:
+        """Close the record and what publishes weights for validation."""
         self._validation.close()
-        if self.schedule is not None:
-            self._file.close()
+        if self._record is not None:
+            self._record.close()
 
-    # What happens.
+    # The trainer's thread, with the lock.
 
-    def _begin(self, step: int) -> Schedule:
-        """The first step that is taken here begins: the rollout gets the weights that there are."""
-        path, own = self._settings.replay, self._config.trainer.directory / RECORD
-        recorded = RecordedSchedule if self._pool is None else RecordedVersions
-        kind = Schedule if path is None else partial(recorded, path=Path(path))
-        schedule = kind(self.rules, step=step - 1)
+    @property
+    def _running(self) -> Schedule:
+        assert self.schedule is not None, "the first step has begun"
+        return self.schedule
+
+    def _begin(self, step: int) -> None:
+        """Begin with the first step that is taken: the rollout gets the current weights."""
+        schedule = self._new_schedule(step)
+        record = self._config.trainer.directory / RECORD
         if step > 1:
-            own = own.with_name(own.name.replace(".", f"_from_step_{step}.", 1))
-        self._file = ScheduleRecord(own)
-        if self._resumed:
-            self._restore(schedule, self._resumed)
+            record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
+        self._record = ScheduleRecord(record)
+        self._snapshot.restore(schedule, self._prefetcher)
         self.schedule = schedule
-        self._weights[schedule.published] = self._actor.copy_weights()
-        if self._pool is None:
-            self._join(self._actor.open_stream(self._end_group))
-        self._wait_for(lambda: bool(self._streams) and not self._joining)
-        if self._pool is None:
-            self._weights.clear()
-            self._streams[0].engine.num_steps = self._resumed.get("num_steps", 0)
-        if isinstance(schedule, RecordedSchedule) and self._pool is None:
-            stream = self._streams[0]
-            stream.engine.before_step = self._replay
-            stream.load(
-                lambda: None, schedule.published, keeps_cache=True
-            )  # so that the engine looks
+
+        workers = self._workers
+        workers.weights[schedule.published] = workers.actor.copy_weights()
+        if workers.pool is None:
+            self._begin_here(schedule)
+        else:
+            self._wait_for_workers()
         self._has_begun = True
-        for batch in tuple(self._rounds):
+        for batch in self._prefetcher.open_rounds:
             self._grade_round(batch)
-        return schedule
 
-    def _restore(self, schedule: Schedule, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        found = read(state)
-        schedule.restore(found["schedule"])
-        self._num_taken = schedule.num_groups
-        self._begun, self._complete, self._rows = found["begun"], found["groups"], found["rows"]
-        self._under_way, self._rounds = found["under_way"], found["rounds"]
-        self._counts |= found["counts"]
-        for batch, own in found["filters"].items():
-            self._filters[batch] = GroupFilter(self._config)
-            self._filters[batch].load_state_dict(own)
+    def _new_schedule(self, step: int) -> Schedule:
+        """Schedule of the run, or of the record that it repeats."""
+        replay = self._config.async_training.replay
+        if replay is None:
+            return Schedule(self.rules, step=step - 1)
+        if self._workers.pool is None:
+            return RecordedSchedule(self.rules, Path(replay), step=step - 1)
+        return RecordedVersions(self.rules, Path(replay), step=step - 1)
 
-    def _take_state(self, step: int, num_steps: int) -> None:
-        """All that the run goes on from after a save, once each worker has told what it has under way; not in a
-        repetition, which writes none."""
-        if len(told := [own for own in self._saving.values() if own is not None]) < len(
-            self._saving
-        ):
-            return
-        self._saving.clear()
-        self._file.add(at=num_steps, save=step)
-        if self._settings.replay is not None:
-            return
-        assert self.schedule is not None
-        self._saved = {
-            "schedule": self.schedule.state(),
-            "num_steps": num_steps,
-            "begun": dict(self._begun),
-            # Others may have ended since their worker told of them.
-            "under_way": [one for own in told for one in own if one[0] in self._begun],
-            "groups": dict(self._complete),
-            "rows": list(self._rows),
-            "counts": dict(self._counts),
-            "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
-            "filters": {batch: one.state_dict() for batch, one in self._filters.items()},
-        }
-        self._changed.notify_all()
+    def _begin_here(self, schedule: Schedule) -> None:
+        """Open the stream of an engine in this process."""
+        stream = self._workers.actor.open_stream(self._end_group)
+        self._join(stream)
+        self._wait_for_workers()
+        self._workers.weights.clear()
+        engine: Any = stream.engine
+        engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
+        if isinstance(schedule, RecordedSchedule):
+            engine.before_step = self._replay
+            # Nothing is loaded, but the idle engine wakes up and calls `before_step`.
+            stream.load(lambda: None, schedule.published, keeps_cache=True)
 
-    def _join(self, stream: Any) -> None:
-        """A stream gets weights, and is a worker of the schedule once it has them: those that others generate with, so
-        that in a deterministic run the same ones begin a batch."""
-        assert self.schedule is not None
-        workers, number = self.schedule.workers.values(), next(self._numbers)
-        version = min((worker.version for worker in workers), default=self.schedule.published)
-        weights = self._weights[version]
-        self._joining.append(stream)
+    def _wait_for_workers(self) -> None:
+        self._wait_for(lambda: bool(self._workers.streams) and not self._workers.joining)
 
-        def joined(loaded: Future[int]) -> None:
-            with self._deciding(), self._changed:
-                loaded.result()
-                assert self.schedule is not None
-                self._joining.remove(stream)
-                self._streams[number], self._idle_since[number] = stream, time.perf_counter()
-                self.schedule.joined(number, version)
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Wait until a condition holds, and look after engines in other processes meanwhile.
 
-        stream.load(lambda: weights, version, keeps_cache=False).add_done_callback(joined)
+        Raises:
+            Exception: an error of the rollout.
+        """
+        timeout_s = None if self._workers.pool is None else TEND_S
+        while self._error is None and not is_there():
+            self._tend()
+            if not is_there():
+                self._changed.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
 
     def _tend(self) -> None:
-        """Engines in other processes that are new or lost, as workers of the schedule."""
-        if self._pool is None or self.schedule is None:
+        """Add new engines in other processes to the workers, and remove lost ones."""
+        pool = self._workers.pool
+        if pool is None:
             return
-        new, lost = self._pool.tend(self._end_group, pauses=self.rules.deterministic)
-        self._joining = [stream for stream in self._joining if stream not in lost]
-        for number in [number for number, stream in self._streams.items() if stream in lost]:
-            del self._streams[number]
-            self._idle_since.pop(number, None)
-            self.schedule.lost(number)
-            if number in self._saving:
-                self._saving[number] = ()
-                self._take_state(self.schedule.step, 0)
+        schedule = self._running
+        new, lost = pool.tend(self._end_group, pauses=self.rules.deterministic)
+        for worker in self._workers.remove(lost):
+            schedule.lost(worker)
+            if worker in self._snapshot.reports:
+                self._snapshot.reports[worker] = ()
+                self._take_snapshot(schedule.step, num_steps=0)
         if lost:
             self._act()
         for stream in new:
             self._join(stream)
 
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Wait with the lock, looking after the engines. Raises what fails in the rollout."""
-        while self._error is None and not is_there():
-            self._tend()
-            if not is_there():
-                self._changed.wait(None if self._pool is None else TEND_S)
-        if self._error is not None:
-            raise self._error
+    def _join(self, stream: GenerationStream | RemoteStream) -> None:
+        """Load weights on a stream. It is a worker of the schedule once it has them.
+
+        It gets the oldest weights that other workers generate with, so that in a deterministic run
+        the same weights begin a batch.
+        """
+        schedule = self._running
+        number = self._workers.begin_joining(stream)
+        versions = [worker.version for worker in schedule.workers.values()]
+        version = min(versions, default=schedule.published)
+        copied = self._workers.weights[version]
+
+        def join(loaded: Future[int]) -> None:
+            with self._deciding(), self._changed:
+                loaded.result()
+                self._workers.join(number, stream)
+                schedule.joined(number, version)
+
+        stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
 
     def _announce(self) -> None:
-        if self._unannounced is not None and self.schedule is not None:
-            self.schedule.has_published(self._unannounced)
-            self._unannounced = None
+        """Tell the schedule about weights that were published."""
+        version = self._workers.unannounced
+        if version is not None:
+            self._workers.unannounced = None
+            self._running.has_published(version)
         self._changed.notify_all()
+
+    def _state(self) -> str:
+        """Describe what a long wait waits for."""
+        num_started = len(self._running.groups)
+        return f"{num_started} groups are started, {len(self._prefetcher.complete)} complete"
+
+    # Other threads.
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
-        """Around what happens in another thread than the trainer's, which decisions follow; the trainer's raises its
-        error."""
+        """Context manager of an event in another thread: carry out what follows from it on exit.
+
+        An error is raised in the trainer's thread instead.
+        """
         try:
             yield
             with self._changed:
@@ -372,190 +401,198 @@ class AsyncBatches(WeightPublisher):
             self._changed.notify_all()
 
     def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
-        """A group has ended."""
+        """A group has ended: `done` of the streams."""
         with self._deciding(), self._changed:
-            rows, schedule = output(), self.schedule
-            assert schedule is not None
-            begun, group = self._begun.pop(number, None), schedule.groups.get(number)
-            if group is None or begun is None:  # it was dropped meanwhile
-                self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
+            rows = output()
+            schedule = self._running
+            group = schedule.groups.get(number)
+            if group is None:
+                # It was dropped meanwhile.
+                self._prefetcher.discard(rows)
                 return
-            complete = without_passing(repeat_prompts(begun, self.rules.group_size)).union(rows)
-            complete.meta_info = {
-                "metrics": rows.meta_info["metrics"]
-            }  # the rest may differ between groups
-            self._complete[number] = complete
-            for sample, own in enumerate(token_versions(rows)):
-                drawn, worker = own[own >= 0], group.running[sample]
-                schedule.ended(worker, number, sample, int(drawn.min()) if len(drawn) else None)
-                if not self._streams[worker].num_open:
-                    self._idle_since[worker] = time.perf_counter()
-            if not self.rules.round_size:
+            self._prefetcher.finish(group, rows)
+            for sample, versions in enumerate(token_versions(rows)):
+                worker = group.running[sample]
+                drawn = versions[versions >= 0]
+                oldest = int(drawn.min()) if len(drawn) else None
+                schedule.ended(worker, number, sample, oldest)
+                self._workers.note_end(worker)
+            if self.rules.round_size:
+                self._grade_round(group.batch)
+            else:
                 schedule.graded(number)
-                return
-            self._rounds.setdefault(group.batch, []).append(number)
-            self._grade_round(group.batch)
 
     def _grade_round(self, batch: int) -> None:
-        """Grade the complete groups of a batch where they are a whole round."""
-        if len(numbers := sorted(self._rounds[batch])) < self.rules.round_size:
+        """Grade the round of a batch, if all of its groups are complete."""
+        graded = self._prefetcher.find_round(batch)
+        if graded is None:
             return
-        work = partial(
-            self._grade, batch, numbers, DataProto.concat([self._complete[one] for one in numbers])
-        )
-        _ = work() if self.rules.deterministic else in_background(work, "grading of a round")
+        if self.rules.deterministic:
+            # The rollout waits for the graders, so that their time decides nothing.
+            self._grade(graded)
+        else:
+            in_background(partial(self._grade, graded), "grading of a round")
 
-    def _grade(self, batch: int, numbers: list[int], part: DataProto) -> None:
-        """Dynamic sampling: which groups of a round are kept."""
+    def _grade(self, graded: Round) -> None:
         with self._deciding():
-            grade(self._reward, part)
+            self._prefetcher.grade(graded)
             with self._changed:
-                del self._rounds[batch]  # until here, for a save
-                kept = self._filters.setdefault(batch, GroupFilter(self._config)).add(part)
-                for number in numbers:
-                    is_kept = self._complete[number].non_tensor_batch["uid"][0] in kept
-                    assert self.schedule is not None
-                    self.schedule.graded(number, "kept" if is_kept else "equal")
+                for number, verdict in self._prefetcher.close_round(graded).items():
+                    self._running.graded(number, verdict)
 
-    # What is decided.
+    def _replay(self, num_steps: int) -> None:
+        """Carry out the decisions of a record before the next step of the engine."""
+        with self._deciding(), self._changed:
+            schedule = self._running
+            assert isinstance(schedule, RecordedSchedule)
+            (worker,) = self._workers.streams
+            self._carry_out(schedule.at(num_steps, worker))
+
+    # Decisions, in any thread with the lock.
 
     def _act(self) -> None:
-        """Carry out what the schedule decides, as long as it decides anything."""
-        assert self.schedule is not None
-        decided: list[Decision] = []
-        while self._has_begun and (decisions := self.schedule.decide()):
-            decided += decisions
-        self._carry_out(decided)
+        """Carry out the decisions of the schedule until it has no more."""
+        if not self._has_begun:
+            return
+        decisions: list[Decision] = []
+        new_decisions = self._running.decide()
+        while new_decisions:
+            decisions += new_decisions
+            new_decisions = self._running.decide()
+        self._carry_out(decisions)
 
-    def _carry_out(self, decided: Sequence[Decision]) -> None:
-        for decision in decided:
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        starts = []
+        for decision in decisions:
             match decision:
+                case Start():
+                    starts.append(decision)
                 case Load(worker, version):
                     self._load(worker, version)
                 case Resume(worker):
-                    self._pauses[worker]["is_over"] = True
+                    self._workers.pauses[worker].is_over = True
                     self._changed.notify_all()
                 case Save(worker, step):
                     self._save(worker, step)
                 case HandOver():
-                    self._handed = decision
-                case Drop(group, reason, running):
+                    self._prefetcher.handed = decision
+                case Drop(group, _, running):
                     for worker in {worker for worker, _ in running}:
-                        self._streams[worker].abort(group)
-                    self._begun.pop(group, None)
-                    self._counts[f"dropped_{reason}"] += 1
-                    if (rows := self._complete.pop(group, None)) is not None:
-                        self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
-        # After a load that was decided with them: else it would be a matter of time which one the engine takes first.
-        self._start([one for one in decided if isinstance(one, Start)])
-
-    def _replay(self, num_steps: int) -> None:
-        """Before a step of the engine, what the record has there."""
-        with self._deciding(), self._changed:
-            assert isinstance(self.schedule, RecordedSchedule)
-            self._carry_out(self.schedule.at(num_steps, next(iter(self._streams))))
+                        self._workers.streams[worker].abort(group)
+                    self._prefetcher.drop(decision)
+        # After the loads that were decided with them: otherwise time would decide which of the two
+        # the engine takes first.
+        self._start(starts)
 
     def _start(self, starts: Sequence[Start]) -> None:
-        rows = {
-            start.group: self._rows_of(start) for start in starts
-        }  # prompts in the order of the schedule
+        # Prompts are taken in the order of the schedule.
+        rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
         for worker in dict.fromkeys(start.worker for start in starts):
-            own = [start for start in starts if start.worker == worker]
-            if (idle_since := self._idle_since.pop(worker, None)) is not None:
-                self._counts["rollout_wait_s"] += (time.perf_counter() - idle_since) / len(
-                    self._streams
-                )
-            begun = {start.group: rows[start.group] for start in own}
-            going = [one for one in self._under_way if one[0] in begun]
-            new = [
-                (one.group, one.batch, one.row)
-                for one in own
-                if all(one.group != group for group, *_ in going)
-            ]
-            if self._pool is not None:
-                self._file.add_start(new, version=own[0].version)
-            self._streams[worker].start(
-                begun, lambda at, new=new: self._file.add_start(new, at=at), going
-            )
-        self._under_way = [one for one in self._under_way if one[0] not in rows]
+            starts_here = [start for start in starts if start.worker == worker]
+            self._start_on(worker, starts_here, rows)
 
-    def _rows_of(self, start: Start) -> DataProto:
-        """What the rollout gets of a group: of the next prompt, or of the same one, where its worker was lost."""
-        if start.group not in self._begun:
-            while (
-                start.group not in self._next_rows
-            ):  # a repetition on several workers may start a later one first
-                if not self._rows:
-                    taken = self._prompts.take()
-                    self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
-                self._next_rows[self._num_taken] = self._rows.pop(0)
-                self._num_taken += 1
-            row = self._next_rows.pop(start.group)
-            meta_info = {"global_steps": start.batch, "total_training_steps": self.rules.num_steps}
-            prompt = DataProto(row.batch, dict(row.non_tensor_batch), row.meta_info | meta_info)
-            self._begun[start.group] = assign_uids(prompt, str(start.batch), first=start.row)
-        elif not any(group == start.group for group, *_ in self._under_way):
-            self._counts["restarted_groups"] += 1
-        return rollout_inputs(
-            repeat_prompts(self._begun[start.group], self.rules.group_size), self._config
-        )
+    def _start_on(self, worker: int, starts: Sequence[Start], rows: dict[int, DataProto]) -> None:
+        """Start groups on a worker.
+
+        Args:
+            worker: number of the worker.
+            starts: decisions for this worker.
+            rows: rows of each group, of other workers too.
+        """
+        groups = {start.group: rows[start.group] for start in starts}
+        record = self._record
+        assert record is not None
+        idle_s = self._workers.end_idleness(worker)
+        if idle_s is not None:
+            self._prefetcher.counts["rollout_wait_s"] += idle_s
+        unfinished = self._prefetcher.pop_unfinished(groups)
+        resumed_groups = {response[0] for response in unfinished}
+        new = [
+            (start.group, start.batch, start.row)
+            for start in starts
+            if start.group not in resumed_groups
+        ]
+
+        def record_start(num_steps: int) -> None:
+            record.add_start(new, at=num_steps)
+
+        if self._workers.pool is not None:
+            record.add_start(new, version=starts[0].version)
+        self._workers.streams[worker].start(groups, record_start, unfinished)
 
     def _load(self, worker: int, version: int) -> None:
-        """Have a worker take weights; it waits for them where they are not published yet."""
-        pause, schedule, stream = {"is_over": False}, self.schedule, self._streams[worker]
-        self._pauses[worker] = pause
-        assert schedule is not None
+        """Load weights on a worker, which waits for them if they are not published yet."""
+        schedule = self._running
+        pause = Pause()
+        self._workers.pauses[worker] = pause
+
+        def is_unblocked() -> bool:
+            return version <= schedule.published or pause.is_over or self._is_ended
 
         def weights() -> DataProtoFuture | None:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: version <= schedule.published or pause["is_over"] or self._is_ended
-                )
-                return None if pause["is_over"] else self._weights.get(version)
+                self._changed.wait_for(is_unblocked)
+                return None if pause.is_over else self._workers.weights.get(version)
 
-        done = stream.load(weights, version, keeps_cache=self._settings.kv_on_update == "keep")
-        done.add_done_callback(partial(self._loaded, worker, version))
+        keeps_cache = self._config.async_training.kv_on_update == "keep"
+        stream = self._workers.streams[worker]
+        done = stream.load(weights, version, keeps_cache=keeps_cache)
+        done.add_done_callback(partial(self._end_load, worker, version))
+
+    def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
+        """A worker has loaded weights, or has continued without them."""
+        with self._deciding(), self._changed:
+            num_steps = done.result()
+            stream = self._workers.streams.get(worker)
+            if stream is None or stream.weight_version != version:
+                return
+            schedule = self._running
+            # The steps of several engines have no order.
+            if self._workers.pool is None and self._record is not None:
+                self._record.add(at=num_steps, load=version)
+            schedule.loaded(worker, version)
+            self._workers.forget_weights(min(other.version for other in schedule.workers.values()))
 
     def _save(self, worker: int, step: int) -> None:
-        """Have the state taken between two steps of a worker, which waits there if it is deterministic; or now."""
-        schedule, stream = self.schedule, self._streams[worker]
-        assert schedule is not None
+        """Take the snapshot of a step, once each worker has reported its unfinished responses."""
+        schedule = self._running
+        stream = self._workers.streams[worker]
+        if not self.rules.saves_running:
+            # There are none. The decision for the first worker suffices.
+            if self._snapshot.state is None:
+                num_steps = 0
+                if isinstance(stream, GenerationStream):
+                    num_steps = stream.engine.num_steps
+                self._take_snapshot(step, num_steps)
+            return
 
-        def take(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+        def report(num_steps: int, under_way: Sequence[UnderWay]) -> None:
             with self._changed:
-                self._saving[worker] = under_way
-                self._take_state(step, num_steps)
+                self._snapshot.reports[worker] = under_way
+                self._take_snapshot(step, num_steps)
                 if self.rules.pauses_to_save and not schedule.is_over:
+                    # The engine makes no step until the trainer takes its next batch.
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
-        def taken(done: Future[int]) -> None:
+        def end_save(done: Future[int]) -> None:
             with self._deciding():
                 done.result()
 
-        if self.rules.saves_running:
-            self._saving[worker] = None
-            stream.save(take).add_done_callback(taken)
-        elif self._saved is None:  # not of each worker
-            self._take_state(step, stream.engine.num_steps if self._pool is None else 0)
+        self._snapshot.reports[worker] = None
+        stream.save(report).add_done_callback(end_save)
 
-    def _loaded(self, worker: int, version: int, done: Future[int]) -> None:
-        with self._deciding(), self._changed:
-            number, stream = done.result(), self._streams.get(worker)
-            if (
-                stream is not None
-                and stream.weight_version == version
-                and self.schedule is not None
-            ):
-                if self._pool is None:  # the steps of several engines have no order
-                    self._file.add(at=number, load=version)
-                self.schedule.loaded(worker, version)
-                oldest = min(one.version for one in self.schedule.workers.values())
-                # One that comes back begins with the oldest that are in use.
-                last = oldest if self._pool is None else oldest - 1
-                self._weights = {
-                    number: own for number, own in self._weights.items() if number > last
-                }
+    def _take_snapshot(self, step: int, num_steps: int) -> None:
+        """Take the snapshot if all workers have reported. A repetition only notes it in its record.
 
-    def _state(self) -> str:
-        """What a long wait waits for."""
-        return f"{len(self.schedule.groups) if self.schedule else 0} groups are started, {len(self._complete)} complete"
+        Args:
+            step: step of the checkpoint.
+            num_steps: steps that the engine has made; 0 for engines in other processes.
+        """
+        under_way = self._snapshot.pop_reports()
+        if under_way is None:
+            return
+        assert self._record is not None
+        self._record.add(at=num_steps, save=step)
+        if self._config.async_training.replay is None:
+            self._snapshot.take(self._running, self._prefetcher, under_way, num_steps)
+            self._changed.notify_all()

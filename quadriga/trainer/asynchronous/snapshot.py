@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of an asynchronous run has of generation, in numbers, texts and tensors.
+"""State of generation in the checkpoint of an asynchronous run, in numbers, texts and tensors.
 
 schedule      groups and batches: `Schedule.state`
-num_steps     of the engine
-begun         the prompt of each group that has not ended, one row
+num_steps     steps that the engine has made; 0 for engines in other processes
+begun         prompt of each unfinished group, one row
 under_way     its responses so far: `GenerationStream.save`
 groups        rows of each complete group that no step has learned from
-rows          prompts that are taken and not started
-counts        that no step has reported
-rounds        complete groups of a batch that are not graded; filters: those that are (`GroupFilter`)
+rows          prompts that are taken and belong to no group
+counts        metrics that no step has reported
+rounds        complete groups of a batch that are not graded
+filters       groups of a batch that are graded: `GroupFilter.state_dict`
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from tempfile import TemporaryFile
 from typing import Any
@@ -21,6 +23,9 @@ from quadriga.errors import CheckpointError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.protocol.disk import to_bytes
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher
+from quadriga.trainer.asynchronous.schedule import Schedule
+from quadriga.workers.stream import UnderWay
 
 STATE = (
     "schedule",
@@ -35,63 +40,129 @@ STATE = (
 )
 
 
+class Snapshot:
+    """Collects the state of generation from the schedule, the prefetcher and the workers.
+
+    Workers report their unfinished responses at different times, each between two steps of its
+    engine. The state is taken when the last of them has. `AsyncBatches` uses it with its lock.
+
+    Attributes:
+        resumed: state that the run resumes from, as tensors. Empty: none.
+        reports: unfinished responses of each worker that is saved, by its number. None: it has not
+            reported them.
+        state: state for a checkpoint. None: it is not taken, or is written already.
+    """
+
+    def __init__(self) -> None:
+        self.resumed: dict[str, Any] = {}
+        self.reports: dict[int, Sequence[UnderWay] | None] = {}
+        self.state: dict[str, Any] | None = None
+
+    def pop_reports(self) -> list[UnderWay] | None:
+        """Unfinished responses of all workers. None: some have not reported."""
+        under_way: list[UnderWay] = []
+        for report in self.reports.values():
+            if report is None:
+                return None
+            under_way += report
+        self.reports.clear()
+        return under_way
+
+    def take(
+        self,
+        schedule: Schedule,
+        prefetcher: Prefetcher,
+        under_way: Sequence[UnderWay],
+        num_steps: int,
+    ) -> None:
+        """Take the state.
+
+        Args:
+            schedule: schedule of the run.
+            prefetcher: groups of the run.
+            under_way: unfinished responses of all workers.
+            num_steps: steps that the engine has made.
+        """
+        # Groups may have ended since their worker reported them.
+        unfinished = [response for response in under_way if response[0] in prefetcher.started]
+        self.state = prefetcher.state() | {
+            "schedule": schedule.state(),
+            "num_steps": num_steps,
+            "under_way": unfinished,
+        }
+
+    def restore(self, schedule: Schedule, prefetcher: Prefetcher) -> None:
+        """Restore the schedule and the prefetcher from the resumed state, if there is one."""
+        if self.resumed:
+            state = read(self.resumed)
+            schedule.restore(state["schedule"])
+            prefetcher.restore(state, schedule.num_groups)
+
+
 def written(found: dict[str, Any]) -> dict[str, Any]:
-    """The state with its rows as tensors."""
-    return _with_rows(found, as_tensor)
+    """State with its rows as tensors, for a checkpoint."""
+    return _convert_rows(found, as_tensor)
 
 
 def read(state: dict[str, Any]) -> dict[str, Any]:
-    """What `written` was given."""
-    return _with_rows(state, from_tensor)
+    """State of a checkpoint with its rows as `DataProto`; the inverse of `written`."""
+    return _convert_rows(state, from_tensor)
 
 
 def require_state(state: dict[str, Any]) -> None:
-    """Raises CheckpointError: it is not what `written` gives."""
+    """Check the entries of a state.
+
+    Raises:
+        CheckpointError: it is not from `written`.
+    """
     if state.keys() != set(STATE):
-        where, got = "what was generated ahead", f"entries {', '.join(state)}"
-        fix = "The checkpoint was written by another version of Quadriga: resume it with that one."
-        raise CheckpointError(where, got=got, expected=", ".join(STATE), fix=fix)
+        raise CheckpointError(
+            "what was generated ahead",
+            got=f"entries {', '.join(state)}",
+            expected=", ".join(STATE),
+            fix="The checkpoint was written by another version of Quadriga: resume it with that "
+            "one.",
+        )
 
 
-def _with_rows(state: dict[str, Any], change: Any) -> dict[str, Any]:
-    filters = {
-        batch: own | {"parts": list(map(change, own["parts"]))}
-        for batch, own in state["filters"].items()
-    }
-    begun, groups = (
-        {number: change(rows) for number, rows in state[name].items()}
-        for name in ("begun", "groups")
-    )
+def _convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    filters = {}
+    for batch, filter_state in state["filters"].items():
+        parts = [convert(part) for part in filter_state["parts"]]
+        filters[batch] = filter_state | {"parts": parts}
     return state | {
-        "begun": begun,
-        "groups": groups,
-        "rows": list(map(change, state["rows"])),
+        "begun": {number: convert(rows) for number, rows in state["begun"].items()},
+        "groups": {number: convert(rows) for number, rows in state["groups"].items()},
+        "rows": [convert(rows) for rows in state["rows"]],
         "filters": filters,
     }
 
 
 def as_tensor(rows: DataProto) -> torch.Tensor:
-    """A file of rows, as bytes [N] for a checkpoint; grades of single responses are made anew."""
-    kept = {
-        name: column for name, column in rows.non_tensor_batch.items() if name != "reward_outcome"
-    }
-    measured = rows.meta_info.get("metrics", {}).items()
-    metrics = {
-        name: list(map(astuple, [one] if isinstance(one, Metric) else one))
-        for name, one in measured
-    }
-    content = to_bytes(DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}))
+    """Rows as the bytes of their file [N], for a checkpoint.
+
+    Grades of single responses are left out: a resumed run grades again.
+    """
+    columns = dict(rows.non_tensor_batch)
+    columns.pop("reward_outcome", None)
+    metrics = {}
+    for name, values in rows.meta_info.get("metrics", {}).items():
+        listed = [values] if isinstance(values, Metric) else values
+        metrics[name] = [astuple(metric) for metric in listed]
+    meta_info = rows.meta_info | {"metrics": metrics}
+    content = to_bytes(DataProto(rows.batch, columns, meta_info))
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def from_tensor(content: torch.Tensor) -> DataProto:
-    """The rows that `as_tensor` was given."""
-    # A file without a name: a killed process leaves nothing.
+    """Rows from the bytes of `as_tensor` [N]."""
+    # A file without a name: a killed process leaves nothing behind.
     with TemporaryFile() as file:
         file.write(content.numpy().data)
         file.flush()
         rows = DataProto.load_from_disk(f"/dev/fd/{file.fileno()}")
+    metrics = rows.meta_info["metrics"]
     rows.meta_info["metrics"] = {
-        name: [Metric(*one) for one in own] for name, own in rows.meta_info["metrics"].items()
+        name: [Metric(*fields) for fields in values] for name, values in metrics.items()
     }
     return rows

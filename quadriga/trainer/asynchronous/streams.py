@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of responses from engines in processes of their own, as the driver calls them.
+"""Streams that generate for a schedule: the engines of other processes, and the schedule's workers.
 
-    trainer's thread, or one below   start ─ load ─ abort ──>  calls in their order, which wait for nothing
-    a thread for each engine         stream_events  <───────   groups that have ended, weights that were taken
-                                     └ done(group), a load's future: the schedule decides there what follows
+    trainer's thread, or one below   start ─ load ─ abort ──>  calls in order, which wait for nothing
+    a thread for each engine         stream_events  <───────   ended groups, loaded weights
+                                     └ done(group), futures of loads and saves
 
-Consumes: what happens in the engines. Waits for: the next of it, a second at most at a time. Unblocked by: an event,
-the end of the process, or `stop`. The trainer's thread sees which engines are lost and come back (`StreamPool.tend`).
+A listening thread consumes the events of an engine. It waits for the next ones, a second at most
+at a time, and is unblocked by an event, the end of the process, or `StreamPool.stop`. The trainer's
+thread finds lost and restarted engines (`StreamPool.tend`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from threading import Lock, Thread
@@ -19,7 +21,8 @@ from quadriga.background import in_background
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer.rollout_pool import RolloutPool
-from quadriga.workers.stream import UnderWay
+from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.stream import GenerationStream, UnderWay
 
 Done = Callable[[int, Callable[[], DataProto]], None]
 
@@ -28,39 +31,46 @@ class RemoteStream:
     """`GenerationStream` of an engine in another process.
 
     Args:
-        ranks: of the engine; where they are a rollout group, the first one is called, and all get weights.
-        pauses: whether the engine pauses for weights that are not there yet, and after each event until what is called
-            here has returned; else it goes on.
-        done: as of `GenerationStream`, in a thread of this one's own.
+        group: worker group of all rollout engines.
+        ranks: ranks of the engine. In a rollout group the first one is called, and all get weights.
+        done: see `GenerationStream`; called in the listening thread.
+        pauses: whether the engine pauses for weights that are not there yet, and after each event
+            until the callbacks here have returned. Otherwise it continues.
 
     Attributes:
-        error: what ended the stream.
-        has_ended: whether a group has.
+        rank: the rank that is called.
+        num_ranks: number of ranks of the engine.
+        weight_version: version of the weights that were loaded last; -1: none were.
+        is_over: tells the listening thread to end.
+        error: error that ended the stream.
+        has_ended: whether a group has ended.
+        thread: the listening thread.
     """
 
     def __init__(
         self, group: WorkerGroup[Any], ranks: Sequence[int], done: Done, *, pauses: bool
     ) -> None:
-        self.rank, self.num_ranks, self.weight_version, self.is_over = (
-            ranks[0],
-            len(ranks),
-            -1,
-            False,
-        )
+        self.rank = ranks[0]
+        self.num_ranks = len(ranks)
+        self.weight_version = -1
+        self.is_over = False
         self.error: BaseException | None = None
         self.has_ended = False
-        self._group, self._done, self._pauses = copy(group).use_ranks(ranks), done, pauses
-        self._lock = Lock()  # of the order of calls
+        self._group = copy(group).use_ranks(ranks)
+        self._done = done
+        self._pauses = pauses
+        # Keeps calls in order, and no two threads from taking the same unseen calls.
+        self._lock = Lock()
         self._unseen: list[Any] = []  # calls whose errors nobody has looked for
-        self._open: set[int] = set()
-        self._loads: dict[int, Future[int]] = {}
+        self._open: set[int] = set()  # unfinished groups
+        self._loads: dict[int, Future[int]] = {}  # by version
         self._saves: list[tuple[Callable[[int, list[UnderWay]], None], Future[int]]] = []
         self.thread = Thread(target=self._listen, name=f"stream {self.rank}", daemon=True)
         self.thread.start()
 
     @property
     def num_open(self) -> int:
-        """Groups that have not ended."""
+        """Number of unfinished groups."""
         return len(self._open)
 
     def start(
@@ -69,56 +79,68 @@ class RemoteStream:
         joined: Callable[[int], None] | None = None,
         under_way: Sequence[UnderWay] = (),
     ) -> None:
-        """As of `GenerationStream`; `joined` is not called."""
+        """Start to generate groups; see `GenerationStream.start`. `joined` is not called."""
         self._open |= groups.keys()
         self._call("start", dict(groups), None, under_way)
 
     def load(
         self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool
     ) -> Future[int]:
-        """As of `GenerationStream`; `weights` is called in a thread here."""
-        self._loads[version] = done = Future()
+        """Load weights; see `GenerationStream.load`.
+
+        `weights` is called here: in a background thread if the engine pauses for it.
+        """
+        done: Future[int] = Future()
+        self._loads[version] = done
         if self._pauses:
             self._call("await_weights", version, keeps_cache=keeps_cache)
             in_background(
                 lambda: self._call("give_weights", version, weights()), f"weights {version}"
             )
         else:
+            # The engine continues until the weights have arrived.
             self._call("give_weights", version, weights())
             self._call("await_weights", version, keeps_cache=keeps_cache)
         return done
 
     def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
-        """As of `GenerationStream`, in a thread of this one's own, without the number of steps; the engine waits for it
-        if it `pauses`."""
-        self._saves.append((saved, done := Future()))
+        """Save unfinished groups; see `GenerationStream.save`.
+
+        `saved` is called in the listening thread, with 0 for the number of steps. The engine waits
+        for it if it pauses.
+        """
+        done: Future[int] = Future()
+        self._saves.append((saved, done))
         self._call("hand_out")
         return done
 
     def abort(self, group: int) -> None:
-        """A group is not wanted any more; `done` is not called."""
+        """Abort a group; `done` is not called."""
         self._open.discard(group)
         self._call("abort", group)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         num_ranks = self.num_ranks if method == "give_weights" else 1
+        calls = [((method, *args), kwargs)] * num_ranks
         with self._lock:
-            self._unseen += self._group.start_all(
-                "call_stream", [((method, *args), kwargs)] * num_ranks
-            )
+            self._unseen += self._group.start_all("call_stream", calls)
 
     def _listen(self) -> None:
         try:
             while not self.is_over:
-                asked = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
+                events = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
                 with self._lock:
-                    calls, self._unseen = self._unseen, []
-                for event in self._group.resolve([*calls, *asked])[len(calls)]:
+                    calls = self._unseen
+                    self._unseen = []
+                # The first rank's events follow the results of the calls.
+                results = self._group.resolve([*calls, *events])
+                for event in results[len(calls)]:
                     self._take(*event)
         except BaseException as error:
             self.error = error
 
     def _take(self, kind: str, number: int, value: Any) -> None:
+        """Handle an event: see `ServedStream.events`."""
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
@@ -135,8 +157,11 @@ class RemoteStream:
 
 
 class StreamPool(RolloutPool):
-    """Engines that generate beside training, each a stream. They come and go as those of a `RolloutPool`, whose batches
-    are validation's: its engines get weights when there is something to validate."""
+    """Engines that generate during training, each a stream. They come and go as in `RolloutPool`.
+
+    Its batches are those of validation, so its engines get weights when there is something to
+    validate.
+    """
 
     is_lazy = True
 
@@ -144,11 +169,21 @@ class StreamPool(RolloutPool):
         self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], group_size: int = 1
     ) -> None:
         super().__init__(actor, rollout, group_size)
-        self._streams: dict[int, RemoteStream] = {}
+        self._streams: dict[int, RemoteStream] = {}  # by rank
 
     def tend(self, done: Done, *, pauses: bool) -> tuple[list[RemoteStream], list[RemoteStream]]:
-        """Streams that are new since the last call, and those that were lost; by the trainer's thread. Raises the error
-        of a stream that says nothing of a loss, or of the last one."""
+        """Open streams to new engines, and request restarts of lost ones. For one thread only.
+
+        Args:
+            done: see `RemoteStream`.
+            pauses: see `RemoteStream`.
+
+        Returns:
+            Streams that are new since the last call, and streams that were lost.
+
+        Raises:
+            Exception: the error of a stream that is not about a loss, or of the last stream.
+        """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
         for stream in self._streams.values():
             if stream.has_ended:
@@ -158,17 +193,98 @@ class StreamPool(RolloutPool):
             del self._streams[stream.rank]
             self._lose(stream.rank, stream.error)
         self._take_back()
-        new = [
-            RemoteStream(self._rollout, range(rank, rank + self._group_size), done, pauses=pauses)
-            for rank in self._rollout.ranks[:: self._group_size]
-            if rank not in self._streams
-        ]
+        new = []
+        for rank in self._rollout.ranks[:: self._group_size]:
+            if rank not in self._streams:
+                ranks = range(rank, rank + self._group_size)
+                new.append(RemoteStream(self._rollout, ranks, done, pauses=pauses))
         self._streams |= {stream.rank: stream for stream in new}
         return new, lost
 
     def stop(self) -> None:
-        """Listen no more."""
+        """End the listening threads."""
         for stream in self._streams.values():
             stream.is_over = True
         for stream in self._streams.values():
             stream.thread.join()
+
+
+class Pause:
+    """Wait of a worker for weights. It ends without them if `is_over`."""
+
+    is_over = False
+
+
+class StreamWorkers:
+    """The schedule's workers: a stream each, and the weights that they load.
+
+    It has neither threads nor a lock: `AsyncBatches` calls it with its lock.
+
+    Attributes:
+        actor: worker group whose weights are loaded.
+        pool: engines in other processes. None: the only stream is an engine of this process.
+        streams: streams by number of the worker.
+        joining: streams that have no weights yet, and so are no workers.
+        weights: copies of the actor's weights by version.
+        unannounced: the newest of these versions, if the schedule does not know it yet.
+        pauses: wait of the last load of each worker.
+    """
+
+    def __init__(self, actor: ActorRolloutRefWorker, pool: StreamPool | None) -> None:
+        self.actor = actor
+        self.pool = pool
+        self.streams: dict[int, GenerationStream | RemoteStream] = {}
+        self.joining: list[GenerationStream | RemoteStream] = []
+        self.weights: dict[int, DataProtoFuture] = {}
+        self.unannounced: int | None = None
+        self.pauses: dict[int, Pause] = {}
+        self._num_joining = 0
+        # Time since which a worker has had nothing to do (`time.perf_counter`).
+        self._idle_since: dict[int, float] = {}
+
+    def begin_joining(self, stream: GenerationStream | RemoteStream) -> int:
+        """Number of the worker that a stream becomes when it has weights. None is used twice."""
+        self.joining.append(stream)
+        self._num_joining += 1
+        return self._num_joining - 1
+
+    def join(self, number: int, stream: GenerationStream | RemoteStream) -> None:
+        """Make a stream a worker."""
+        self.joining.remove(stream)
+        self.streams[number] = stream
+        self._idle_since[number] = time.perf_counter()
+
+    def remove(self, lost: Collection[RemoteStream]) -> list[int]:
+        """Remove lost streams. Returns the numbers of those that were workers."""
+        self.joining = [stream for stream in self.joining if stream not in lost]
+        numbers = [number for number, stream in self.streams.items() if stream in lost]
+        for number in numbers:
+            del self.streams[number]
+            self._idle_since.pop(number, None)
+        return numbers
+
+    def note_end(self, number: int) -> None:
+        """Note that a group has ended on a worker, which may have become idle."""
+        if not self.streams[number].num_open:
+            self._idle_since[number] = time.perf_counter()
+
+    def end_idleness(self, number: int) -> float | None:
+        """End the idle time of a worker, and return its share of the rollout's time, in seconds.
+
+        None: the worker was not idle.
+        """
+        idle_since = self._idle_since.pop(number, None)
+        if idle_since is None:
+            return None
+        return (time.perf_counter() - idle_since) / len(self.streams)
+
+    def forget_weights(self, oldest: int) -> None:
+        """Release the weights that nobody loads again.
+
+        Args:
+            oldest: the oldest version that a worker generates with. Another engine may join with
+                it; the engine of this process has loaded it already.
+        """
+        first = oldest + 1 if self.pool is None else oldest
+        for version in [version for version in self.weights if version < first]:
+            del self.weights[version]

@@ -169,7 +169,7 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
 
     def late(batches: AsyncBatches, step: int) -> Any:
         if step == 5:
-            batches._pool._restarts.wait(ENGINE_RESTARTS_S)
+            batches._workers.pool._restarts.wait(ENGINE_RESTARTS_S)
         return take(batches, step)
 
     monkeypatch.setattr(RemoteStream, "start", begun)
