@@ -61,7 +61,7 @@ class AliasFinder:
 
 
 def install() -> None:
-    """Let the import system know the old paths. A second call does nothing."""
+    """Add the finder of old paths to the import system. A second call does nothing."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         # First: by the path of a package that moved, Python's own finder would load a second copy.
         sys.meta_path.insert(0, AliasFinder())

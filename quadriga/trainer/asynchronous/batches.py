@@ -93,12 +93,12 @@ class AsyncBatches(WeightPublisher):
         actor: worker group whose weights the rollout gets copies of.
         prompts: stream of the training prompts. Nobody else may take from it.
         reward: grades rounds of dynamic sampling.
-        config: configuration of the run.
+        config: configuration.
         num_steps: the last training step.
 
     Attributes:
         rules: rules of the schedule.
-        schedule: schedule of the run. None: no batch was taken yet.
+        schedule: its state. None: no batch was taken yet.
         is_current: whether the batch that was taken last begins with the newest version, and
             nothing was learned since its publication.
 
@@ -136,7 +136,7 @@ class AsyncBatches(WeightPublisher):
         pool = weights if isinstance(weights, StreamPool) else None
         self._workers = StreamWorkers(actor, pool)
         self._snapshot = Snapshot()
-        self._record: ScheduleRecord | None = None
+        self._schedule_record: ScheduleRecord | None = None
         self._has_begun = False  # whether there are workers, so that decisions can be carried out
         self._error: BaseException | None = None  # the first one in another thread
         self._is_ended = False
@@ -193,8 +193,8 @@ class AsyncBatches(WeightPublisher):
             assert handed.step == step
             depth = sum(group.is_kept for group in schedule.groups.values())
             versions = torch.cat([part.batch["token_versions"] for part in parts])
-            assert self._record is not None
-            self._record.add_step(step, handed.groups, versions, self.rules.group_size)
+            assert self._schedule_record is not None
+            self._schedule_record.add_step(step, handed.groups, versions, self.rules.group_size)
 
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
         batch.meta_info["global_steps"] = step
@@ -263,8 +263,8 @@ class AsyncBatches(WeightPublisher):
     def close(self) -> None:
         """Close the record and what publishes weights for validation."""
         self._validation.close()
-        if self._record is not None:
-            self._record.close()
+        if self._schedule_record is not None:
+            self._schedule_record.close()
 
     # The trainer's thread, with the lock.
 
@@ -279,7 +279,7 @@ class AsyncBatches(WeightPublisher):
         record = self._config.trainer.directory / RECORD
         if step > 1:
             record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
-        self._record = ScheduleRecord(record)
+        self._schedule_record = ScheduleRecord(record)
         self._snapshot.restore(schedule, self._prefetcher)
         self.schedule = schedule
 
@@ -356,7 +356,8 @@ class AsyncBatches(WeightPublisher):
         the same weights begin a batch.
         """
         schedule = self._running
-        number = self._workers.begin_joining(stream)
+        number = next(self._workers.numbers)
+        self._workers.joining[number] = stream
         versions = [worker.version for worker in schedule.workers.values()]
         version = min(versions, default=schedule.published)
         copied = self._workers.weights[version]
@@ -364,7 +365,7 @@ class AsyncBatches(WeightPublisher):
         def join(loaded: Future[int]) -> None:
             with self._deciding(), self._changed:
                 loaded.result()
-                self._workers.join(number, stream)
+                self._workers.join(number)
                 schedule.joined(number, version)
 
         stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
@@ -416,7 +417,8 @@ class AsyncBatches(WeightPublisher):
                 drawn = versions[versions >= 0]
                 oldest = int(drawn.min()) if len(drawn) else None
                 schedule.ended(worker, number, sample, oldest)
-                self._workers.note_end(worker)
+                if not self._workers.streams[worker].num_open:
+                    self._workers.idle_since[worker] = time.perf_counter()
             if self.rules.round_size:
                 self._grade_round(group.batch)
             else:
@@ -500,7 +502,7 @@ class AsyncBatches(WeightPublisher):
             rows: rows of each group, of other workers too.
         """
         groups = {start.group: rows[start.group] for start in starts}
-        record = self._record
+        record = self._schedule_record
         assert record is not None
         idle_s = self._workers.end_idleness(worker)
         if idle_s is not None:
@@ -512,13 +514,11 @@ class AsyncBatches(WeightPublisher):
             for start in starts
             if start.group not in resumed_groups
         ]
-
-        def record_start(num_steps: int) -> None:
-            record.add_start(new, at=num_steps)
-
         if self._workers.pool is not None:
             record.add_start(new, version=starts[0].version)
-        self._workers.streams[worker].start(groups, record_start, unfinished)
+        self._workers.streams[worker].start(
+            groups, lambda num_steps: record.add_start(new, at=num_steps), unfinished
+        )
 
     def _load(self, worker: int, version: int) -> None:
         """Load weights on a worker, which waits for them if they are not published yet."""
@@ -526,12 +526,11 @@ class AsyncBatches(WeightPublisher):
         pause = Pause()
         self._workers.pauses[worker] = pause
 
-        def is_unblocked() -> bool:
-            return version <= schedule.published or pause.is_over or self._is_ended
-
         def weights() -> DataProtoFuture | None:
             with self._changed:
-                self._changed.wait_for(is_unblocked)
+                self._changed.wait_for(
+                    lambda: version <= schedule.published or pause.is_over or self._is_ended
+                )
                 return None if pause.is_over else self._workers.weights.get(version)
 
         keeps_cache = self._config.async_training.kv_on_update == "keep"
@@ -548,10 +547,12 @@ class AsyncBatches(WeightPublisher):
                 return
             schedule = self._running
             # The steps of several engines have no order.
-            if self._workers.pool is None and self._record is not None:
-                self._record.add(at=num_steps, load=version)
+            if self._workers.pool is None and self._schedule_record is not None:
+                self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)
-            self._workers.forget_weights(min(other.version for other in schedule.workers.values()))
+            self._workers.forget_weights(
+                [worker_state.version for worker_state in schedule.workers.values()]
+            )
 
     def _save(self, worker: int, step: int) -> None:
         """Take the snapshot of a step, once each worker has reported its unfinished responses."""
@@ -591,8 +592,8 @@ class AsyncBatches(WeightPublisher):
         under_way = self._snapshot.pop_reports()
         if under_way is None:
             return
-        assert self._record is not None
-        self._record.add(at=num_steps, save=step)
+        assert self._schedule_record is not None
+        self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
             self._snapshot.take(self._running, self._prefetcher, under_way, num_steps)
             self._changed.notify_all()

@@ -46,7 +46,7 @@ class Prefetcher:
         rules: rules of the schedule.
         prompts: stream of the training prompts.
         reward: grades rounds of dynamic sampling.
-        config: configuration of the run.
+        config: configuration.
 
     Attributes:
         started: prompt of each unfinished group, one row, by number of the group.
@@ -105,8 +105,14 @@ class Prefetcher:
 
     def pop_unfinished(self, groups: Mapping[int, Any]) -> list[UnderWay]:
         """Unfinished responses of some groups in the checkpoint; each is returned once."""
-        chosen = [response for response in self._under_way if response[0] in groups]
-        self._under_way = [response for response in self._under_way if response[0] not in groups]
+        chosen = []
+        remaining = []
+        for response in self._under_way:
+            if response[0] in groups:
+                chosen.append(response)
+            else:
+                remaining.append(response)
+        self._under_way = remaining
         return chosen
 
     def finish(self, group: Group, rows: DataProto) -> None:

@@ -95,7 +95,7 @@ class RecordedSchedule(Schedule):
     groups.
 
     Args:
-        rules: rules of the run.
+        rules: rules of the recorded run, which are those of the repetition.
         path: file of the record.
         step: step of the checkpoint that the run resumes from.
 

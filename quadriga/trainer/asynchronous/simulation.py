@@ -82,7 +82,7 @@ class Outcome:
     """Times of a simulated run.
 
     Attributes:
-        seconds: seconds of the run.
+        seconds: duration.
         train_idle: share of them in which training ranks wait.
         rollout_idle: share of them in which rollout ranks wait.
         ages: number of tokens by their staleness.
@@ -351,8 +351,8 @@ def recorded(
             `train_s`, and `reward_s` if rewards took any time.
         num_steps: steps of the workload, which repeats the recorded ones.
         costs: costs that cannot be read from the record.
-        num_workers: number of rollout engines of the run.
-        gpus: number of training ranks of the run.
+        num_workers: number of rollout engines that the run had.
+        gpus: number of training ranks that the run had.
 
     Returns:
         The workload, and `costs` with the times that fit the recorded seconds best.
@@ -446,7 +446,7 @@ def advice(
             splits.add(train)
     outcomes = {(bound, train): simulate(bound, train) for bound in BOUNDS for train in splits}
     configured = (rules.max_staleness, num_train)
-    outcomes[configured] = simulate(*configured)
+    outcomes[configured] = simulate(rules.max_staleness, num_train)
 
     lockstep_s = outcomes[0, num_train].seconds
     fastest_s = min(outcome.seconds for outcome in outcomes.values())

@@ -78,8 +78,8 @@ class Snapshot:
         """Take the state.
 
         Args:
-            schedule: schedule of the run.
-            prefetcher: groups of the run.
+            schedule: its groups and batches.
+            prefetcher: their prompts and rows.
             under_way: unfinished responses of all workers.
             num_steps: steps that the engine has made.
         """

@@ -11,9 +11,10 @@ thread finds lost and restarted engines (`StreamPool.tend`).
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
+from itertools import count
 from threading import Lock, Thread
 from typing import Any
 
@@ -224,67 +225,63 @@ class StreamWorkers:
         actor: worker group whose weights are loaded.
         pool: engines in other processes. None: the only stream is an engine of this process.
         streams: streams by number of the worker.
-        joining: streams that have no weights yet, and so are no workers.
+        joining: streams that have no weights yet, by the number that they will have.
+        numbers: numbers of workers; none is used twice.
         weights: copies of the actor's weights by version.
         unannounced: the newest of these versions, if the schedule does not know it yet.
         pauses: wait of the last load of each worker.
+        idle_since: time since which a worker has had nothing to do (`time.perf_counter`).
     """
 
     def __init__(self, actor: ActorRolloutRefWorker, pool: StreamPool | None) -> None:
         self.actor = actor
         self.pool = pool
         self.streams: dict[int, GenerationStream | RemoteStream] = {}
-        self.joining: list[GenerationStream | RemoteStream] = []
+        self.joining: dict[int, GenerationStream | RemoteStream] = {}
+        self.numbers = count()
         self.weights: dict[int, DataProtoFuture] = {}
         self.unannounced: int | None = None
         self.pauses: dict[int, Pause] = {}
-        self._num_joining = 0
-        # Time since which a worker has had nothing to do (`time.perf_counter`).
-        self._idle_since: dict[int, float] = {}
+        self.idle_since: dict[int, float] = {}
 
-    def begin_joining(self, stream: GenerationStream | RemoteStream) -> int:
-        """Number of the worker that a stream becomes when it has weights. None is used twice."""
-        self.joining.append(stream)
-        self._num_joining += 1
-        return self._num_joining - 1
-
-    def join(self, number: int, stream: GenerationStream | RemoteStream) -> None:
-        """Make a stream a worker."""
-        self.joining.remove(stream)
-        self.streams[number] = stream
-        self._idle_since[number] = time.perf_counter()
+    def join(self, number: int) -> None:
+        """Make a joining stream a worker."""
+        self.streams[number] = self.joining.pop(number)
+        self.idle_since[number] = time.perf_counter()
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
         """Remove lost streams. Returns the numbers of those that were workers."""
-        self.joining = [stream for stream in self.joining if stream not in lost]
-        numbers = [number for number, stream in self.streams.items() if stream in lost]
-        for number in numbers:
-            del self.streams[number]
-            self._idle_since.pop(number, None)
+        for number, stream in tuple(self.joining.items()):
+            if stream in lost:
+                del self.joining[number]
+        numbers = []
+        for number, stream in tuple(self.streams.items()):
+            if stream in lost:
+                numbers.append(number)
+                del self.streams[number]
+                self.idle_since.pop(number, None)
         return numbers
-
-    def note_end(self, number: int) -> None:
-        """Note that a group has ended on a worker, which may have become idle."""
-        if not self.streams[number].num_open:
-            self._idle_since[number] = time.perf_counter()
 
     def end_idleness(self, number: int) -> float | None:
         """End the idle time of a worker, and return its share of the rollout's time, in seconds.
 
         None: the worker was not idle.
         """
-        idle_since = self._idle_since.pop(number, None)
+        idle_since = self.idle_since.pop(number, None)
         if idle_since is None:
             return None
         return (time.perf_counter() - idle_since) / len(self.streams)
 
-    def forget_weights(self, oldest: int) -> None:
+    def forget_weights(self, used_versions: Iterable[int]) -> None:
         """Release the weights that nobody loads again.
 
         Args:
-            oldest: the oldest version that a worker generates with. Another engine may join with
-                it; the engine of this process has loaded it already.
+            used_versions: versions that workers generate with. Another engine may join with the
+                oldest of them; the engine of this process has loaded it already.
         """
-        first = oldest + 1 if self.pool is None else oldest
-        for version in [version for version in self.weights if version < first]:
-            del self.weights[version]
+        oldest = min(used_versions)
+        if self.pool is None:
+            oldest += 1
+        for version in tuple(self.weights):
+            if version < oldest:
+                del self.weights[version]
