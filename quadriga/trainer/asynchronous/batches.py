@@ -154,6 +154,7 @@ class AsyncBatches(WeightPublisher):
         self._validation.publish(version)
         if self.schedule is None or not self.rules.publishes(version):
             return
+        # Without the lock, so that groups may end and start meanwhile.
         copied = self._workers.actor.copy_weights()
         next_version = self.rules.version_at(version + 1)
         with self._changed:
@@ -182,6 +183,7 @@ class AsyncBatches(WeightPublisher):
             if self.schedule is None:
                 self._begin(step)
             schedule = self._running
+            # The save after the previous step is over: engines that paused for it continue.
             schedule.release()
             self._announce()
             self._tend()
@@ -196,6 +198,7 @@ class AsyncBatches(WeightPublisher):
             assert self._schedule_record is not None
             self._schedule_record.add_step(step, handed.groups, versions, self.rules.group_size)
 
+        # Without the lock: the groups belong to this thread now.
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
@@ -222,6 +225,7 @@ class AsyncBatches(WeightPublisher):
             if schedule is None:
                 return self._snapshot.resumed
             schedule.hold(self._workers.unannounced)
+            # Engines that are saved where they wait for these weights must not get them yet.
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
@@ -289,7 +293,9 @@ class AsyncBatches(WeightPublisher):
             self._begin_here(schedule)
         else:
             self._wait_for_workers()
+        # Nothing was decided until here, so that all workers take part in the first decisions.
         self._has_begun = True
+        # Rounds of the checkpoint that were complete, but not graded.
         for batch in self._prefetcher.open_rounds:
             self._grade_round(batch)
 
@@ -307,6 +313,7 @@ class AsyncBatches(WeightPublisher):
         stream = self._workers.actor.open_stream(self._end_group)
         self._join(stream)
         self._wait_for_workers()
+        # No other worker joins with these weights.
         self._workers.weights.clear()
         engine: Any = stream.engine
         engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
@@ -327,6 +334,7 @@ class AsyncBatches(WeightPublisher):
         timeout_s = None if self._workers.pool is None else TEND_S
         while self._error is None and not is_there():
             self._tend()
+            # What is waited for may have come about in `_tend`.
             if not is_there():
                 self._changed.wait(timeout_s)
         if self._error is not None:
@@ -342,6 +350,7 @@ class AsyncBatches(WeightPublisher):
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
             if worker in self._snapshot.reports:
+                # Its groups start anew, also in a run that resumes from this snapshot.
                 self._snapshot.reports[worker] = ()
                 self._take_snapshot(schedule.step, num_steps=0)
         if lost:
@@ -412,6 +421,7 @@ class AsyncBatches(WeightPublisher):
                 self._prefetcher.discard(rows)
                 return
             self._prefetcher.finish(group, rows)
+            # Streams report whole groups, so all of their samples end at once.
             for sample, versions in enumerate(token_versions(rows)):
                 worker = group.running[sample]
                 drawn = versions[versions >= 0]
@@ -489,6 +499,7 @@ class AsyncBatches(WeightPublisher):
     def _start(self, starts: Sequence[Start]) -> None:
         # Prompts are taken in the order of the schedule.
         rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
+        # One call for all groups of a worker: the engine begins them with the same step.
         for worker in dict.fromkeys(start.worker for start in starts):
             starts_here = [start for start in starts if start.worker == worker]
             self._start_on(worker, starts_here, rows)
@@ -507,6 +518,7 @@ class AsyncBatches(WeightPublisher):
         idle_s = self._workers.end_idleness(worker)
         if idle_s is not None:
             self._prefetcher.counts["rollout_wait_s"] += idle_s
+        # Groups of the checkpoint continue; the record of the earlier run has their starts.
         unfinished = self._prefetcher.pop_unfinished(groups)
         resumed_groups = {response[0] for response in unfinished}
         new = [
@@ -542,6 +554,7 @@ class AsyncBatches(WeightPublisher):
         """A worker has loaded weights, or has continued without them."""
         with self._deciding(), self._changed:
             num_steps = done.result()
+            # The worker may be lost, or have continued without the weights (`Resume`).
             stream = self._workers.streams.get(worker)
             if stream is None or stream.weight_version != version:
                 return

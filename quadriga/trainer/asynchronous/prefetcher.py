@@ -81,6 +81,7 @@ class Prefetcher:
 
         A new group takes the next prompt. A group whose worker was lost has the same one again.
         """
+        # Unfinished groups of a checkpoint have their prompt already, and are no restarts.
         if start.group not in self.started:
             self.started[start.group] = self._take_prompt(start)
         elif all(number != start.group for number, *_ in self._under_way):
@@ -97,6 +98,7 @@ class Prefetcher:
             self._assigned[self._num_assigned] = self._unassigned.pop(0)
             self._num_assigned += 1
         row = self._assigned.pop(start.group)
+        # The names of prompts follow from their place in the batch: a resumed run gives the same.
         meta_info = dict(row.meta_info)
         meta_info["global_steps"] = start.batch
         meta_info["total_training_steps"] = self._rules.num_steps
@@ -184,6 +186,7 @@ class Prefetcher:
         # Until here a checkpoint has the round, and a resumed run grades it again.
         del self._rounds[graded.batch]
         group_filter = self._filters.setdefault(graded.batch, GroupFilter(self._config))
+        # The filter keeps the rows for the batch; the groups stay complete until it is handed over.
         kept_uids = group_filter.add(graded.rows)
         verdicts: dict[int, Verdict] = {}
         for number in graded.groups:

@@ -79,6 +79,7 @@ class ScheduleRecord:
             pairs = zip(values.tolist(), starts.tolist(), strict=True)
             spans.append([[version, start] for version, start in pairs if version >= 0])
         spans_by_group = {}
+        # `versions` has the rows of the first group, then those of the second, and so on.
         for place, number in enumerate(groups):
             first = place * group_size
             spans_by_group[number] = spans[first : first + group_size]
@@ -111,6 +112,7 @@ class RecordedSchedule(Schedule):
         # Groups of each part of a step's batch, by step.
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
 
+        # Starts of a local engine are recorded without a version: it is that of the last load.
         version = self.published
         for event in _events_after(path, step):
             if "step" in event:
@@ -176,6 +178,7 @@ class RecordedVersions(RecordedSchedule):
 
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, path, step=step)
+        # Engines in other processes have no common count of steps: only the starts are used.
         starts = []
         for event in self._events:
             starts += event.get("start", ())

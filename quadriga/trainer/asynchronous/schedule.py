@@ -201,6 +201,7 @@ class Schedule:
     def lost(self, worker: int) -> None:
         """A worker is lost. Its unfinished samples start anew on other workers."""
         state = self.workers.remove(worker)
+        # Samples of the same groups that have ended, here or elsewhere, stay as they are.
         for number, sample in sorted(state.running):
             group = self.groups[number]
             del group.running[sample]
@@ -215,6 +216,7 @@ class Schedule:
 
     def loaded(self, worker: int, version: int) -> None:
         """A worker has loaded weights."""
+        # The worker may have been lost meanwhile.
         if worker in self.workers:
             self.workers[worker].version = version
             self.workers[worker].loading = None
@@ -247,6 +249,7 @@ class Schedule:
             )
             raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
 
+        # Without tokens of its own, a sample counts as old as the weights that it began with.
         if oldest is not None:
             state.starts[sample] = oldest
         del state.running[sample]
@@ -264,6 +267,7 @@ class Schedule:
             verdict: "kept", or why it is left out: its rewards are equal, or grading failed.
         """
         state = self.groups.get(group)
+        # It may have been dropped while it was graded.
         if state is None or state.is_kept:
             return
         rules = self.rules
@@ -277,6 +281,7 @@ class Schedule:
             # Another prompt takes its place; with dynamic sampling in a later round.
             if not rules.round_size:
                 batch.num_wanted += 1
+        # The next round of dynamic sampling starts if this one did not fill the batch.
         is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
         lacks_groups = not self._drops and len(batch.kept) < rules.num_groups
         if rules.round_size and is_round_over and lacks_groups:
@@ -342,11 +347,13 @@ class Schedule:
             next_version = rules.version_at(self.step) + 1
             if all(worker.loading == next_version for worker in workers):
                 return True
+            # Near the end there are no further weights to pause for.
             return self._all_generated(rules.num_steps)
         if any(worker.version < self.published for worker in workers):
             return False
         if rules.saves_running:
             return True
+        # Otherwise samples end first; a deterministic schedule has also started all that it may.
         if not all(group.is_complete for group in self.groups.values()):
             return False
         if not rules.deterministic:
@@ -375,6 +382,7 @@ class Schedule:
         Unfinished samples start first, on any worker.
         """
         self.num_groups = state["num_groups"]
+        # What is kept and open follows from the groups below.
         self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
         for number, batch, row, starts, waiting, is_kept in state["groups"]:
             group = Group(number, batch, row, waiting, starts=dict(starts))
@@ -399,6 +407,7 @@ class Schedule:
 
     def _start(self) -> None:
         """Start samples that have no worker, then new groups, as long as workers are free."""
+        # Groups of lost workers and of the checkpoint come first: they are the oldest.
         unfinished = sorted(self._to_start) if self.workers.free else []
         for number in unfinished:
             group = self.groups[number]
@@ -431,6 +440,7 @@ class Schedule:
         if self.hold_after is not None:
             last_step = min(last_step, self.hold_after)
         if self._drops:
+            # Groups belong to no step: with the present ones, this is the next that lacks any.
             step = self.step + 1 + len(self.groups) // self.rules.num_groups
             return step if step <= last_step else None
         for step in range(self.step + 1, last_step + 1):
@@ -455,6 +465,7 @@ class Schedule:
             load = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
             fits = worker.capacity is None or load + size <= worker.capacity or not load
+            # A worker that loads weights is judged by those that it will have.
             version = worker.version if worker.loading is None else worker.loading
             if fits and self.may_start(version, batch) and (best is None or (load, number) < best):
                 best = (load, number)
@@ -541,6 +552,7 @@ class Schedule:
 
     def _all_generated(self, last: int) -> bool:
         """Whether all groups of every batch up to a step are complete and graded."""
+        # Batches stay generated, so each is looked at once.
         self._generated = max(self._generated, self.step)
         while self._generated < last:
             batch = self._batches.get(self._generated + 1)
@@ -565,6 +577,7 @@ class Schedule:
         is_last = True
         if not self._drops:
             batch = self._batches[step]
+            # Parts of a batch are handed over one by one, and the step ends with the last.
             batch.num_handed += len(numbers)
             batch.kept = [number for number in batch.kept if number in self.groups]
             is_last = batch.num_handed == self.rules.num_groups
@@ -575,6 +588,7 @@ class Schedule:
 
     def _drop_leftovers(self) -> None:
         """Drop the groups that no later step can learn from."""
+        # Dynamic sampling may keep more groups than a batch has.
         if not self._drops:
             for number in self._batches.pop(self.step).kept:
                 self._drop(self.groups[number], "surplus")
@@ -614,6 +628,8 @@ class Schedule:
         chosen = batch.kept[:size]
         if len(chosen) < size:
             return None
+        # A whole batch waits for its other groups too: which of them are kept must not depend on
+        # which are graded first.
         if not rules.part_size:
             return chosen if batch.is_generated else None
         if rules.deterministic:

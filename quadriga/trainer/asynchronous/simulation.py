@@ -432,30 +432,20 @@ def advice(
         round_size=0,
     )
     total = num_rollout + num_train
-
-    def simulate(bound: int, train: int) -> Outcome:
+    configured = (rules.max_staleness, num_train)
+    choices = [(bound, train) for bound in BOUNDS for train in _splits(num_train, total, size)]
+    choices.append(configured)
+    outcomes = {}
+    for bound, train in choices:
         bounded = replace(rules, max_staleness=bound)
+        # In lockstep a step waits for the whole batch of its own.
         if bound == 0:
             bounded = replace(bounded, on_stale="wait", part_size=0)
-        return Simulation(bounded, workload, costs, (total - train) // size, train).run()
-
-    splits = {num_train}
-    for share in (1 / 4, 1 / 2, 3 / 4):
-        train = min(max(1, round(total * share)), total - 1)
-        if (total - train) % size == 0:
-            splits.add(train)
-    outcomes = {(bound, train): simulate(bound, train) for bound in BOUNDS for train in splits}
-    configured = (rules.max_staleness, num_train)
-    outcomes[configured] = simulate(rules.max_staleness, num_train)
+        num_workers = (total - train) // size
+        outcomes[bound, train] = Simulation(bounded, workload, costs, num_workers, train).run()
 
     lockstep_s = outcomes[0, num_train].seconds
-    fastest_s = min(outcome.seconds for outcome in outcomes.values())
-    candidates = []
-    for (bound, train), outcome in outcomes.items():
-        if outcome.seconds <= NEAR * fastest_s:
-            candidates.append((bound, outcome.seconds, train))
-    bound, _, train = min(candidates)
-    for name, choice in {"this": configured, "recommended": (bound, train)}.items():
+    for name, choice in {"this": configured, "recommended": _recommended(outcomes)}.items():
         bound, train = choice
         outcome = outcomes[choice]
         yield (
@@ -464,6 +454,29 @@ def advice(
             f"the speed of lockstep on {num_train} + {num_rollout}; training waits {outcome.train_idle:.0%}, rollout"
             f" {outcome.rollout_idle:.0%} of the time"
         )
+
+
+def _splits(num_train: int, total: int, size: int) -> set[int]:
+    """Numbers of training ranks to compare: the configured one, and a quarter, half and three
+    quarters of all ranks if engines of `size` ranks fill the others.
+    """
+    splits = {num_train}
+    for share in (1 / 4, 1 / 2, 3 / 4):
+        train = min(max(1, round(total * share)), total - 1)
+        if (total - train) % size == 0:
+            splits.add(train)
+    return splits
+
+
+def _recommended(outcomes: Mapping[tuple[int, int], Outcome]) -> tuple[int, int]:
+    """Choice with the least staleness among the fastest ones."""
+    fastest_s = min(outcome.seconds for outcome in outcomes.values())
+    candidates = []
+    for (bound, train), outcome in outcomes.items():
+        if outcome.seconds <= NEAR * fastest_s:
+            candidates.append((bound, outcome.seconds, train))
+    bound, _, train = min(candidates)
+    return bound, train
 
 
 def _training_ranks(config: Config) -> int:

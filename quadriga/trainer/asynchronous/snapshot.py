@@ -60,6 +60,7 @@ class Snapshot:
 
     def pop_reports(self) -> list[UnderWay] | None:
         """Unfinished responses of all workers. None: some have not reported."""
+        # In the order in which the workers were asked.
         under_way: list[UnderWay] = []
         for report in self.reports.values():
             if report is None:
@@ -147,6 +148,7 @@ def as_tensor(rows: DataProto) -> torch.Tensor:
     columns.pop("reward_outcome", None)
     metrics = {}
     for name, values in rows.meta_info.get("metrics", {}).items():
+        # Metrics of several batches that were joined are lists.
         listed = [values] if isinstance(values, Metric) else values
         metrics[name] = [astuple(metric) for metric in listed]
     meta_info = rows.meta_info | {"metrics": metrics}

@@ -94,6 +94,7 @@ class RemoteStream:
         done: Future[int] = Future()
         self._loads[version] = done
         if self._pauses:
+            # The engine waits from its next step on, and `weights` may wait in its thread.
             self._call("await_weights", version, keeps_cache=keeps_cache)
             in_background(
                 lambda: self._call("give_weights", version, weights()), f"weights {version}"
@@ -133,6 +134,7 @@ class RemoteStream:
                 with self._lock:
                     calls = self._unseen
                     self._unseen = []
+                # Errors of calls are raised here too, before the events that they may explain.
                 # The first rank's events follow the results of the calls.
                 results = self._group.resolve([*calls, *events])
                 for event in results[len(calls)]:
@@ -186,9 +188,11 @@ class StreamPool(RolloutPool):
             Exception: the error of a stream that is not about a loss, or of the last stream.
         """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
+        # An engine that has generated something is restarted without a pause when it is lost.
         for stream in self._streams.values():
             if stream.has_ended:
                 self._restarts.lasts(stream.rank)
+        # Raises if the run cannot go on without this engine.
         for stream in lost:
             assert stream.error is not None
             del self._streams[stream.rank]
@@ -204,6 +208,7 @@ class StreamPool(RolloutPool):
 
     def stop(self) -> None:
         """End the listening threads."""
+        # All are told before the first is waited for: each may take a second.
         for stream in self._streams.values():
             stream.is_over = True
         for stream in self._streams.values():
