@@ -75,7 +75,7 @@ from quadriga.trainer.asynchronous.rules import (
 from quadriga.trainer.asynchronous.schedule import Schedule
 from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, written
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
-from quadriga.trainer.asynchronous.streams import Pause, RemoteStream, StreamPool, StreamWorkers
+from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.workers import ActorRolloutRefWorker
@@ -304,9 +304,8 @@ class AsyncBatches(WeightPublisher):
         replay = self._config.async_training.replay
         if replay is None:
             return Schedule(self.rules, step=step - 1)
-        if self._workers.pool is None:
-            return RecordedSchedule(self.rules, Path(replay), step=step - 1)
-        return RecordedVersions(self.rules, Path(replay), step=step - 1)
+        repetition = RecordedSchedule if self._workers.pool is None else RecordedVersions
+        return repetition(self.rules, Path(replay), step=step - 1)
 
     def _begin_here(self, schedule: Schedule) -> None:
         """Open the stream of an engine in this process."""
@@ -358,7 +357,7 @@ class AsyncBatches(WeightPublisher):
         for stream in new:
             self._join(stream)
 
-    def _join(self, stream: GenerationStream | RemoteStream) -> None:
+    def _join(self, stream: Stream) -> None:
         """Load weights on a stream. It is a worker of the schedule once it has them.
 
         It gets the oldest weights that other workers generate with, so that in a deterministic run
@@ -389,8 +388,8 @@ class AsyncBatches(WeightPublisher):
 
     def _state(self) -> str:
         """Describe what a long wait waits for."""
-        num_started = len(self._running.groups)
-        return f"{num_started} groups are started, {len(self._prefetcher.complete)} complete"
+        num_complete = len(self._prefetcher.complete)
+        return f"{len(self._running.groups)} groups are started, {num_complete} complete"
 
     # Other threads.
 

@@ -215,6 +215,9 @@ class StreamPool(RolloutPool):
             stream.thread.join()
 
 
+Stream = GenerationStream | RemoteStream
+
+
 class Pause:
     """Wait of a worker for weights. It ends without them if `is_over`."""
 
@@ -241,8 +244,8 @@ class StreamWorkers:
     def __init__(self, actor: ActorRolloutRefWorker, pool: StreamPool | None) -> None:
         self.actor = actor
         self.pool = pool
-        self.streams: dict[int, GenerationStream | RemoteStream] = {}
-        self.joining: dict[int, GenerationStream | RemoteStream] = {}
+        self.streams: dict[int, Stream] = {}
+        self.joining: dict[int, Stream] = {}
         self.numbers = count()
         self.weights: dict[int, DataProtoFuture] = {}
         self.unannounced: int | None = None
