@@ -8,7 +8,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quadriga import aliases
+from quadriga import moved
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__, __getattr__ = lazy_names(__name__)
 __all__ += ["__version__"]
-aliases.install()
 
+moved.install()
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
     import_module("quadriga.compat.verl")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
-from quadriga.aliases import new_path
+from quadriga.moved import path_today
 
 _CORE = frozenset(
     {
@@ -37,10 +37,10 @@ _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout",
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
     "lazy": frozenset(),
-    "aliases": frozenset(),
     "redact": frozenset(),
     "errors": frozenset({"redact"}),
     "partition": frozenset(),
+    "moved": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
     "streams": frozenset(),
@@ -69,11 +69,11 @@ LAYERS: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 
+# Old import paths of modules that moved, as import strings.
+MOVED = "quadriga/moved.py"
+
 # The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.
 BUILD = "quadriga/trainer/build.py"
-
-# The table of old import paths, which names modules of any layer.
-ALIASES = "quadriga/aliases.py"
 
 # A command that stands among the trainers, where people who come from verl look for it; it only calls the command line.
 COMMAND = "quadriga/trainer/main_ppo.py"
@@ -128,7 +128,7 @@ def upward_import(source: Source) -> Iterator[str]:
     mentioned += [
         ("recipes", entry.line) for entry in source.imports() if entry.top == "quadriga_recipes"
     ]
-    if source.name not in (BUILD, ALIASES):
+    if source.name not in (BUILD, MOVED):
         mentioned += list(_import_strings(source.tree))
     for layer, line in mentioned:
         if layer not in allowed:
@@ -149,7 +149,7 @@ def _import_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def old_import_path(source: Source) -> Iterator[str]:
     """An import of a module by the path that it had before it moved."""
     for entry in source.imports():
-        moved = new_path(entry.module)
+        moved = path_today(entry.module)
         if moved is not None:
             yield source.at(entry.line, f"imports {entry.module}, which is {moved} now")
 
@@ -158,8 +158,8 @@ def file_at_old_path(sources: Iterable[Source]) -> Iterator[str]:
     """A file where the table of old import paths has one that moved: nothing could import it."""
     for source in sources:
         module = source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        if new_path(module) is not None:
-            yield source.at(1, f"{module} stands in {ALIASES} as an old path")
+        if path_today(module) is not None:
+            yield source.at(1, f"{module} stands in {MOVED} as an old path")
 
 
 def late_import(source: Source) -> Iterator[str]:

@@ -24,8 +24,8 @@ MOVED: dict[str, str] = {
 """New path of each module by its old path. The row of a package holds for all of its modules."""
 
 
-def new_path(name: str) -> str | None:
-    """New import path of a module. None: the module has not moved."""
+def path_today(name: str) -> str | None:
+    """Import path of a module today. None: the module has not moved."""
     moved = name
     while moved:
         if moved in MOVED:
@@ -34,18 +34,17 @@ def new_path(name: str) -> str | None:
     return None
 
 
-class AliasFinder:
+class MovedModules:
     """Finder and loader of old import paths, for `sys.meta_path`.
 
-    The classes of `importlib.abc` are not inherited: importing them takes longer than all of
-    `import quadriga`.
+    The classes of `importlib.abc` are not inherited: importing them would slow `import quadriga`.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> ModuleSpec | None:
         """Spec of a module that has moved. None: other finders look for the module."""
-        if not fullname.startswith("quadriga.") or new_path(fullname) is None:
+        if not fullname.startswith("quadriga.") or path_today(fullname) is None:
             return None
         return ModuleSpec(fullname, self)
 
@@ -54,7 +53,7 @@ class AliasFinder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Replace an empty module under its old path by the one at its new path."""
-        moved = new_path(module.__name__)
+        moved = path_today(module.__name__)
         assert moved is not None, "this loader has found the module"
         # Python returns what it finds there after this call.
         sys.modules[module.__name__] = import_module(moved)
@@ -62,6 +61,6 @@ class AliasFinder:
 
 def install() -> None:
     """Add the finder of old paths to the import system. A second call does nothing."""
-    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         # First: by the path of a package that moved, Python's own finder would load a second copy.
-        sys.meta_path.insert(0, AliasFinder())
+        sys.meta_path.insert(0, MovedModules())

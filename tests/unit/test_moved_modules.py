@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from quadriga.aliases import MOVED, AliasFinder, install
+from quadriga.moved import MOVED, MovedModules, install
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
@@ -40,4 +40,4 @@ def test_a_pickle_of_an_earlier_version_is_read() -> None:
 
 def test_the_finder_is_installed_once() -> None:
     install()
-    assert sum(isinstance(finder, AliasFinder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, MovedModules) for finder in sys.meta_path) == 1
