@@ -22,16 +22,16 @@ grades a round of dynamic sampling.
     rollout:
      done        rows of a group             the lock; the graders, if       these
                                              `deterministic`
-     load        weights                     their publication, if the       `publish`, `Resume` or
-                                             worker pauses for it            `stop`
+     load        weights                     their publication, if the       `publish`, or the next
+                                             worker pauses for it            `take`; `Resume`, `stop`
      save        its unfinished responses    the next `take`, if             `take` or `stop`
                                              `deterministic`
     grading      a round of groups           the graders                     these
 
 One lock protects the schedule and everything below. It is reentrant: an engine may end a group
-inside the call that starts it. The lock is never held while weights are copied or a round is graded
-(unless `deterministic`). Locks of engines and streams are taken inside it, never around it. Whatever
-changes what a thread may wait for calls `notify_all`.
+inside the call that starts it. After the first step it is not held while weights are copied, nor
+while a round is graded, unless `deterministic`. Locks of engines and streams are taken inside it,
+never around it. Whatever changes what a thread may wait for calls `notify_all`.
 
 `Prefetcher` has the groups, `StreamWorkers` the engines and their weights, `Snapshot` the state for
 a checkpoint.
