@@ -43,7 +43,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
-    "quadriga/compat/verl/__init__.py:Finder.exec_module": "what an import calls",
     "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
     "quadriga/compat/verl/ray_trainer.py:RayPPOTrainer._update_actor": "stands in for a method of a worker group",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
@@ -58,7 +57,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
-    "quadriga/trainer/async_schedule.py:Schedule.may_start": "the gate, which a test takes out",
+    "quadriga/trainer/asynchronous/schedule.py:Schedule.may_start": "the gate, which a test takes out",
     "quadriga/trainer/rollout_pool.py:RolloutPool._restart": "what Restarts calls in a thread",
     "quadriga/trainer/run_lock.py:_give_up_in_fork": "a hook of os.register_at_fork",
 }

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import RolloutError
-from quadriga.trainer.async_schedule import (
+from quadriga.trainer.asynchronous.schedule import (
     Drop,
     HandOver,
     Load,

@@ -9,7 +9,7 @@ import torch
 
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.async_state import as_tensor, from_tensor
+from quadriga.trainer.asynchronous.snapshot import Snapshot, as_tensor, from_tensor
 
 
 def test_rows_pass_through_no_file_that_a_killed_process_would_leave(
@@ -30,3 +30,14 @@ def test_rows_pass_through_no_file_that_a_killed_process_would_leave(
     assert rows.batch.keys() == answers.batch.keys()
     assert all(torch.equal(rows.batch[name], answers.batch[name]) for name in rows.batch.keys())
     assert rows.non_tensor_batch["uid"].tolist() == ["p", "p", "q"]
+
+
+def test_reports_are_complete_once_every_worker_has_reported_or_is_lost() -> None:
+    snapshot = Snapshot()
+    snapshot.reports |= {0: None, 1: None, 2: None}
+    snapshot.reports[2] = [(7, 0)]
+    snapshot.reports[0] = [(5, 1)]
+    assert snapshot.pop_reports() is None
+    snapshot.reports[1] = ()  # it was lost
+    assert snapshot.pop_reports() == [(5, 1), (7, 0)]
+    assert snapshot.reports == {}
